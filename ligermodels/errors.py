@@ -28,7 +28,7 @@ class InputError(LigermodelsError, ValueError):
 
 
 class TrainingError(LigermodelsError, ArithmeticError):
-    """A loss or a gradient that is not a finite number."""
+    """A loss or a gradient that is not a finite number, or a process of a run that has died."""
 
 
 _warned: set[str] = set()

@@ -7,6 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
     try:
         torch.set_num_threads(1)  # the parent's pool of threads is not in a fork, and waiting for it would be forever
         tqdm.set_lock(threading.RLock())  # its own is shared with the parent, who would wait for it once we are killed
+        forkserver._forkserver.__init__()  # the parent's, if it has one, is no child of ours
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         work()

@@ -7,26 +7,22 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 """
 
 import collections
-import copy
 import dataclasses
 import functools
 import itertools
 import os
-import signal
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
 
 from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
+from ligermodels.recipes.workers import Workers
+from ligermodels.text.chat import TemplateError
 
 
 class HasRows(Protocol):
@@ -57,10 +53,18 @@ class Sample(Protocol):
         """With at most so many tokens in a sequence; raises InputError where that cannot be."""
 
 
+_NAMED = 3
+"""Rows that are named of those with the same trouble."""
+_ENOUGH = 100
+"""Rows after which it is told that all are cut before they end."""
 _Outcome = tuple[list[Any], collections.Counter[str]]
 """Of a row: the samples, and what is to be counted."""
 Collate = Callable[[Sequence[Any], int, int], Batch]
 """(samples, pad id, what T is a multiple of): their batch; of none, a batch without a label."""
+
+
+class BadRowError(InputError):
+    """A row that cannot be read or encoded, which skip_bad leaves out."""
 
 
 class _Measured(NamedTuple):
@@ -71,13 +75,17 @@ class _Measured(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """batches: this rank's. next_row: where the next window begins. counts: of its rows, all ranks together."""
+    """batches: this rank's. next_row: where the next window begins. counts: of its rows, all ranks together.
+
+    named: by what is counted, the first rows that were, with their tokens.
+    """
 
     epoch: int
     row: int
     next_row: int
     batches: list[list[Any]]
     counts: Mapping[str, int]
+    named: Mapping[str, list[tuple[int, int]]]
 
 
 class Batches(Iterator[Batch]):
@@ -96,9 +104,11 @@ class Batches(Iterator[Batch]):
     skip_bad: rows that cannot be read or encoded are counted, not an error. max_untrained: the share of rows without a
     trained token above which InputError is raised.
     prefetch: makes the next window in a thread meanwhile. The batches are the same.
-    workers: processes, forked at the first batch, in which rows are encoded: a thread that encodes holds up the one
-    that launches kernels. The batches are the same.
+    workers: processes, started at the first batch, in which rows are encoded: a thread that encodes holds up the one
+    that launches kernels. The batches are the same. Rows and encoder must be picklable, and a script must start its
+    work under `if __name__ == "__main__":` (see workers.py).
     digest: of what the rows are read from; with another one, a state does not load.
+    look: called once with the batches of samples of the first window, to warn of what is odd in them.
     """
 
     def __init__(
@@ -126,6 +136,7 @@ class Batches(Iterator[Batch]):
         sequences: int = 1,
         collate: Collate | None = None,
         digest: int = 0,
+        look: Callable[[Sequence[Sequence[Any]]], None] | None = None,
     ) -> None:
         if tokens_per_batch is not None and rows_per_batch is not None:
             raise InputError("tokens_per_batch and rows_per_batch are two ways to say the same; give one")
@@ -149,18 +160,20 @@ class Batches(Iterator[Batch]):
             raise InputError(f"tokens_per_batch={tokens_per_batch} holds no example of {each}length={length}")
         if length % multiple or self._capacity % multiple:
             raise InputError(f"length={length} and tokens_per_batch must be multiples of {multiple} (cp x tp)")
-        self._rows, self._encoder, self._length, self._packing = rows, encoder, length, packing
-        self._seed, self._rank, self._ranks, self._window_rows, self._digest = seed, rank, ranks, window, digest
-        self._multiple, self._pad_id, self._epochs, self._shuffle = multiple, pad_id, epochs, shuffle
-        self._long, self._skip_bad, self._max_untrained = long, skip_bad, max_untrained
+        self._rows, self._length, self._packing, self._sequences = rows, length, packing, sequences
+        self._encode_row = _RowEncoder(rows, encoder, length, long, skip_bad)
+        self._order, self._permutation = _Order(len(rows), seed, shuffle), (-1, np.arange(0))
+        self._rank, self._ranks, self._window_rows, self._digest = rank, ranks, window, digest
+        self._multiple, self._pad_id, self._epochs, self._max_untrained = multiple, pad_id, epochs, max_untrained
         self._collate: Collate = collate or (packed_batch if packing else padded_batch)
         self._executor = ThreadPoolExecutor(1, "encode") if prefetch else None
         self._ahead: tuple[tuple[int, int], Future[_Window]] | None = None  # (epoch, row) and the window there
-        self._order: tuple[int, Any] = (-1, None)
         self._counts: collections.Counter[str] = collections.Counter()
+        self._named: dict[str, list[tuple[str, int]]] = {}  # the first rows of what is counted, and their tokens
+        self._told: set[str] = set()
         self._idle_rows = 0  # rows since the last window that had a batch
-        self._workers = workers
-        self._forked: _Forked | None = None
+        self._workers, self._look = workers, look
+        self._encoded: _Encoded | None = None
         self._go_to(0, 0, 0)
 
     # ---- iteration ----
@@ -194,11 +207,11 @@ class Batches(Iterator[Batch]):
     def count(self, workers: int = 0) -> int:
         """The number of this rank's batches of the first epoch, of which none is made; `report` tells of its rows.
 
-        workers: processes in which rows are encoded; they are forked. The number does not depend on them.
+        workers: processes in which rows are encoded. The number does not depend on them.
         """
         number, position = 0, (0, 0)
         if workers:
-            self._forked = _Forked(self, 0, 0, workers, sizes_only=True)
+            self._encoded = _Encoded(self._encode_row, self._order, 0, 0, 1, workers, sizes_only=True)
         try:
             while position[0] == 0:
                 window = self._encode_window(*position)
@@ -206,8 +219,13 @@ class Batches(Iterator[Batch]):
                 number += len(window.batches)
                 position = self._after(window)
         finally:
-            self._forked = None
+            self._stop_workers()
         return number
+
+    def _stop_workers(self) -> None:
+        if self._encoded is not None:
+            self._encoded.close()
+        self._encoded = None
 
     def _after(self, window: _Window) -> tuple[int, int]:
         """(epoch, row) of the window after this one."""
@@ -221,8 +239,8 @@ class Batches(Iterator[Batch]):
     def _enter(self) -> None:
         """Encodes the window at (epoch, row), or takes it from the thread, which then goes on with the next."""
         key = self._epoch, self._row
-        if self._workers and self._forked is None:  # here, since a fork is safest in the main thread
-            self._forked = _Forked(self, *key, self._workers)
+        if self._workers and self._encoded is None:
+            self._encoded = _Encoded(self._encode_row, self._order, *key, self._epochs, self._workers)
         if self._ahead is not None and self._ahead[0] == key:
             window = self._ahead[1].result()
         elif self._executor is not None:
@@ -231,6 +249,7 @@ class Batches(Iterator[Batch]):
             window = self._encode_window(*key)
         self._window = window
         self._check(window)
+        self._warn()
         following = self._after(window)
         self._ahead = None
         if self._executor is not None and (self._epochs is None or following[0] < self._epochs):
@@ -240,14 +259,23 @@ class Batches(Iterator[Batch]):
         """Adds to the counts. Raises InputError if too few rows are trained, or no stop token."""
         counts = self._counts
         counts.update(window.counts)
+        for what, rows in window.named.items():
+            names = self._named.setdefault(what, [])
+            names += [(self._rows.where(index), tokens) for index, tokens in rows[: _NAMED - len(names)]]
         left_out = counts["untrained"] + counts["cut_away"]
         if left_out > self._max_untrained * (counts["rows"] - counts["bad"]):
             raise InputError(
                 f"{left_out} of {counts['rows']} rows have no token to train: in {counts['untrained']} there is none, "
-                f"in {counts['cut_away']} none before length={self._length}, where they are cut. Next step: "
-                "--dry-run --show 3 shows what is trained; raise --length, or mend the rows"
+                f"in {counts['cut_away']} none before length={self._length}, where they are cut.{self._left_out()}\n"
+                "  Next: --dry-run --show 3 shows what is trained; raise --length, or mend the rows"
             )
-        if counts["asked"] and not counts["ends"]:
+        if counts["asked"] and not counts["ends"] and counts["rows"] >= min(_ENOUGH, len(self._rows)):
+            if counts["ends_cut"]:
+                raise InputError(
+                    f"none of {counts['asked']} rows trains a token that stops the model, which would never stop: "
+                    f"{counts['ends_cut']} have one, and are cut before it at --length {self._length}. Next step: "
+                    f"raise --length. {self._cut_rows()}".removesuffix(". ")
+                )
             raise InputError(
                 f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
                 "cause: the chat template's {% generation %} ends before the end of the turn, or the template ends "
@@ -261,6 +289,38 @@ class Batches(Iterator[Batch]):
                 "no token to train. Next step: without --skip-bad the first of them is named"
             )
 
+    def _left_out(self) -> str:
+        """The first rows that are left out, and why; "" without any."""
+        why = {
+            "untrained": "nothing in it is to be trained (no answer, an empty one, or train false)",
+            "cut_away": f"nothing before --length {self._length}, where it is cut, is to be trained",
+        }
+        return "".join(f"\n  {row}: {why[what]}" for what in why for row, _ in self._named.get(what, ()))
+
+    def _cut_rows(self) -> str:
+        """The first rows that are cut, with their tokens; "" without any."""
+        each = f" in {self._sequences} sequences" * (self._sequences > 1)
+        return ", ".join(f"{row} has {tokens:,} tokens{each}" for row, tokens in self._named.get("truncated", ()))
+
+    def _warn(self) -> None:
+        """Tells once of rows that are cut, once of those left out, and lets `look` tell; in the first process alone."""
+        if self._rank or int(os.environ.get("RANK", "0")):
+            return
+        told = {}
+        if rows := self._cut_rows():
+            told["cut"] = (
+                f"rows are cut at --length {self._length}, such as: {rows}. What is behind is not trained, nor the "
+                "token that ends the answer. To train them whole, raise --length"
+            )
+        if rows := self._left_out():
+            told["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
+        for what in told.keys() - self._told:
+            warnings.warn(told[what], stacklevel=4)
+        self._told |= told.keys()
+        if self._look is not None and self._window is not None:
+            self._look(self._window.batches)
+            self._look = None
+
     # ---- state ----
 
     def state_dict(self) -> dict[str, int]:
@@ -271,13 +331,13 @@ class Batches(Iterator[Batch]):
         return {
             "ranks": self._ranks,
             "rows": len(self._rows),
-            "seed": self._seed,
+            "seed": self._order.seed,
             "length": self._length,
             "batch_size": self._capacity if self._packing else self._batch_rows,
             "packing": int(self._packing),
             "window": self._window_rows,
-            "shuffle": int(self._shuffle),
-            "split": int(self._long == "split"),
+            "shuffle": int(self._order.shuffle),
+            "split": int(self._encode_row.long == "split"),
             "digest": self._digest,
         }
 
@@ -294,7 +354,8 @@ class Batches(Iterator[Batch]):
             told = (f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest")
             changes = ", ".join(told) or "the contents of its files have changed"
             raise InputError(
-                f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before, or a new run"
+                f"the data cannot go on where the checkpoint left off: {changes}. Next step: restore what was before "
+                "(rows that cannot be read are left out with --skip-bad), or start a new run with another --out"
             )
         batch = int(state["batch"])
         if batch and state["ranks"] != self._ranks:
@@ -307,9 +368,11 @@ class Batches(Iterator[Batch]):
         if not 0 <= state["row"] < len(self._rows) or batch < 0 or state["epoch"] < 0:
             raise InputError(f"this is no position in {len(self._rows)} rows: {dict(state)}")
         self._counts.clear()
+        self._named.clear()
         if self._ahead is not None:
             self._ahead[1].exception()  # it may be reading from the processes
-        self._idle_rows, self._ahead, self._forked = 0, None, None
+        self._idle_rows, self._ahead = 0, None
+        self._stop_workers()
         self._go_to(int(state["epoch"]), int(state["row"]), 0)
         if batch:
             self._enter()
@@ -322,17 +385,19 @@ class Batches(Iterator[Batch]):
 
     def _encode_window(self, epoch: int, row: int) -> _Window:
         """The window that begins at `row` of the epoch. Changes nothing but a memo: it runs in the thread."""
-        order, end = self._permutation(epoch), row
+        if self._permutation[0] != epoch:
+            self._permutation = epoch, self._order.of(epoch)
+        order, end = self._permutation[1], row
         outcomes: list[_Outcome] = []
         needed = 1 if self._packing else self._batch_rows * self._ranks
         while end < len(order) and (end == row or sum(len(found) for found, _ in outcomes) < needed):
             begin, end = end, min(end + self._window_rows, len(order))
-            outcomes += [self._outcome(epoch, place) for place in range(begin, end)]
+            outcomes += [self._outcome(epoch, place, int(order[place])) for place in range(begin, end)]
         if self._packing:
             examples = [example for found, _ in outcomes for example in found]
             bins = best_fit([example.size for example in examples], self._capacity)
-            if self._shuffle:
-                bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
+            if self._order.shuffle:
+                bins = [bins[n] for n in self._order.random(epoch, row + 1).permutation(len(bins))]
             bins = spread(bins, self._ranks)
         else:
             places = [n for n, (found, _) in enumerate(outcomes) if found]
@@ -345,151 +410,146 @@ class Batches(Iterator[Batch]):
             elif full < len(examples):
                 bins += [list(range(full + rank, len(examples), self._ranks)) for rank in range(self._ranks)]
         counts: collections.Counter[str] = collections.Counter()
-        for _, count in outcomes:
+        named: dict[str, list[tuple[int, int]]] = {}
+        for n, (_, count) in enumerate(outcomes):
             counts.update(count)
+            for what in ("untrained", "cut_away", "truncated"):
+                if count[what] and counts[what] <= _NAMED:
+                    tokens = count["tokens"] + count["tokens_cut"]
+                    named.setdefault(what, []).append((int(order[row + n]), tokens))
+                    break
         own = [[examples[n] for n in bin] for bin in bins[self._rank :: self._ranks]]
-        return _Window(epoch, row, end, own, counts)
+        return _Window(epoch, row, end, own, counts, named)
 
-    def _outcome(self, epoch: int, place: int) -> _Outcome:
-        """What the row at this place of the epoch's order gives."""
-        if self._forked is not None and (epoch, place) == self._forked.next:
-            return self._forked.take()
-        return self._encode_row(int(self._permutation(epoch)[place]))  # a window may begin with rows of the one before
+    def _outcome(self, epoch: int, place: int, index: int) -> _Outcome:
+        """What the row of this index, at this place of the epoch's order, gives."""
+        if self._encoded is not None and (epoch, place) == self._encoded.next:
+            return self._encoded.take()
+        return self._encode_row(index)  # a window may begin with rows of the one before
 
-    def _encode_row(self, index: int) -> _Outcome:
+
+@dataclasses.dataclass(frozen=True)
+class _Order:
+    """The order of the rows, which is another one in each epoch."""
+
+    size: int
+    seed: int
+    shuffle: bool
+
+    def of(self, epoch: int) -> Any:
+        return self.random(epoch, 0).permutation(self.size) if self.shuffle else np.arange(self.size)
+
+    def random(self, epoch: int, part: int) -> np.random.RandomState:
+        """RandomState, because its streams never change with numpy's version: a run may go on after an update."""
+        return np.random.RandomState([self.seed % 2**32, epoch, part])
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowEncoder:
+    """What rows give, by their indices. It is sent to processes."""
+
+    rows: HasRows
+    encoder: Callable[[dict[str, Any]], Sample]
+    length: int
+    long: Literal["cut", "split"]
+    skip_bad: bool
+
+    def __call__(self, index: int) -> _Outcome:
         """The examples of a row, none or one, or several of a long one, and what is to be counted."""
         counts: collections.Counter[str] = collections.Counter(rows=1)
         try:
-            example = self._encoder(self._rows[index])
-            cut = example.cut(self._length)
+            example = self.encoder(self.rows[index])
+            cut = example.cut(self.length)
         except (InputError, TokenizerError) as error:
-            if not self._skip_bad:
-                text = f"{self._rows.where(index)}: {error}".removesuffix(".")
-                raise InputError(f"{text}. (--skip-bad leaves such rows out)") from error
+            if not self.skip_bad:
+                text = f"{self.rows.where(index)}: {error}".removesuffix(".") + "."
+                advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
+                raise BadRowError(text + advice) from error
             counts["bad"] += 1
             return [], counts
-        counts.update(asked=int(example.ends is not None and example.trained > 0), ends=int(bool(example.ends)))
         if not example.trained:
             counts["untrained"] += 1
             return [], counts
-        found = self._pieces(example) if self._long == "split" else [cut]
-        if self._long == "cut" and (over := example.size - found[0].size):
+        found = self._pieces(example) if self.long == "split" else [cut]
+        if self.long == "cut" and (over := example.size - found[0].size):
             counts.update(truncated=1, tokens_cut=over)
         if not (found := [piece for piece in found if piece.trained]):
             counts["cut_away"] += 1
+            return [], counts
+        if example.ends is not None:
+            ends = bool(example.ends if self.long == "split" else cut.ends)
+            counts.update(asked=1, ends=int(ends), ends_cut=int(example.ends and not ends))
         counts.update(tokens=sum(e.size for e in found), trained=sum(e.trained for e in found))
         return found, counts
 
     def _pieces(self, example: Any) -> list[Sample]:
         """All of a long text, piece by piece; images, which no cut goes through, belong to the first."""
-        parts = [slice(start, start + self._length) for start in range(0, example.size, self._length)]
-        pieces = [Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends) for part in parts]
+        parts = [slice(start, start + self.length) for start in range(0, example.size, self.length)]
+        pieces = [Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.stops) for part in parts]
         return [dataclasses.replace(pieces[0], images=example.images), *pieces[1:]]
-
-    def _permutation(self, epoch: int) -> Any:
-        if self._order[0] != epoch:
-            self._order = epoch, self._permuted(epoch)
-        return self._order[1]
-
-    def _permuted(self, epoch: int) -> Any:
-        size = len(self._rows)
-        return self._random(epoch, 0).permutation(size) if self._shuffle else np.arange(size)
-
-    def _random(self, epoch: int, part: int) -> np.random.RandomState:
-        """RandomState, because its streams never change with numpy's version: a run may go on after an update."""
-        return np.random.RandomState([self._seed % 2**32, epoch, part])
 
 
 # ---- processes ----
 
 _CHUNK = 50
 """Rows that a process encodes at a time."""
-_ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def workers_for(rows: int, most: int = 16) -> int:
-    """Processes to encode so many rows with, one a core; 0 where starting them takes longer, or cannot be."""
-    if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
+    """Processes to encode so many rows with, one a core; 0 where starting them takes longer than the rows."""
+    if rows < 2000:  # one process encodes as many in a second
         return 0
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(most, cores) if cores > 1 else 0
 
 
-class _Forked:
-    """What the rows of `batches` give, in order, from a place of an epoch on, encoded ahead in forked processes.
+class _Encoded:
+    """What rows give, in order, from a place of an epoch on, encoded ahead in processes.
 
-    next: (epoch, place) of what `take` returns. sizes_only: each sample as its size, of one epoch.
+    next: (epoch, place) of what `take` returns. sizes_only: each sample as its size.
     """
 
-    def __init__(self, batches: Batches, epoch: int, place: int, workers: int, *, sizes_only: bool = False) -> None:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # where nothing is said, tokenizers warns of the fork
-        self.next, self._size = (epoch, place), len(batches._rows)
-        batches = copy.copy(batches)  # no cycle: what is freed by the collector waits five seconds for its processes
-        loader: DataLoader[Any] = DataLoader(
-            _Chunks(batches, sizes_only), batch_size=None, sampler=_places(batches, epoch, place, sizes_only),
-            num_workers=workers, multiprocessing_context="fork", collate_fn=list,
-            generator=torch.Generator(),  # of its own: a run's random numbers stay what they are
-            worker_init_fn=functools.partial(_begin, os.getpid()),
-        )  # fmt: skip
-        # Ctrl-C and a scheduler's SIGTERM come to all processes. This one ends the others when it has finished.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-        try:
-            self._outcomes: Iterator[Any] = itertools.chain.from_iterable(iter(loader))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    def __init__(
+        self, encode: _RowEncoder, order: _Order, epoch: int, place: int, epochs: int | None, workers: int,
+        *, sizes_only: bool = False,
+    ) -> None:  # fmt: skip
+        self.next, self._size = (epoch, place), order.size
+        work, modules = functools.partial(_outcomes, encode, sizes_only), (encode.encoder.__module__, "tokenizers")
+        self._workers = Workers(work, _chunks(order, epoch, place, epochs), workers, modules)
+        self._outcomes = itertools.chain.from_iterable(self._workers)
 
     def take(self) -> _Outcome:
         epoch, place = self.next
         self.next = (epoch, place + 1) if place + 1 < self._size else (epoch + 1, 0)
-        found = next(self._outcomes)
+        found: _Outcome | LigermodelsError = next(self._outcomes)
         if isinstance(found, LigermodelsError):
-            self._outcomes = iter(())  # ends the processes, which the traceback would keep
+            self.close()
             raise found
-        return found  # type: ignore[no-any-return]
+        return found
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._workers.close()
 
 
-def _begin(parent: int, worker: int) -> None:
-    """In a process: sees that it waits for nobody, and ends with its parent.
-
-    Threads of tokenizers do not live on in a fork, which would wait for them. SIGINT and SIGTERM are blocked, and those
-    of the parent end it. Where the parent is gone torch's processes wait for ever, until someone reads what they have
-    made.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            came = signal.sigtimedwait(_ENDING, 0.5)
-            if came is not None and came.si_pid == parent:
-                break
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _places(batches: Batches, epoch: int, place: int, one: bool) -> Iterator[Any]:
-    """The indices of the rows from a place on, some at a time: of that epoch, or of all that follow."""
+def _chunks(order: _Order, epoch: int, place: int, epochs: int | None) -> Iterator[Any]:
+    """The indices of the rows from a place on, some at a time."""
     for number in itertools.count(epoch):
-        if batches._epochs is not None and number >= batches._epochs:
+        if epochs is not None and number >= epochs:
             return
-        order = batches._permuted(number)[place if number == epoch else 0 :]
-        yield from (order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK))
-        if one:
-            return
+        indices = order.of(number)[place if number == epoch else 0 :]
+        yield from (indices[start : start + _CHUNK] for start in range(0, len(indices), _CHUNK))
 
 
-class _Chunks(Dataset[Any]):
+def _outcomes(encode: _RowEncoder, sizes_only: bool, indices: Any) -> list[_Outcome | LigermodelsError]:
     """What rows give, by their indices; an error in place of a row that raises it."""
-
-    def __init__(self, batches: Batches, sizes_only: bool) -> None:
-        self._batches, self._sizes_only = batches, sizes_only
-
-    def __getitem__(self, indices: Any) -> list[_Outcome | LigermodelsError]:
-        return [self._outcome(int(index)) for index in indices]
-
-    def _outcome(self, index: int) -> _Outcome | LigermodelsError:
+    found: list[_Outcome | LigermodelsError] = []
+    for index in indices:
         try:
-            found, counts = self._batches._encode_row(index)
+            samples, counts = encode(int(index))
         except LigermodelsError as error:
-            return error
-        return ([_Measured(sample.size) for sample in found] if self._sizes_only else found), counts
+            found.append(error)
+        else:
+            found.append(([_Measured(sample.size) for sample in samples] if sizes_only else samples, counts))
+    return found

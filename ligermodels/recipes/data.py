@@ -16,7 +16,7 @@ from ligermodels.recipes.batches import Batches, workers_for
 from ligermodels.recipes.formats import detect
 from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.recipes.rows import Rows, open_rows
+from ligermodels.recipes.rows import Part, Rows, open_rows
 from ligermodels.text import Tokenizer
 
 _WINDOW_OF_IMAGES = 64
@@ -30,22 +30,6 @@ _MOST_WORKERS = 4
 def encoding_workers(rows: int) -> int:
     """Processes that encode rows beside a GPU. The CPU's own steps leave the interpreter free, and need the cores."""
     return workers_for(rows, _MOST_WORKERS) if torch.cuda.is_available() else 0
-
-
-class Part(Rows):
-    """Some of the rows."""
-
-    def __init__(self, rows: Rows, indices: Sequence[int]):
-        self._rows, self._indices, self.files = rows, indices, rows.files
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._rows[self._indices[index]]
-
-    def where(self, index: int) -> str:
-        return self._rows.where(self._indices[index])
 
 
 class Data:
@@ -67,7 +51,9 @@ class Data:
 
     @property
     def summary(self) -> str:
-        return f"{len(self._rows):,} rows of {self._encoder.format.name}"
+        name = self._encoder.format.name
+        what = {"pairs": "preference pairs", "unpaired": "single labelled answers"}.get(name, f"rows of {name}")
+        return f"{len(self._rows):,} {what}"
 
     @property
     def evaluation_summary(self) -> str:

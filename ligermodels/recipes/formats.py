@@ -173,6 +173,10 @@ def _format_of(row: Mapping[str, Any]) -> str:
     for name, keys in _KEYS.items():
         if present.issuperset(keys):
             return name
+    for name, keys in _KEYS.items():
+        if row.keys() >= set(keys):
+            null = ", ".join(key for key in keys if row[key] is None)
+            raise InputError(f"{null} is null; rows in the format {name!r} have {', '.join(keys)}")
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _KEYS.items())
     raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
 
@@ -412,7 +416,7 @@ def _message(message: Any, field: str) -> Message:
     if found.get("tool_calls"):
         found["tool_calls"] = _calls(_list(found["tool_calls"], f"{field}.tool_calls"), f"{field}.tool_calls")
     if content is None and not found.get("tool_calls") and not any(found.get(key) for key in _REASONING):
-        raise InputError(f"{field}.content: it is missing")
+        raise InputError(f"{field}.content is null" if "content" in message else f"{field}.content is missing")
     if content is None:
         found["content"] = ""  # many templates fail on, or print, a content that is null
     return found | _train(message, role, field)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -319,13 +319,16 @@ class Loop:
     loss: Loss = next_token_loss
     count: Count = num_labels
     capture: bool = False
+    stopped: bool = field(default=False, init=False)
+    """Whether a signal or an error has ended the run after a step that is saved."""
     _captured: CapturedStep | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Trains to the end of the run, or until evaluations stop getting better.
 
         Raises TrainingError where the loss is no number, CheckpointError where a checkpoint cannot be written, and
-        KeyboardInterrupt after a signal, once the step is finished and saved.
+        KeyboardInterrupt after a signal, once the step is finished and saved; likewise, on all ranks, the errors of the
+        data of the next step.
         """
         progress, options = self.progress, self.options
         with Signals() as signals:
@@ -341,8 +344,16 @@ class Loop:
                 if stop or self._is_due(options.save_every):
                     self._save_state(wait=stop)
                 if stop:
+                    self.stopped = True
                     raise KeyboardInterrupt
             self._save_state(wait=True)
+
+    def _end_with(self, error: LigermodelsError) -> NoReturn:
+        """Raises what keeps the next step from its batches, once all before it is saved. Called by all ranks."""
+        if self.progress.step:
+            self._save_state(wait=True)
+            self.stopped = True
+        raise error
 
     def _save_state(self, *, wait: bool) -> None:
         """Saves a checkpoint; an error says how much room there is, which torch's does not."""
@@ -366,7 +377,10 @@ class Loop:
         lr = self.options.peak_lr * self._rate(progress.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        batches = self.feed.take()
+        try:
+            batches = self.feed.take()
+        except LigermodelsError as error:  # of rewards, which all ranks raise
+            self._end_with(error)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         count = self._count_of(batches)
         loss, sums = torch.zeros((), device=self.processes.device), _Sums()
@@ -380,11 +394,18 @@ class Loop:
         if not self.capture:  # whose last call has taken the step
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.feed.make_next()
+        failed: LigermodelsError | None = None
+        try:
+            if progress.step + 1 < progress.steps:
+                self.feed.make_next()
+        except LigermodelsError as error:
+            failed = error
         value, norm = loss.item(), float(self.optimizer.grad_norm)
         spent = time.perf_counter() - start
         # Also the time is that of all ranks, so that the progress of all is the same, and resumes on any number.
-        tokens_of_all, came, spent_by_all = self.processes.total(tokens, signals.came, spent)
+        tokens_of_all, came, failures, spent_by_all = self.processes.total(
+            tokens, signals.came, failed is not None, spent
+        )
         seconds = spent_by_all / self.processes.batch_ranks
         if not (math.isfinite(value) and math.isfinite(norm)):
             self._stop_at(value, norm)
@@ -403,6 +424,8 @@ class Loop:
             gib=peak_memory(self.processes.device),
             **sums.means(self.processes),
         )
+        if failures:
+            self._end_with(failed or TrainingError("another process has no batches for the next step; it says why"))
         return came > 0
 
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:

@@ -4,8 +4,9 @@ A conversation is rendered once, whole, by the tokenizer's chat template, and to
 in it is told
 - by the template's own marks, {% generation %} ... {% endgeneration %}, where it has them;
 - else by prefix difference: the conversation up to an assistant's message, with the beginning of its turn
-  (add_generation_prompt), must be what the whole begins with; what the message adds to it is trained, the tokens that
-  end its turn included. The offsets of the tokens map characters to tokens.
+  (add_generation_prompt), must be what the whole begins with; what the message adds to it is trained, as in TRL: the
+  token that ends its turn, and the line break that many templates write after that. So do the recipes of preferences.
+  The offsets of the tokens map characters to tokens.
 Two habits of templates are known to the second way, because the whole does not begin with what they render: an end of
 text after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template
 that rewrites earlier turns otherwise is an error.
@@ -35,12 +36,13 @@ class Example:
     """ids and labels of one document, each label the id itself or -100. Labels are not shifted.
 
     The first label is -100: nothing predicts the first token.
-    ends: whether a token that stops the model is trained; None where the author of the ids decides that.
+    stops: the ids that stop the model, of which one is to be trained; None of a plain text, and where the author of
+    the ids decides that.
     """
 
     ids: list[int]
     labels: list[int]
-    ends: bool | None = None
+    stops: tuple[int, ...] | None = None
     images: Images | None = None
 
     @property
@@ -52,6 +54,11 @@ class Example:
         """The number of tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED)
 
+    @property
+    def ends(self) -> bool | None:
+        """Whether a token that stops the model is trained; None where that is not asked."""
+        return None if self.stops is None else any(stop in self.labels for stop in self.stops)
+
     def cut(self, length: int) -> "Example":
         """The first tokens. Raises InputError where that would cut an image."""
         if self.size <= length:
@@ -61,7 +68,7 @@ class Example:
                 f"the row has {self.size} tokens, and length={length} would cut its images. Next step: a larger "
                 "--length, or a smaller max_pixels in the model's preprocessor_config.json"
             )
-        return Example(self.ids[:length], self.labels[:length], self.ends, self.images)
+        return Example(self.ids[:length], self.labels[:length], self.stops, self.images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +120,7 @@ def encode(
         return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=found)
     if isinstance(item, Text):
         ids, mask = _encode_text(item, tokenizer)
-        return _example(ids, mask, tokenizer.eos_token_ids)
+        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
@@ -124,10 +131,10 @@ def encode(
     )
 
 
-def _example(ids: list[int], mask: Sequence[int], stops: Sequence[int]) -> Example:
+def _example(ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None) -> Example:
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
     labels[:1] = [IGNORED] * len(labels[:1])
-    return Example(ids, labels, any(stop in labels for stop in stops))
+    return Example(ids, labels, stops)
 
 
 # ---- texts ----
@@ -232,19 +239,7 @@ def _encode_conversation(
         return ids, mask if trained == said else _only(mask, said, trained)
     text = render(messages)
     spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
-    ids, mask = _masked(text, spans, tokenizer)
-    return ids, _until_stop(ids, mask, tokenizer.chat_stop_ids)
-
-
-def _until_stop(ids: list[int], mask: list[int], stops: Sequence[int]) -> list[int]:
-    """The mask without what the template writes after the last stop token of a turn, such as a line break."""
-    found: list[int] = []
-    for trained, run in groupby(mask):
-        size = len(list(run))
-        turn = ids[len(found) : len(found) + size]
-        kept = max((n + 1 for n, index in enumerate(turn) if index in stops), default=size) if trained else 0
-        found += [1] * kept + [0] * (size - kept)
-    return found
+    return _masked(text, spans, tokenizer)
 
 
 def _has_marks(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> bool:
@@ -280,7 +275,7 @@ def _spans(
     spans = []
     for n in trained:
         if n == 0:
-            raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
+            raise InputError("messages[0]: the first message is the assistant's; start with a user message")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
             prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ def encode(
     sequences = []
     for whole in wholes:
         labels = [IGNORED] * max(1, start) + whole[max(1, start) :]  # nothing predicts the first token
-        sequences.append(Example(whole, labels, any(stop in labels for stop in stops)))
+        sequences.append(Example(whole, labels, stops))
     return Answers(tuple(sequences), start, item.label if isinstance(item, Unpaired) else None)
 
 
@@ -177,7 +178,31 @@ class PreferenceData(Data):
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         collate = collated(self._options.packing, mismatched=self._options.recipe == "kto", length=self._options.length)
-        return super()._batches(rows, sequences=self._options.sequences, collate=collate, **options)
+        look = self._look if self._options.recipe == "kto" and rows is not self._eval else None
+        return super()._batches(rows, sequences=self._options.sequences, collate=collate, look=look, **options)
+
+    def _look(self, batches: Sequence[Sequence[Answers]]) -> None:
+        """Warns of answers that KTO learns little from."""
+        answers = [answer for batch in batches for answer in batch]
+        if self._rows_a_forward == math.inf and (few := self._few(len(answers) / max(1, len(batches)))):
+            warnings.warn(few, stacklevel=2)
+        if len(labels := {answer.label for answer in answers}) == 1:
+            warnings.warn(
+                f"all of the first {len(answers):,} answers have label {str(*labels).lower()}, and KTO learns from "
+                "good answers beside bad ones. Next step: add rows of the other label, or train good answers with sft",
+                stacklevel=2,
+            )
+
+    def _few(self, rows: float) -> str:
+        """A warning where a forward pass has few rows."""
+        o = self._options
+        if getattr(o, "loss", "") != "kto" or rows >= 4:
+            return ""
+        assert o.length is not None
+        return (
+            f"a forward pass has {rows:.1f} answers, and KTO compares the answers of a forward pass with each other "
+            f"(loss=kto). Next step: --batch-tokens {16 * o.length} (16 x --length) or more, or a lower --length"
+        )
 
     def count(self) -> dict[str, int]:
         counts = super().count()
@@ -186,11 +211,8 @@ class PreferenceData(Data):
 
     @property
     def summary(self) -> str:
-        few = self._options.recipe == "kto" and self._rows_a_forward < 4
-        return super().summary + few * (
-            f"\nwarning: a forward has {self._rows_a_forward:.1f} rows, whose answers KTO compares with each other "
-            "(loss=kto): raise --batch-tokens, or lower --length"
-        )
+        few = self._few(self._rows_a_forward)
+        return super().summary + (f"\nwarning: {few}" if few else "")
 
     def _show(self, example: Answers, *, colour: bool) -> str:
         names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)

@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from reprlib import repr as short
@@ -63,18 +64,22 @@ class Rewards:
     def _ask(self, name: str, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> list[float | None]:
         function = self.functions[name]
         try:
-            found: list[Any] = list(_call(function, given))
+            returned: Any = _call(function, given)
+            is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
+            found: list[Any] = list(returned) if is_list else []
         except Exception as error:
             place = self._place(function, given, where)
-            raise InputError(f"the reward {name} failed{place}: {type(error).__name__}: {error}") from error
+            raise InputError(f"the reward {name} failed{_line(function, error)}{place}: {_told(error)}") from error
+        own = f"the reward {name}{_line(function)} returned"
+        if not is_list:
+            raise InputError(f"{own} {short(returned)}; it must return a list with a number for each completion")
         if len(found) != len(where):
-            raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions")
+            raise InputError(f"{own} {len(found)} numbers for {len(where)} completions, the first of {where[0]}")
         for n, value in enumerate(found):
-            value = value.item() if hasattr(value, "item") else value  # of numpy and torch
+            value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
             if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
                 raise InputError(
-                    f"the reward {name} returned {short(value)} for a completion of {where[n]}; it must be a finite "
-                    "number, or None"
+                    f"{own} {short(value)} for a completion of {where[n]}; it must be a finite number, or None"
                 )
             found[n] = None if value is None else float(value)
         return found
@@ -97,6 +102,21 @@ def _call(function: Function, given: Mapping[str, Sequence[Any]]) -> Sequence[fl
     return function(**{name: values for name, values in given.items() if name in names})
 
 
+def _line(function: Function, error: BaseException | None = None) -> str:
+    """ " (FILE:LINE)": where in the function's file the error was raised, or where the function begins."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    lines = [] if error is None else [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename
+    ]  # fmt: skip
+    return f" ({code.co_filename}:{lines[-1] if lines else code.co_firstlineno})"
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _load(source: str) -> tuple[str, Function]:
     """The function's name and itself."""
     path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
@@ -110,7 +130,13 @@ def _load(source: str) -> tuple[str, Function]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"reward={source}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(file.absolute())
+        ]
+        line = f", line {lines[-1]}" if lines else ""  # a syntax error tells its own
+        raise InputError(f"reward={source}: {path} cannot be imported{line}: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]

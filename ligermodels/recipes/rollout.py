@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,7 @@ class Sampler:
     encoder: PromptEncoder
     rewards: Rewards
     processes: Processes
+    _told: set[str] = dataclasses.field(default_factory=set, init=False)
 
     def __call__(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """A group of each prompt; rollout None: one of each, greedily. Raises the errors of rewards on all ranks."""
@@ -357,6 +359,15 @@ class Sampler:
             return judged
         rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, copies)
         advantages, tied = group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
+        if p.is_main and bool(tied.all()) and "tied" not in self._told:
+            self._told.add("tied")
+            warnings.warn(
+                "in this step all completions of each prompt have the same reward, so that it teaches nothing, and the "
+                "loss is 0. If steps stay so (`tied` in metrics.jsonl): the reward is constant, too hard or too easy, "
+                "or the completions are all alike. Next step: look at completions.jsonl; then another reward, other "
+                "prompts, a larger --group or a higher --temperature",
+                stacklevel=2,
+            )
         first, deviation = p.batch_rank * len(prompts), float(rewards.std())
         return [
             dataclasses.replace(
@@ -480,7 +491,7 @@ class Rollouts:
         and the number of the rollout. batch_of: makes a forward of some; in the first of a rollout it gets the seconds
         that this took."""
         self.feed, self.model, self._options, self._sample, self._batch_of = feed, model, options, sample, batch_of
-        self._rollout, self._left = 0, 0
+        self._prompts, self._rollout, self._left = feed.state_dict(), 0, 0
         self._batches: list[Batch] = []
         self._file = Path(options.out) / "completions.jsonl"
         self._is_trimmed = False
@@ -488,6 +499,7 @@ class Rollouts:
     def take(self) -> list[Batch]:
         if self._left == 0:
             self._batches = self._sampled()
+            self._prompts = self.feed.state_dict()  # not before: where a reward fails, they are sampled again
             self._rollout, self._left = self._rollout + 1, self._options.iterations
         self._left -= 1
         return self._batches
@@ -502,13 +514,13 @@ class Rollouts:
             {key: x.cpu() if isinstance(x, Tensor) else x for key, x in batch.items()} for batch in self._batches
         ]
         return {
-            "prompts": self.feed.state_dict(), "rollout": self._rollout, "left": self._left,
+            "prompts": self._prompts, "rollout": self._rollout, "left": self._left,
             "batches": batches if self._left else [],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.feed.load_state_dict(state["prompts"])
-        self._rollout, self._left = state["rollout"], state["left"]
+        self._prompts, self._rollout, self._left = state["prompts"], state["rollout"], state["left"]
         self._batches = [on_device(batch, self.feed.processes.device) for batch in state["batches"]]
 
     def _sampled(self) -> list[Batch]:

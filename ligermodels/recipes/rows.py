@@ -9,6 +9,7 @@ import bisect
 import csv
 import itertools
 import json
+import logging
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -118,7 +119,7 @@ def _open_file(path: Path) -> Rows:
     if suffix in _PACKED:
         raise InputError(f"{path} is compressed, which allows no random access. Next step: unpack it")
     if suffix not in _SUFFIXES:
-        raise InputError(f"{path} is of an unknown kind: expected a name that ends in {', '.join(_SUFFIXES)}")
+        raise InputError(f"{path} has an unsupported extension: expected a name that ends in {', '.join(_SUFFIXES)}")
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty")
     with path.open("rb") as file:
@@ -126,8 +127,8 @@ def _open_file(path: Path) -> Rows:
     if not head.startswith(b"PK") and (kind := file_kind(head)):
         raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
     if suffix in _PARQUET:
-        load = _datasets(f"{path}").load_dataset
-        return _Columns(lambda: load("parquet", data_files=str(path), split="train"), str(path), path.parent, (path,))
+        datasets = _datasets(f"{path}")
+        return _Columns(lambda: _load_parquet(datasets, path), str(path), path.parent, (path,))
     if suffix in _JSON and re.match(rb"(\xef\xbb\xbf)?\s*\{[ \t\r]*\n", head):
         raise InputError(
             f"{path} has its first object over several lines, and each line is to hold a whole one. Likely cause: JSON "
@@ -324,6 +325,16 @@ def _datasets(what: str) -> Any:
     return datasets
 
 
+def _load_parquet(datasets: Any, path: Path) -> Any:
+    """Without the log of `datasets`, which would tell its error a second time."""
+    before = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        return datasets.load_dataset("parquet", data_files=str(path), split="train")
+    finally:
+        datasets.logging.set_verbosity(before)
+
+
 def _open_hub(name: str, split: str | None) -> Rows:
     datasets = _datasets(f"{name}, which is no file here and so a data set of the Hub,")
     repository, *words = name.split(":")
@@ -374,6 +385,22 @@ class _Joined(Rows):
     def where(self, index: int) -> str:
         part, inner = self._part(index)
         return part.where(inner)
+
+
+class Part(Rows):
+    """Some of the rows."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]):
+        self._rows, self._indices, self.files = rows, indices, rows.files
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._indices[index]]
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._indices[index])
 
 
 def _within(index: int, size: int) -> int:

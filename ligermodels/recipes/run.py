@@ -30,9 +30,10 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import export, memory, report
+from ligermodels.recipes.batches import BadRowError
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     FEW_STEPS,
@@ -87,13 +88,6 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
     except KeyboardInterrupt as stop:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in (what := str(error).strip(". ")):
-            raise
-        raise TrainingError(
-            f"a process that encodes rows has died: {what}.\n  Likely: the system killed it, since memory ran out.\n"
-            "  Next: --resume goes on from the newest checkpoint, if there is one."
-        ) from None
     finally:
         if processes.mesh is not None and not joined:
             dist.destroy_process_group()
@@ -114,7 +108,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
     if options.chat_template is not None:
-        tokenizer.chat_template = _template(options.chat_template, tokenizer, sketch)
+        _set_template(options.chat_template, tokenizer, sketch)
     if options.export != "none":
         processes.from_main(lambda: export.check(options, folder, sketch))
     capture = getattr(options, "capture", False)
@@ -174,10 +168,12 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
             torch.manual_seed(options.seed + processes.batch_rank)
         try:
             loop.run()
-        except KeyboardInterrupt as stop:
+        except (KeyboardInterrupt, LigermodelsError) as stop:
+            if not loop.stopped:
+                raise
             again = f"train {options.recipe} --config {shlex.quote(str(out / 'options.yaml'))} --resume"
             start_by = f"torchrun --nproc-per-node {processes.size} -m " * (processes.size > 1)
-            again = f"{start_by}ligermodels {again}"
+            again = f"{start_by}ligermodels {again}" + " --skip-bad" * isinstance(stop, BadRowError)
             stop.add_note(f"stopped after step {progress.step} of {steps}, which is saved. To go on:\n  {again}")
             raise
         finally:
@@ -240,19 +236,6 @@ def _capture_pays(options: TrainOptions, sketch: Any, sizes: memory.Sizes, proce
     return 6 * sizes.parameters * options.batch_tokens / sizes.blocks < _WORK_OF_A_BLOCK
 
 
-_HELD: set[int] = set()
-"""Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
-
-
-def _let_go() -> None:
-    for held in _HELD:
-        os.close(held)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
-
 @contextlib.contextmanager
 def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[None]:
     """Makes and holds the folder for this run. Raises InputError, on all ranks, where another is writing there, or has
@@ -268,7 +251,6 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         except ImportError:  # Windows
             return
         held = os.open(out, os.O_RDONLY)  # the system lets go of it when the process ends, however it ends
-        _HELD.add(held)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -284,12 +266,11 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         yield
     finally:
         if held is not None:
-            _HELD.remove(held)
             os.close(held)
 
 
 _SAME = (
-    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
+    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "batch_tokens",
     "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize",
     "weight_decay", "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight",
     "desirable_weight", "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",
@@ -321,17 +302,17 @@ def _write_options(out: Path, options: TrainOptions, *, resumed: bool) -> None:
             file.write_text(options.dump(), "utf-8")
 
 
-def _template(given: str, tokenizer: Tokenizer, sketch: Any) -> str:
-    """The text of a template, given by the file or by its name in the checkpoint. Raises InputError."""
+def _set_template(given: str, tokenizer: Tokenizer, sketch: Any) -> None:
+    """Gives the tokenizer the template of a name in the checkpoint, or of a file. Raises InputError, TokenizerError."""
     if hasattr(sketch.config, "vision_config"):
         raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
     if given in (templates := tokenizer.files.templates):
-        return templates[given]
-    try:
-        return Path(given).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        names = f", nor a template of the model, which has {', '.join(templates)}" if templates else ""
-        raise InputError(f"chat_template={given} is no file that can be read{names} ({error})") from None
+        tokenizer.chat_template = templates[given]
+    elif Path(given).expanduser().is_file():
+        tokenizer.read_chat_template(given)
+    else:
+        names = f", nor has the model a template of this name; it has {', '.join(templates)}" if templates else ""
+        raise InputError(f"chat_template={given}: there is no such file{names}")
 
 
 def _counted(data: Data, processes: Processes) -> Mapping[str, int]:

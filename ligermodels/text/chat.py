@@ -30,13 +30,20 @@ _PASS = "pass chat_template=... (`ligermodels train`: --chat-template)"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
+class TemplateError(TokenizerError):
+    """A template with an error of its own, at a line that is told."""
+
+
 class ChatTemplates:
     """The templates of one folder by name, and the variables that all of them have (bos_token and so on)."""
 
-    def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self, templates: Mapping[str, str], variables: Mapping[str, Any], folder: Path, source: str | None = None
+    ) -> None:
+        """source: where the default template is from, if it is not from the folder."""
         self.templates = dict(templates)
         self._variables = dict(variables)
-        self._folder = folder
+        self._folder, self._source = folder, source
 
     def choose(self, template: str | None = None, has_tools: bool = False) -> "ChatTemplate":
         """The template that is given by name or as text, or the default one."""
@@ -54,6 +61,8 @@ class ChatTemplates:
         if name not in self.templates:
             raise TokenizerError(f"{self._folder} has no default chat template. Next step: {_PASS}, one of {names}.")
         where = f"the chat template {short(name)} of {self._folder}"
+        if name == "default" and self._source is not None:
+            where = f"the chat template {self._source}"
         return ChatTemplate(self.templates[name], where, self._variables)
 
     def turn_end(self) -> str:
@@ -150,6 +159,10 @@ class ChatTemplate:
             for message, row, parts in zip(chat, marks, texts, strict=True)
         ]
 
+    def check(self) -> None:
+        """Raises TemplateError for a syntax error."""
+        self._compiled()
+
     def _compiled(self, with_marks: bool = False) -> sandbox.Compiled:
         with _template_errors(self.where):
             return sandbox.compile_template(self.source, with_marks)
@@ -169,7 +182,7 @@ def _template_errors(where: str) -> Iterator[None]:
         raise TokenizerError(f"{where} refuses these messages: {error}") from error
     except Exception as error:
         kind = "syntax error" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
-        raise TokenizerError(
+        raise TemplateError(
             f"{where}{_line(error)}: {kind}: {getattr(error, 'message', error)}. Next step: compare the messages and "
             f"variables with the template at this line, or {_PASS}."
         ) from error

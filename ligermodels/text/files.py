@@ -70,7 +70,7 @@ class TokenizerFiles:
     named: {"bos_token": "<s>", ...}, every *_token of the folder.
     eos_token_ids, pad_token_id: those of generation_config.json and config.json.
     model_vocab_size: vocab_size of config.json; None without it.
-    paths: the files that `save_pretrained` copies.
+    paths: the files that `save_pretrained` copies. template_file: of the default template, where it is none of them.
     """
 
     folder: Path
@@ -83,6 +83,7 @@ class TokenizerFiles:
     pad_token_id: int | None
     model_vocab_size: int | None
     paths: tuple[Path, ...]
+    template_file: Path | None = None
 
     def path(self, name: str) -> Path | None:
         """The path of one of the folder's files, or None."""
@@ -153,6 +154,8 @@ def read_bytes(path: Path) -> bytes:
     """The file's bytes, unless it is a git-lfs pointer or an HTML page."""
     try:
         data = path.read_bytes()
+    except FileNotFoundError:
+        raise TokenizerError(f"there is no file {path}.") from None
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}.") from error
     if data.startswith(b"version https://git-lfs"):

@@ -12,12 +12,12 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.errors import InputError, TokenizerError
+from ligermodels.errors import InputError, TokenizerError, warn_once
 from ligermodels.text import batch, saving
 from ligermodels.text.backend import Backend, Encoded
 from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplate, ChatTemplates
-from ligermodels.text.files import TokenizerFiles, call_settings, read_files
+from ligermodels.text.files import TokenizerFiles, call_settings, read_files, read_text
 from ligermodels.text.function_schema import function_schema
 from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.loading import open_backend
@@ -262,7 +262,16 @@ class Tokenizer(Vocabulary):
         templates = dict(value) if isinstance(value, Mapping) else {} if value is None else {"default": value}
         if not all(isinstance(text, str) for pair in templates.items() for text in pair):
             raise TokenizerError(f"chat_template must be a text, a dict of texts or None, not {short(value)}.")
-        self._change(templates=templates)
+        self._change(templates=templates, template_file=None)
+
+    def read_chat_template(self, file: str | Path) -> None:
+        """Takes the chat template of a file, which errors of the template then name.
+
+        Raises TokenizerError for a file that cannot be read, and for a syntax error.
+        """
+        path = Path(file).expanduser()
+        self._change(templates={"default": read_text(path)}, template_file=path)
+        self._chat.choose().check()
 
     def apply_chat_template(
         self,
@@ -304,8 +313,8 @@ class Tokenizer(Vocabulary):
         return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character inside
         {% generation %} ... {% endgeneration %} of the template; needs return_dict=True.
         variables: other variables that the template reads, such as enable_thinking.
-        Raises InputError, also for a variable that the template does not read; TokenizerError, with the template's own
-        message where it refuses the conversation.
+            One that it does not read is told in a warning.
+        Raises InputError; TokenizerError, with the template's own message where it refuses the conversation.
         """
         if return_assistant_tokens_mask and not (return_dict and tokenize):
             raise InputError("return_assistant_tokens_mask goes with return_dict=True and tokenize=True.")
@@ -384,7 +393,10 @@ class Tokenizer(Vocabulary):
     def _chat(self) -> ChatTemplates:
         names = {name: token for name, token in self.files.named.items() if self.token_to_id(token) is not None}
         extra = {"additional_special_tokens": list(self.files.extra_special)} if self.files.extra_special else {}
-        return ChatTemplates(self.files.templates, names | extra, self.files.folder)
+        source = None
+        if self.files.templates != self._loaded.templates:
+            source = "that was set" if self.files.template_file is None else str(self.files.template_file)
+        return ChatTemplates(self.files.templates, names | extra, self.files.folder, source)
 
     @functools.cached_property
     def _adds_bos(self) -> bool:
@@ -458,7 +470,7 @@ def _schemas(tools: Any) -> list[Mapping[str, Any]]:
 
 
 def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
-    """Raises InputError for a variable that the template does not read."""
+    """Warns, once, of a variable that the template does not read."""
     if not variables or not (unknown := sorted(variables.keys() - template.variables)):
         return
     options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
@@ -466,9 +478,8 @@ def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
     nearest = difflib.get_close_matches(unknown[0], [*options, *own], 1)
     others = f"Variables of the template: {short(own)}." if own else "Next step: leave it out."
     hint = f"The nearest known name is {nearest[0]!r}." if nearest else others
-    raise InputError(
-        f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
-    )
+    text = f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
+    warn_once(f"template variable {unknown[0]}: {template.where}", text)
 
 
 # The options of a call that apply_chat_template takes in tokenizer_kwargs.

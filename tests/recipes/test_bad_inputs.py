@@ -32,6 +32,7 @@ FILES = {  # name, content, what the error says
     "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl has its first object over several lines"),
     "nan": ("a.jsonl", '{"text": NaN}', "a.jsonl:1: text: expected a text, not float"),
     "a list of texts": ("a.json", '["a", "b"]', "a.json: item 1: a row is a JSON object with keys, not str ('a')"),
+    "null": ("a.jsonl", '{"prompt": "a", "completion": null}', "a.jsonl:1: completion is null; rows in the"),
     "rows under a key": ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format has the keys ['data']"),
     "csv with more fields": ("a.csv", "prompt,completion\na,b,c\n", "a.csv:2: the row has 3 fields, the line of head"),
     "csv headers twice": ("a.csv", "text,text\na,b\n", "a.csv:1: the headers must be different names"),
@@ -43,7 +44,7 @@ FILES = {  # name, content, what the error says
     "two formats": ("a.jsonl", f'{CHAT}\n{{"text": "a"}}', "a.jsonl:2: the row is in the format 'text', but "),
     "another role": ("a.jsonl", '{"conversations": [{"from": "humann", "value": "a"}]}', "'humann' is none"),
     "keys of sharegpt": ("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}', "from and value are the keys"),
-    "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "messages[0]: the assistant"),
+    "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
 }  # fmt: skip
 FLAGS = {
     "negative rate": (("--lr", "-1"), "lr=-1: expected 0 or more"),
@@ -55,7 +56,12 @@ FLAGS = {
     "one beta": (("--betas", "0.9"), "betas='0.9': expected 2 values, such as 0.9,0.999"),
     "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
     "patience alone": (("--patience", "2"), "patience needs evaluations: give --eval-data FILE, or --eval-share 0.1"),
-    "template that is nowhere": (("--chat-template", "odd"), "chat_template=odd is no file that can be read, nor a"),
+    "template that is nowhere": (("--chat-template", "odd"), "chat_template=odd: there is no such file"),
+    "template of bytes": (("--chat-template", "BYTES"), "bytes.jinja is not UTF-8"),
+    "template with a syntax error": (("--chat-template", "SYNTAX"), "syntax.jinja, line 2: syntax error: "),
+    "template with an error": (
+        ("--chat-template", "UNDEFINED"), "undefined.jinja, line 3: UndefinedError: 'odd' is undefined. Next",
+    ),
     "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
     "evaluation missing": (("--eval-data", "nowhere.jsonl"), "there is no file or folder nowhere.jsonl"),
     "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora 16"),
@@ -64,6 +70,11 @@ FLAGS = {
     "checkpoints kept": (("--keep", "0"), "keep=0: expected 1 or more"),
     "out in a file": (("--out", "FILE/out"), "cannot be written, since "),
 }  # fmt: skip
+TEMPLATES = {
+    "BYTES": b"\xff",
+    "SYNTAX": b"{{ messages[0].content }}\n{% if %}",
+    "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
+}
 YAML = {
     "a list": ("- a\n- b", "holds no options; expected lines such as `lr: 1e-5`"),
     "twice": ("lr: 1\nlr: 2", "lr is there twice"),
@@ -81,6 +92,7 @@ def refused(capsys, out, words, *argv):
     assert status == 3 and words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
     assert not out.exists()
+    return text
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -89,15 +101,21 @@ def test_wrong_data(home, write, tmp_path, capsys, case):
     if case == "parquet that is none":
         pytest.importorskip("datasets")
     file = write(name, content)
-    refused(capsys, tmp_path / "out", words, home / "model", "--data", file, "--out", tmp_path / "out", "--steps", "1")
+    argv = (home / "model", "--data", file, "--out", tmp_path / "out", "--steps", "1")
+    assert refused(capsys, tmp_path / "out", words, *argv).count("Parquet") == (case == "parquet that is none")
 
 
 @pytest.mark.parametrize("case", FLAGS)
 def test_wrong_flags(home, tmp_path, capsys, case):
     flags, words = FLAGS[case]
     good = home / "chats.jsonl"
+    for name, text in TEMPLATES.items():
+        (tmp_path / f"{name.lower()}.jinja").write_bytes(text)
+        flags = [flag.replace(name, str(tmp_path / f"{name.lower()}.jinja")) for flag in flags]
     flags = [flag.replace("FILE", str(good)) for flag in flags]
-    refused(capsys, tmp_path / "out", words, home / "model", "--data", good, "--out", tmp_path / "out", *flags)
+    said = refused(capsys, tmp_path / "out", words, home / "model", "--data", good, "--out", tmp_path / "out", *flags)
+    assert "--skip-bad" not in said
+    assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error"))
 
 
 @pytest.mark.parametrize("case", YAML)
@@ -193,11 +211,11 @@ def test_what_cannot_be_resumed(home, capsys):
         file.write(f"\n{CHAT}")
     longer = (*flags, "--steps", "6", "--resume")
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "rows was 16, now it is 17. Next step: as before, or a new run" in capsys.readouterr().err
+    assert "rows was 16, now it is 17. Next step: restore what was before (rows" in capsys.readouterr().err
     other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")
     (home / "growing.jsonl").write_text(other)
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "left off: the contents of its files have changed. Next step: as before, or a" in capsys.readouterr().err
+    assert "left off: the contents of its files have changed. Next step: restore what was" in capsys.readouterr().err
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     newest = max((home / "resumed" / "checkpoints").glob("step-*/*.distcp"))
     whole = newest.read_bytes()

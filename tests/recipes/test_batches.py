@@ -1,10 +1,12 @@
 """Every row once an epoch, on one rank; the same batches after a resume, with and without the thread."""
 
 import collections
+import functools
 import itertools
 import json
+import os
 import random
-import sys
+import signal
 import threading
 
 import pytest
@@ -12,11 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TrainingError
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.formats import detect
 from ligermodels.recipes.masking import IGNORED, Encoder, Example
 from ligermodels.recipes.rows import open_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --length")
 
 
 class Lengths:
@@ -40,7 +44,7 @@ def encode(row):
     if not row["length"]:
         raise InputError("length: it is 0")
     ids = [row["id"]] * row["length"]
-    return Example(ids, [IGNORED, *ids[1:]], True)
+    return Example(ids, [IGNORED, *ids[1:]], (row["id"],))
 
 
 def lengths(number, low=1, high=12, seed=0):
@@ -120,7 +124,6 @@ def test_every_row_once_an_epoch(sizes, packing, ranks, window, per_batch, multi
     assert epochs == [expected, expected]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.parametrize("packing", [True, False])
 def test_processes_that_encode_change_nothing(packing):
     """Windows of 15 rows, chunks of 50: over the ends of windows and epochs, and from the middle on."""
@@ -132,27 +135,71 @@ def test_processes_that_encode_change_nothing(packing):
         assert mine.keys() == theirs.keys() and here.state_dict() == there.state_dict()
         if n == 20:
             state = there.state_dict()
-    assert here.report() == there.report() and there._forked.next == (3, 0)
+    assert here.report() == there.report() and there._encoded.next == (3, 0)
     there.load_state_dict(state)
     here.load_state_dict(state)
     assert sum(mine["input_ids"].ne(theirs["input_ids"]).sum() for mine, theirs in zip(here, there, strict=True)) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_process_does_not_wait_for_threads_of_the_tokenizer(byte_level, monkeypatch):
+class WithTokenizer:
+    """An encoder whose tokenizer splits many texts at once, in threads where it may."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, row):
+        example = encode(row)
+        ids = self.tokenizer([f"text {row['id']}"] * 50)["input_ids"][-1]
+        return Example(example.ids + ids, example.labels + ids, example.stops)
+
+
+def test_processes_are_started_beside_busy_threads(byte_level, monkeypatch):
+    """Of tokenizers and of torch, from a thread: what a fork would die of, or wait for without end."""
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    byte_level(["the threads exist", "from now on"] * 50)
+    rows, options = Lengths(lengths(60, low=2)), dict(length=30, rows_per_batch=2, epochs=1)
+    expected = [plain(batch) for batch in Batches(rows, WithTokenizer(byte_level), **options)]
+    found, done = [], threading.Event()
 
-    def encode_many(row):
-        byte_level(["a text", "and another"] * 50)
-        return encode(row)
+    def busy():
+        while not done.is_set():
+            byte_level(["the threads exist", "from now on"] * 50)
+            torch.ones(64, 64) @ torch.ones(64, 64)
 
-    given = dict(length=10, rows_per_batch=2, epochs=1, workers=1)
-    batches = Batches(Lengths(lengths(60, low=2)), encode_many, **given)
-    done = threading.Thread(target=lambda: list(batches), daemon=True)
-    done.start()
-    done.join(30)
-    assert not done.is_alive()
+    def work():
+        found.extend(plain(batch) for batch in Batches(rows, WithTokenizer(byte_level), workers=2, **options))
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (busy, work)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(60)
+    done.set()
+    assert found == expected and len(found) > 10
+
+
+def ends_itself(row, how):
+    if row["id"] == 30:
+        os.kill(os.getpid(), how) if how else os._exit(7)
+    return encode(row)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (signal.SIGKILL, r"process \d+, which encodes rows, ended by signal SIGKILL.\n  Likely: .*memory ran out"),
+        (signal.SIGSEGV, r"ended by signal SIGSEGV.\n  Likely: a crash in a library"),
+        (0, r"ended with exit code 7.\n  Likely: an error that it has told above"),
+    ],
+)
+def test_a_process_that_dies_is_named(how, message):
+    batches = Batches(Lengths([5] * 60), functools.partial(ends_itself, how=how), length=8, workers=2, shuffle=False)
+    with pytest.raises(TrainingError, match=message):
+        list(batches)
+    assert not any(process.is_alive() for process, _ in batches._encoded._workers._running)
+
+
+def test_what_cannot_be_sent_to_a_process_is_told():
+    with pytest.raises(InputError, match=r"processes need rows and encoder that can be pickled: .*lambda.*workers=0"):
+        next(Batches(Lengths([5] * 60), lambda row: encode(row), length=8, workers=2))
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -210,7 +257,11 @@ def test_packed_windows_are_full():
 def test_cut_and_split():
     row = Lengths([10])
     cut = Batches(row, encode, length=4, epochs=1)
-    assert [documents(batch) for batch in cut] == [[(1, 4)]]
+    with pytest.warns(UserWarning) as told:
+        assert [documents(batch) for batch in cut] == [[(1, 4)]]
+    assert len(told) == 1 and "rows are cut at --length 4, such as: lengths:1 has 10 tokens. What" in str(
+        told[0].message
+    )
     assert {k: v for k, v in cut.report().items() if v} == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
     split = Batches(row, encode, length=4, rows_per_batch=3, long="split", epochs=1)
     assert [documents(batch) for batch in split] == [[(1, 4), (1, 4), (1, 2)]]
@@ -220,7 +271,7 @@ def test_cut_and_split():
 def test_a_row_cut_to_nothing_is_counted():
     def late(row):
         ids = [row["id"]] * row["length"]
-        return Example(ids, [IGNORED] * 5 + ids[5:], True)
+        return Example(ids, [IGNORED] * 5 + ids[5:], (row["id"],))
 
     batches = Batches(Lengths([9] * 19 + [6]), late, length=7, epochs=1)
     assert sum(len(documents(batch)) for batch in batches) == 20
@@ -233,20 +284,41 @@ def test_a_row_cut_to_nothing_is_counted():
 
 
 def test_a_share_of_rows_without_trained_tokens():
-    batches = Batches(Lengths([1] * 10 + [5] * 90), encode, length=8, epochs=1)
-    assert sum(len(documents(batch)) for batch in batches) == 90 and batches.report()["untrained"] == 10
-    with pytest.raises(InputError, match="11 of 100 rows have no token to train: in 11 there is none"):
-        next(Batches(Lengths([1] * 11 + [5] * 89), encode, length=8))
+    options = dict(length=8, epochs=1, shuffle=False)
+    batches = Batches(Lengths([5] * 3 + [1] * 10 + [5] * 87), encode, **options)
+    named = "".join(rf"\n  lengths:{n}: nothing in it is to be trained \(no answer[^\n]*" for n in (4, 5, 6))
+    with pytest.warns(UserWarning, match=f"^rows are left out.*{named}$"):
+        assert sum(len(documents(batch)) for batch in batches) == 90 and batches.report()["untrained"] == 10
+    with pytest.raises(
+        InputError, match=f"11 of 100 rows have no token to train: in 11 there is none.*{named}\n  Next"
+    ):
+        next(Batches(Lengths([5] * 3 + [1] * 11 + [5] * 86), encode, **options))
 
 
 def test_no_stop_token():
     def endless(row):
-        return Example([1, 2], [IGNORED, 2], row["id"] == 3 or (None if row["length"] > 7 else False))
+        return Example([1, 2], [IGNORED, 2], None if row["length"] > 7 else (2 if row["id"] == 3 else 9,))
 
     with pytest.raises(InputError, match="none of 2 rows trains a token that stops the model"):
         next(Batches(Lengths([5, 5]), endless, length=8))
     next(Batches(Lengths([5, 5, 5]), endless, length=8))
     next(Batches(Lengths([9, 9]), endless, length=8))  # ids of the author's own
+
+
+def test_every_stop_token_is_cut_away():
+    """One row of 300 that is whole is enough, as is its place behind the first window of 10."""
+
+    def late(row):
+        ids = [row["id"]] * row["length"]
+        return Example([*ids, 999], [IGNORED, *ids[1:], 999], (999,))
+
+    told = r"none of 100 rows trains a token that stops the model.*: 100 have one, and are cut before it at --length 7"
+    options = dict(length=7, window=10, shuffle=False, epochs=1)
+    with pytest.raises(InputError, match=told + r". Next step: raise --length. lengths:1 has 8 tokens, lengths:2"):
+        list(Batches(Lengths([7] * 299 + [6]), late, **options))
+    list(Batches(Lengths([7] * 50 + [6] + [7] * 249), late, **options))
+    with pytest.raises(InputError, match=r"none of 8 rows .* 8 have one"):
+        Batches(Lengths([7] * 8), late, **options).count()
 
 
 def test_bad_rows(write, byte_level):
@@ -256,7 +328,7 @@ def test_bad_rows(write, byte_level):
         ("{", r"a\.jsonl:3: not valid JSON .*skip-bad"),
         (json.dumps({"text": "a"}), r"a\.jsonl:3: the row is in the format 'text', but .*a\.jsonl:1 is in 'messages'"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"a\.jsonl:3: the text has a lone surrogate"),
-        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content: it is missing"),
+        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content is missing"),
     ):
         rows = open_rows(write("a.jsonl", "\n".join([*lines[:2], bad, *lines[2:]])))
         options = dict(length=64, epochs=1)

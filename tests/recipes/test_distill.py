@@ -221,7 +221,8 @@ def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
     flags = ("--eval-data", home / "chats.jsonl", "--eval-every", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
     assert on_policy(home, "own", teacher, *flags) == 0
     said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
-    assert told[12] < 0.75 * told[0] and losses[12] < 0.75 * losses[1]  # of the rows' answers, and of the samples
+    assert losses[12] < 0.75 * losses[1]  # of the samples
+    assert told[12] < 0.85 * told[0]  # of the rows' answers, with the line break after them, which no sample has
     lines = sampled(home / "own")
     assert len(lines) == 12 * 4 and lines[-1]["rollout"] == 11 and said.count(", sampled:\n") == 2
     assert lines[0]["prompt"][-1]["role"] == "user" and "reward" not in lines[0]
@@ -338,8 +339,14 @@ def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
     ):
         prompt = next(data_of(home, write, row).train)["prompts"][0]
         assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    long = next(data_of(home, write, {"prompt": "Say", "completion": "a" * 99}, on_policy=0.5).train)["prompts"][0]
-    assert (long.own.size, long.own.trained) == (64, 61)
+    rows = [{"prompt": "Say", "completion": "a" * number} for number in (99, 9)]
+    batches = data_of(home, write, *rows, on_policy=0.5).train
+    found = [next(batches)["prompts"][0].own for _ in rows]
+    assert sorted((one.size, one.trained) for one in found) == [(13, 10), (64, 61)]
+    with pytest.raises(
+        InputError, match=r"none of 1 rows trains a token that stops .*: 1 have one, and are cut before"
+    ):
+        next(data_of(home, write, rows[0], on_policy=0.5).train)
     text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, on_policy=0.5).train)["prompts"][0]
     assert text.ids == tokenizer.encode("Say")
     assert text.own.ids == [*tokenizer.encode("Say a"), tokenizer.eos_token_id] and text.own.labels[:3] == [-100] * 3

@@ -137,6 +137,11 @@ def test_detection_passes_over_bad_rows(write):
     assert detect(rows) == Format("text", rows.where(2))
     with pytest.raises(InputError, match=r"a\.jsonl:1: no format has the keys \['x'\]\. .*alpaca: instruction, output"):
         detect(rows, sample=2)
+    rows = open_rows(write("b.jsonl", [{"prompt": "a", "completion": None, "label": None, "x": 1}]))
+    with pytest.raises(
+        InputError, match=r"b.jsonl:1: completion, label is null; rows in the format 'unpaired' have prom"
+    ):
+        detect(rows)
 
 
 def chat(*messages, **more):
@@ -157,7 +162,8 @@ def chat(*messages, **more):
             r"messages\[1\]\.role: expected 'assistant', not 'Assi",
         ),
         (chat(user("a"), {"role": "model", "content": "b"}), r"messages\[1\]\.role: expected 'assistant', not 'model'"),
-        (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content: it is missing"),
+        (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content is missing"),
+        (chat(user("a"), {"role": "assistant", "content": None}), r"messages\[1\]\.content is null"),
         (chat(user(3)), r"messages\[0\]\.content: expected a text, not int"),
         (chat(user([{"type": "video", "video": "a.mp4"}])), r"content\[0\]: it is of the type video; .*images only"),
         (chat(user([{"type": "text"}])), r"content\[0\]: expected"),

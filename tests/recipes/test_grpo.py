@@ -214,15 +214,19 @@ def test_rewards_of_files(tmp_path):
         "def few(completions):\n    return [1]\n"
         "def nan(completions):\n    return [float('nan')] * len(completions)\n"
         "def silent(completions):\n    return [None] * len(completions)\n"
+        "def lazy(completions):\n    yield 1.0\n    raise KeyError(completions[0])\n"
+        "def nothing(completions):\n    pass\n"
     )
     given = (["p", "p"], ["good", "bad"], [[1], [2]], {"answer": ["good", None]}, ["x.jsonl:1", "x.jsonl:2"])
     both = Rewards.load([str(file), f"{file}:right"], (1.0, 10.0))
     assert both(*given) == [{"reward": 4, "right": 1}, {"reward": 3, "right": None}]
     assert [both.total(values) for values in both(*given)] == [14, 3]
     for name, says in {
-        "fails": r"the reward fails failed at x.jsonl:2, for the completion 'bad': ZeroDivisionError",
-        "few": "the reward few returned 1 numbers for 2 completions",
-        "nan": "the reward nan returned nan for a completion of x.jsonl:1",
+        "fails": r"fails failed \(.*rewards.py:6\) at x.jsonl:2, for the completion 'bad': ZeroDivisionError: div",
+        "few": r"the reward few \(.*rewards.py:7\) returned 1 numbers for 2 completions, the first of x.jsonl:1",
+        "nan": r"the reward nan \(.*rewards.py:9\) returned nan for a completion of x.jsonl:1",
+        "lazy": r"the reward lazy failed \(.*rewards.py:15\) at x.jsonl:1, for the completion 'good': KeyError: 'good'",
+        "nothing": r"the reward nothing \(.*rewards.py:16\) returned None; it must return a list with a number",
         "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     }.items():
         with pytest.raises(InputError, match=says):
@@ -234,8 +238,8 @@ def test_rewards_of_files(tmp_path):
     }.items():
         with pytest.raises(InputError, match=says):
             Rewards.load([source])
-    (tmp_path / "broken.py").write_text("import nothing_like_it")
-    with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
+    (tmp_path / "broken.py").write_text("import math\nimport nothing_like_it")
+    with pytest.raises(InputError, match="cannot be imported, line 2: ModuleNotFoundError"):
         Rewards.load([str(tmp_path / "broken.py")])
 
 
@@ -297,6 +301,32 @@ def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, f
     assert "| step | loss | reward | its deviation |" in report
     assert train(asked, tmp_path / "again", *flags, "--resume", "--group", "8") == 3
     assert "had group=4, and this has group=8" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_in_the_middle_loses_nothing_and_one_that_is_constant_is_told(asked, tmp_path, capsys):
+    (asked / "fails.py").write_text("def reward(prompts, completion_ids, **others):\n    return [0.5] * len(prompts)\n")
+    assert train(asked, tmp_path / "whole", reward="fails.py") == 0
+    said = capsys.readouterr().err
+    assert said.count("warning: in this step all completions of each prompt have the same reward") == 1
+    assert set(metrics(tmp_path / "whole").values()) == {0}
+    right = (asked / "reward.py").read_text()
+    (asked / "fails.py").write_text(
+        "import pathlib\n"
+        + right
+        + f"lines = pathlib.Path({str(tmp_path / 'out/completions.jsonl')!r})\nown = reward\n"
+        "def reward(**given):\n"
+        "    if lines.is_file() and len(lines.read_text().splitlines()) == 32:\n        raise OSError('no server')\n"
+        "    return own(**given)\n"
+    )
+    assert train(asked, tmp_path / "out", reward="fails.py") == 3
+    said = capsys.readouterr().err
+    assert "the reward reward failed (" in said and "fails.py:8) at " in said and "OSError: no server" in said
+    assert "stopped after step 2 of 4, which is saved" in said and "--resume\n" in said
+    (asked / "fails.py").write_text(right)
+    assert train(asked, tmp_path / "out", "--resume", reward="fails.py") == 0
+    assert train(asked, tmp_path / "right") == 0
+    assert lines(tmp_path / "out") == lines(tmp_path / "right")
+    assert weights(tmp_path / "out") == weights(tmp_path / "right")
 
 
 def fake(model, prompts, copies, *, stop_ids, **unused):
@@ -362,7 +392,7 @@ def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path
         "def reward(completions):\n    return [len(text['content']) for text in completions]"
     )
     assert train(asked, tmp_path / "out", reward="stripped.py") == 3
-    assert "the reward reward failed at" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "the reward reward failed (" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("says, given", [

@@ -20,6 +20,8 @@ from tests.text import folders
 from tests.text.families import FAMILIES, theirs
 from tests.text.templates import CALL, CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
 
+LINE_BREAK = "{% endgeneration %}{{ '\\n' }}"
+MARKED = QWEN_3.replace(LINE_BREAK, "{{ '\\n' }}{% endgeneration %}")  # as TRL marks a turn
 UNMARKED = re.sub(r"\{%-? *(end)?generation *-?%\}", "", QWEN_3)
 ROUNDS = [SYSTEM, USER, SAID | {"reasoning": "hm"}, USER, SAID, USER, SAID | {"content": "Yes."}]
 
@@ -56,16 +58,16 @@ def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name):
     ours, theirs = qwen
     chat = [{key: value for key, value in message.items() if value is not None} for message in TALKS[name]]
     expected = theirs.apply_chat_template(
-        TALKS[name], chat_template=QWEN_3, return_dict=True, return_assistant_tokens_mask=True
+        TALKS[name], chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
     )
     labels = [i if m else IGNORED for i, m in zip(expected["input_ids"], expected["assistant_masks"], strict=True)]
     assert set(labels) != {IGNORED}
-    for template in (QWEN_3, UNMARKED):
+    for template in (MARKED, UNMARKED):
         found = encode(Conversation(chat), ours, chat_template=template)
-        assert found == Example(expected["input_ids"], labels, True), template is QWEN_3
+        assert (found.ids, found.labels, found.ends) == (expected["input_ids"], labels, True), template is MARKED
 
 
-# What of TALK is trained, by family. Stops are trained; a line break that a template writes after one is not.
+# What of TALK is trained, by family: also the stop, and the line break that a template writes after it.
 TALK = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Yes."},
@@ -78,9 +80,9 @@ ENDS = {
     "mistral 0.3": "</s>",
     "nemo": "</s>",
     "mixtral": "</s>",
-    "gemma 1": "<end_of_turn>",
-    "gemma 2": "<end_of_turn>",
-    "qwen 2.5": "<|im_end|>",
+    "gemma 1": "<end_of_turn>\n",
+    "gemma 2": "<end_of_turn>\n",
+    "qwen 2.5": "<|im_end|>\n",
     "phi 3": "<|end|>",
     "phi 4": "<|im_end|>",
 }
@@ -102,16 +104,16 @@ def test_families(folder_of, name):
     assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}"
     assert encode(Conversation(silent), tokenizer, train_on="last").trained == 0
     found = encode(Conversation(TALK), tokenizer, train_on="all")
-    assert found == Example(ids, [IGNORED, *ids[1:]], True)
+    assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
 
 
 def test_messages_that_are_not_trained_under_a_marked_template(qwen):
     chat = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
-    results = [encode(Conversation(chat), qwen[0], chat_template=text) for text in (QWEN_3, UNMARKED)]
+    results = [encode(Conversation(chat), qwen[0], chat_template=text) for text in (MARKED, UNMARKED)]
     assert results[0] == results[1]
     text = trained_text(qwen[0], results[0])
-    assert text.startswith("one<|im_end|>|<think>") and "two" not in text
-    results = [encode(Conversation(chat[:4]), qwen[0], chat_template=t, train_on="last") for t in (QWEN_3, UNMARKED)]
+    assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
+    results = [encode(Conversation(chat[:4]), qwen[0], chat_template=t, train_on="last") for t in (MARKED, UNMARKED)]
     assert [result.trained for result in results] == [0, 0]
     doubled = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
     with pytest.raises(InputError, match="marks 6 stretches as the assistant's, but it has 3 messages"):
@@ -122,7 +124,7 @@ def test_messages_that_are_not_trained_under_a_marked_template(qwen):
 def test_released_templates(name):
     folder = real_files.path(f"{name}/tokenizer.json").parent
     tokenizer = Tokenizer.from_folder(folder)
-    end = {"tokenizer-qwen3": "<|im_end|>", "tokenizer-gemma3": "<end_of_turn>"}.get(name, "<|eot_id|>")
+    end = {"tokenizer-qwen3": "<|im_end|>\n", "tokenizer-gemma3": "<end_of_turn>\n"}.get(name, "<|eot_id|>")
     found = encode(Conversation(TALK), tokenizer)
     thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
     assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}"
@@ -136,8 +138,8 @@ def test_released_templates(name):
         schema = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
         text = trained_text(tokenizer, encode(Conversation(calls, [schema]), tokenizer))
         assert text == (
-            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>|'
-            "<think>\n\n</think>\n\nThere.<|im_end|>"
+            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>\n|'
+            "<think>\n\n</think>\n\nThere.<|im_end|>\n"
         )
 
 
@@ -158,14 +160,12 @@ def test_templates_that_rewrite_earlier_turns(folder_of):
 
 
 def test_the_beginning_of_a_turn_is_not_trained_nor_told(byte_level):
-    with pytest.raises(InputError, match="the assistant begins"):
+    with pytest.raises(InputError, match="the first message is the assistant's; start with a user message"):
         encode(Conversation([SAID, USER]), byte_level)
     with pytest.raises(InputError, match="train_on='all' trains every message"):
         encode(Conversation([USER, SAID | {"train": False}]), byte_level, train_on="all")
     with pytest.raises(InputError, match="train_on is 'assistant'"):
         encode(Conversation([USER, SAID]), byte_level, train_on="user")
-    with pytest.raises(InputError, match="does not read it"):
-        encode(Conversation([USER, SAID]), byte_level, variables={"enable_thinking": False})
 
 
 def test_a_stop_token_outside_the_mask_is_told(qwen):
@@ -184,7 +184,7 @@ def test_variables_of_the_template(qwen):
         trained_text(qwen[0], encode(chat, qwen[0], chat_template=template, variables={"enable_thinking": thinks}))
         for thinks in (True, False)  # without, the turn is begun with an empty thought that the template leaves out
     ]
-    assert texts == ["<think>\n\n</think>\n\nUnder the 🦊 dog. <|im_end|>", "Under the 🦊 dog. <|im_end|>"]
+    assert texts == ["<think>\n\n</think>\n\nUnder the 🦊 dog. <|im_end|>\n", "Under the 🦊 dog. <|im_end|>\n"]
 
 
 # ---- texts and tokens ----
@@ -194,7 +194,7 @@ def test_text_and_completion(byte_level):
     bos, eos = byte_level.bos_token_id, byte_level.eos_token_id
     plain = byte_level.encode("the cat sat on", add_special_tokens=False)
     found = encode(Text("the cat sat on"), byte_level)
-    assert found == Example([bos, *plain, eos], [IGNORED, *plain, eos], True)
+    assert found == Example([bos, *plain, eos], [IGNORED, *plain, eos])
     assert encode(Text("<|begin|>the cat sat on<|eot_id|>"), byte_level) == found  # none is doubled
     found = encode(Text(" sat on", "the cat"), byte_level)
     assert found.ids == [bos, *plain, eos]

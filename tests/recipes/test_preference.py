@@ -13,10 +13,10 @@ import ligermodels
 from ligermodels import InputError
 from ligermodels.cli import main
 from ligermodels.layers.preference import dpo
-from ligermodels.recipes import cpo, kto, orpo, simpo
+from ligermodels.recipes import cpo, kto, masking, orpo, simpo
 from ligermodels.recipes import dpo as dpo_recipe
 from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.formats import Pair, Unpaired
+from ligermodels.recipes.formats import Conversation, Pair, Unpaired
 from ligermodels.recipes.loop import Processes, own_part
 from ligermodels.recipes.options import _PAIRED, RECIPES
 from ligermodels.recipes.preference import PreferenceData, collated, encode
@@ -86,6 +86,8 @@ def test_what_is_trained_of_messages(tokenizer):
     assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
     assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
+    chat = masking.encode(Conversation(item.prompt + item.chosen), tokenizer)
+    assert chat == chosen == encode(Unpaired(item.prompt, item.chosen, True), tokenizer).sequences[0]  # one rule
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
 
 
@@ -303,7 +305,7 @@ def test_dpo_learns_and_tells_rewards(home, capsys):
     said, folder = capsys.readouterr().err, home / "dpo"
     assert "chosen: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>\n]" in said
     assert "rejected: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[no, a<|im_end|>\n]" in said
-    assert ", margin " in said and "8 rows of pairs" in said
+    assert ", margin " in said and "8 preference pairs" in said
     losses, margins = metrics(folder), metrics(folder, "reward_margin")
     assert losses[1] > math.log(2) and losses[max(losses)] < 0.1 and margins[max(margins)] > 3
     assert metrics(folder, "eval_reward_accuracy")[max(losses)] == 1.0
@@ -408,4 +410,13 @@ def test_the_plan_counts_a_frozen_copy(home, capsys):
         plan = capsys.readouterr().out
         needs[flags] = float(plan.partition("weights ")[2].split()[0])
     assert needs[()] == pytest.approx(2 * 107_584 * 4 / 2**20, abs=0.05) and needs["--lora", "4"] < 0.6
-    assert "warning: a forward has 1.0 rows" in plan
+    few = "warning: a forward pass has 1.0 answers, and KTO compares"
+    assert few in plan and "--batch-tokens 768 (16 x --length) or more" in plan
+    good = [json.dumps(row | {"label": True}) for row in map(json.loads, (home / "single.jsonl").open())]
+    (home / "good.jsonl").write_text("\n".join(good))
+    flags = ("--steps", "1", "--accumulation", "1", "--length", "48")  # nothing is counted
+    assert train(home, "all good", *flags, recipe="kto", data="good.jsonl") == 0
+    said = capsys.readouterr().err
+    assert f"warning: all of the first {len(good)} answers have label true" in said and said.count(few) == 1
+    assert train(home, "both", *flags, "--batch-tokens", "768", recipe="kto", data="single.jsonl") == 0
+    assert "warning:" not in capsys.readouterr().err

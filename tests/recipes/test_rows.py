@@ -125,7 +125,7 @@ GOOD = b'{"a": 1}\n'
         ("a.json", b'[{"a": 1},\n {"b" 2}]', "a.json:2: not a valid JSON list, at column 7"),
         ("a.jsonl", "{}".encode("utf-16"), "UTF-16"),
         ("a.jsonl.gz", b"x", "compressed"),
-        ("a.pdf", b"x", r"unknown kind: expected a name that ends in \.jsonl"),
+        ("a.pdf", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
         ("a.parquet", b"x", "a.parquet cannot be read"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 
 import pytest
@@ -11,6 +13,7 @@ import ligermodels
 from ligermodels import Tokenizer
 from ligermodels.cli import main
 from ligermodels.recipes import run as recipe_run
+from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.options import SFTOptions
 from tests.parallel.ranks import on_ranks
 from tests.recipes.runs import CHATS, metrics, train
@@ -37,7 +40,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     out, said = capsys.readouterr()
     assert out == f"{home / 'sft' / 'model'}\n"
     assert (
-        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>]" in said
+        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said
     )  # what is trained, before the first step
     losses = metrics(home / "sft")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
@@ -153,7 +156,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
     for words in ("107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine"):
         assert words in plan
     assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
-    assert "[a<|im_end|>]" in said and not (home / "dry").exists()
+    assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
     assert main([*argv, "--lr", "3e-4"]) == 0
     assert "0.0003, cosine" in capsys.readouterr().out
 
@@ -184,7 +187,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", tmp_path / "keys.jsonl"), "keys.jsonl:1"),
         ((home / "model", "--data", tmp_path / "untrained.jsonl"), "no token to train"),
         ((home / "model", "--data", tmp_path / "pairs.jsonl"), "dpo"),
-        ((home / "model", "--data", tmp_path / "data.xlsx"), "of an unknown kind"),
+        ((home / "model", "--data", tmp_path / "data.xlsx"), "has an unsupported extension"),
         ((home / "model", "--data", good, "--steps", "3", "--epochs", "1"), "both say how long to train"),
         ((home / "model", "--data", good, "--lr", "fast"), "lr='fast': expected a number"),
         ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
@@ -224,6 +227,38 @@ def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
     flags = [flag for flag in FEW if flag not in ("--steps", "5")]
     assert train(home, tmp_path / "b", *flags, "--skip-bad", data=tmp_path / "some.jsonl") == 0
     assert "1 rows skipped that cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypatch, capfd, ranks):
+    """The steps before it are saved, and the command that the error tells ends as a run that skipped it at once."""
+    monkeypatch.setitem(Batches.__init__.__kwdefaults__, "window", 4)
+    rows = (home / "chats.jsonl").read_text().splitlines()
+    data, out, skipped = tmp_path / "some.jsonl", tmp_path / "out", tmp_path / "skipped"
+    data.write_text("\n".join([*rows[:5], '{"messages": 3}', *rows[5:]]))
+
+    def on_all(run, status):
+        if ranks == 2:
+            on_two(tmp_path, lambda: run() - status)
+        else:
+            assert run() == status
+
+    on_all(lambda: train(home, skipped, *FEW, "--skip-bad", data=data), 0)
+    on_all(lambda: train(home, out, *FEW, data=data), 3)
+    said = capfd.readouterr().err
+    assert "some.jsonl:6: messages: expected a list" in said and "Traceback" not in said
+    last = max(metrics(out))
+    assert f"stopped after step {last} of 5, which is saved. To go on:" in said and 0 < last < 4
+    again = re.search(r"ligermodels (train sft .* --resume --skip-bad)$", said, re.MULTILINE)[1]
+    if ranks == 1:
+        data.write_text(data.read_text().replace('"messages": 3', '"messages": []'))  # mended, so another file
+        assert main(shlex.split(again)) == 3
+        assert "Next step: restore what was before (rows that cannot be read are left out" in capfd.readouterr().err
+        data.write_text(data.read_text().replace('"messages": []', '"messages": 3'))
+    on_all(lambda: main(shlex.split(again)), 0)
+    assert metrics(out) == metrics(skipped)
+    for name in ("model.safetensors", "config.json"):
+        assert (out / "model" / name).read_bytes() == (skipped / "model" / name).read_bytes()
 
 
 def test_a_template_of_the_command_line(home, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from ligermodels import errors
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.text.templates import CALL, CONVERSATIONS, OPTIONS, QWEN_3, SAID, SYSTEM, TEMPLATES, USER
@@ -188,8 +189,21 @@ def test_variables(pair):
             r"'add_generation_promt' is no argument .* nearest .* 'add_generation_prompt'",
         ),
         ({"enable_thinkin": False}, r"the chat template that was passed does not read it.*'enable_thinking'"),
-        ({"sanitize_control_tokens": True}, r"'sanitize_control_tokens' .* Variables of the template: \['enable_th"),
+        ({"sanitise": True}, r"'sanitise' .* Variables of the template: \['enable_th"),
         ({"enable_thinking": False, "chat_template": TEMPLATES["mistral"]}, "'enable_thinking' is no argument"),
+    ],
+)
+def test_a_variable_that_is_not_read_is_told_once_and_changes_nothing(pair, monkeypatch, call, message):
+    monkeypatch.setattr(errors, "_warned", set())
+    given = {"conversation": [USER], "chat_template": QWEN_3, "tokenize": False, **call}
+    with pytest.warns(UserWarning, match=message) as told:
+        found = [pair[0].apply_chat_template(**given) for _ in range(2)]
+    assert len(told) == 1 and found == [pair[1].apply_chat_template(**given)] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
         ({"conversation": []}, "at least one message"),
         ({"conversation": [[USER], []]}, "at least one message"),
         ({"conversation": None}, "takes a conversation"),

@@ -1,6 +1,7 @@
 """The folder of every text family, as released, against transformers: ids, text, templates and streams."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -51,6 +52,17 @@ def test_encode_and_decode(case):
         assert ours.encode(text) == expected, text
         for skip in (False, True):
             assert ours.decode(expected, skip) == theirs.decode(expected, skip_special_tokens=skip), text
+
+
+def test_a_tokenizer_is_sent_to_a_process_as_it_is(case):
+    """With a template that was set: what encodes rows is pickled."""
+    family, ours, _ = case
+    text = "{{ messages[0].content }}"
+    before, ours.chat_template = ours.chat_template, text
+    sent = pickle.loads(pickle.dumps(ours))
+    ours.chat_template = before
+    assert [sent.encode(text) for text in texts_of(family)] == [ours.encode(text) for text in texts_of(family)]
+    assert (sent.chat_template, sent.eos_token_ids, sent.vocab_size) == (text, ours.eos_token_ids, ours.vocab_size)
 
 
 def test_stop_ids_are_those_of_the_release(case):
