@@ -1,8 +1,9 @@
 """The command line. Results go to stdout, messages and speeds to stderr.
 
 Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
-2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `inspect`,
-`convert` and `verify` distinguish more: see `_EPILOG` in checkpoints.py.
+2 wrong options or values of options, 3 another error of ligermodels, such as one of data or model, printed as one
+message without a traceback, 130 interrupted. `inspect`, `convert` and `verify` distinguish more: see `_EPILOG` in
+checkpoints.py.
 Each command imports what it needs, so that --help does not import torch.
 """
 
@@ -14,10 +15,12 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 from ligermodels import __version__
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
-from ligermodels.cli.output import say
+from ligermodels.cli.arguments import Parser, UsageError
+from ligermodels.cli.output import say, say_error
 from ligermodels.errors import InputError, LigermodelsError
 
 
@@ -36,8 +39,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except LigermodelsError as error:
-            say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-            return args.status(error) if "status" in args else 3
+            say_error("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
+            return args.status(error) if "status" in args else 2 if isinstance(error, UsageError) else 3
         except KeyboardInterrupt as stop:
             say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130
@@ -47,13 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ligermodels",
         description="Language models built from fused Triton layers.",
         epilog="ligermodels COMMAND --help says more.",
     )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
     demo.add_argument(
@@ -74,9 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     keep = None if args.keep is None else Path(args.keep)
     if not 0 < args.seconds < math.inf:
-        raise InputError(f"--seconds {args.seconds} must be a positive number")
+        raise UsageError(f"--seconds {args.seconds} must be a positive number")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise InputError(f"--keep {keep} is there already; name a folder that is new or empty")
+        raise UsageError(f"--keep {keep} is there already; name a folder that is new or empty")
     file = _released_file() if args.real else None
     folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
     from ligermodels.cli import demo, real_demo

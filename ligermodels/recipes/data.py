@@ -27,6 +27,10 @@ _MOST_WORKERS = 4
 """Processes that encode rows during the run: one encodes some 400,000 tokens a second."""
 
 
+_ROWS = {"pairs": "preference pairs", "unpaired": "single labelled answers"}
+"""What the plan calls the rows of a format; others are rows of the format's name."""
+
+
 def encoding_workers(rows: int) -> int:
     """Processes that encode rows beside a GPU. The CPU's own steps leave the interpreter free, and need the cores."""
     return workers_for(rows, _MOST_WORKERS) if torch.cuda.is_available() else 0
@@ -52,8 +56,7 @@ class Data:
     @property
     def summary(self) -> str:
         name = self._encoder.format.name
-        what = {"pairs": "preference pairs", "unpaired": "single labelled answers"}.get(name, f"rows of {name}")
-        return f"{len(self._rows):,} {what}"
+        return f"{len(self._rows):,} {_ROWS.get(name, f'rows of {name}')}"
 
     @property
     def evaluation_summary(self) -> str:
