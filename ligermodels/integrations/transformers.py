@@ -47,9 +47,10 @@ _SCORED = {
 """{name of a class of transformers, and of ours here: our class for its model_type}."""
 
 _OURS = {
-    "activation_checkpointing_disable", "activation_checkpointing_enable", "forward", "generate", "get_decoder",
-    "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable", "gradient_checkpointing_enable",
-    "is_gradient_checkpointing", "prepare_inputs_for_generation", "set_input_embeddings", "_no_split_modules",
+    "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",
+    "get_decoder", "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable",
+    "gradient_checkpointing_enable", "is_gradient_checkpointing", "prepare_inputs_for_generation",
+    "set_input_embeddings", "_no_split_modules",
 }  # fmt: skip
 """Members that come from our class where both classes have them. All others come from transformers' class."""
 

@@ -227,6 +227,22 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("plan", [
+    {"": "disk"},
+    {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu",
+     "lm_head": "cpu"},
+], ids=["all", "the blocks"])  # fmt: skip
+def test_modules_on_the_disk(folders, family, plan, tmp_path):
+    pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(folders[family], device_map=plan, offload_folder=str(tmp_path))
+    theirs = load_theirs(folders[family])
+    assert any(parameter.is_meta for parameter in model.parameters()) and model.device == torch.device("cpu")
+    compare(model, theirs)
+    options = dict(attention_mask=torch.ones_like(ids()), max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(ids(), **options), theirs.generate(ids(), **options))
+
+
 # Adapters and quantised bases
 
 
