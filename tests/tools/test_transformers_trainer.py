@@ -222,3 +222,14 @@ def test_a_pipeline_writes_what_it_writes_for_transformers(folder):
         chat = [{"role": "user", "content": "a b c"}]
         results.append([pipe(["a b c d", "e f"], batch_size=2, **options), pipe(chat, **options)])
     assert results[0] == results[1] == results[2]
+
+
+def test_outlines_writes_what_it_writes_for_transformers(folder):
+    outlines = pytest.importorskip("outlines")
+    results = []
+    for make in (ours, AutoModelForCausalLM.from_pretrained, theirs):
+        model = outlines.from_transformers(make(folder), make_tokenizer())
+        options = dict(max_new_tokens=8, do_sample=False)
+        form = outlines.types.Regex("[a-d]{3}(xy|z)")
+        results.append([model("a b c", **options), model.batch(["a b c", "d"], form, **options)])
+    assert results[0] == results[1] == results[2]
