@@ -20,22 +20,24 @@ import functools
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.utils._pytree as pytree
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from ligermodels.arch import ARCHS
-from ligermodels.arch.base import CausalLM
+from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
@@ -137,8 +139,70 @@ class _CausalLM(_Model):
         head.weight, head.bias, head.out_features = plain.weight, plain.bias, plain.out_features
         return head
 
+    def _loss(self: Any, x: Tensor, *args: Any, with_logits: bool, **options: Any) -> dict[str, Any]:
+        computed = self.arch._loss(self, x, *args, with_logits=with_logits, **options)
+        return computed if with_logits or self.parallel is not None else {**computed, "head_input": x}
+
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         raise InputError("continuous batching runs on transformers' attention layers only; use generate")
+
+
+class _LossOutput(CausalLMOutput):
+    """The output of a forward that computed the loss without logits; they are computed when they are first read.
+
+    That is by name or by position, not by iterating. A copy is without them, such as the outermost module returns under
+    mixed precision and FSDP.
+    """
+
+    def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
+        super().__init__(values)
+        vars(self)["_compute_logits"] = compute_logits
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits":
+            self._add_logits()
+        return super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits" or (isinstance(key, int | slice) and key not in (0, slice(1))):
+            self._add_logits()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key == "logits":
+            self._add_logits()
+        return super().get(key, default)
+
+    def _add_logits(self) -> None:
+        """Puts them after the loss, unless that was done before."""
+        compute = vars(self).pop("_compute_logits", None)
+        if compute is not None:
+            others = {name: value for name, value in self.items() if name != "loss"}
+            values = {"loss": dict.__getitem__(self, "loss"), "logits": compute(), **others}
+            self.clear()
+            self.update(values)
+
+
+pytree.register_pytree_node(
+    _LossOutput,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, keys: CausalLMOutput(zip(keys, values, strict=True)),
+    serialized_type_name="ligermodels.integrations.LossOutput",
+)
+
+
+def _with_logits_to_read(forward: Any) -> Any:
+    """A causal model's forward; what `_CausalLM._loss` keeps of the head's input serves for logits that are read."""
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **inputs: Any) -> CausalLMOutput:
+        output = forward(self, *args, **inputs)
+        x = output.pop("head_input", None)
+        if x is None or torch.compiler.is_compiling():
+            return output
+        return _LossOutput(output, lambda: capped(unwrapped(self.lm_head)(x), self._softcap))
+
+    return wrapped
 
 
 class _SequenceClassifier(_Model):
@@ -169,6 +233,8 @@ def _class_of(name: str) -> type[PreTrainedModel]:
     names = (names & {*dir(theirs)}) - _OURS - {*dir(first)}
     members = {word: inspect.getattr_static(theirs, word) for word in names}
     members |= {"arch": arch, "config_class": theirs.config_class, "__module__": __name__}
+    if name in _CAUSAL:
+        members["forward"] = _with_logits_to_read(arch.forward)
     if name in _SCORED:
         members |= {"forward": _without_count(theirs.forward), "_no_split_modules": arch._no_split_modules}
     return type(name, (first, ours, theirs), members)

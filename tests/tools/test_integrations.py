@@ -178,6 +178,27 @@ def test_names_logits_and_losses_are_theirs(folders, family):
     compare_training(model.train(), theirs.train(), family)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("read", [
+    lambda output: output.logits, lambda output: output["logits"], lambda output: output.get("logits"),
+    lambda output: output[1], lambda output: output[:2][1],
+], ids=["attribute", "key", "get", "position", "slice"])  # fmt: skip
+def test_logits_beside_a_loss_are_computed_when_they_are_read(folders, family, read):
+    grads = []
+    for load in (AutoModelForCausalLM.from_pretrained, load_theirs):
+        model = load(folders[family]).train()
+        output = model(input_ids=ids(), labels=ids())
+        if load is not load_theirs:
+            assert "logits" not in [*output] and output[0] is output.loss is output[:1][0]
+            assert "logits" not in [*output]  # still fused
+        logits = read(output)
+        (output.loss + logits.square().mean()).backward()
+        grads.append((output.loss.detach(), logits.detach(), model.model.layers[0].mlp.parameters().__next__().grad))
+        assert [*output][:2] == ["loss", "logits"] and read(output) is logits
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
     model = AutoModelForCausalLM.from_pretrained(folders[family])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft")
 
+from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
 from tests.tools import models  # noqa: E402
 
 pytestmark = [
@@ -64,12 +65,12 @@ def wrapped_alike(folders, family, config):
     return ours, theirs
 
 
-def losses(model, steps=3, ids=IDS):
+def losses(model, steps=3, ids=IDS, **inputs):
     model.train()
     optimizer, found = torch.optim.SGD(trainable(model).values(), lr=0.3), []
     for step in range(steps):
         torch.manual_seed(step)
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, **inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -200,6 +201,23 @@ def test_prompts_train_and_travel(folders, kind, family, tmp_path):
         model.save_pretrained(tmp_path / name)
         loaded = peft.PeftModel.from_pretrained(base(folders[family]), tmp_path / name)
         torch.testing.assert_close(logits(loaded), expected, **LOGITS)
+
+
+@pytest.mark.parametrize("make, inputs", [
+    (models.ours, dict(return_logits=True)), (AutoModelForCausalLM.from_pretrained, {}),
+], ids=["native", "integration"])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_cpt_which_computes_the_loss_from_the_logits(folders, family, make, inputs):
+    config = peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[5, 9, 11, 20, 30], cpt_mask=[1] * 5, cpt_tokens_type_mask=[1, 2, 2, 3, 4],
+        opt_weighted_loss_type="decay", opt_loss_decay_factor=0.9, opt_projection_epsilon=3.0,
+    )  # fmt: skip
+    model, theirs = (
+        wrap(base, config)
+        for base in (make(folders[family]), models.theirs(folders[family], attn_implementation="eager"))
+    )
+    torch.testing.assert_close(losses(model, **inputs), losses(theirs), **LOSS)
+    torch.testing.assert_close(logits(model), logits(theirs), **LOGITS)
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA of the table", "prompt", "prefix"])
