@@ -37,6 +37,7 @@ from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import LMHead
 from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import JointProjections
 
@@ -123,11 +124,16 @@ class _Model:
         return "eager"
 
 
+class _LMHead(LMHead, nn.Linear):
+    """An nn.Linear too, as PEFT expects of a layer that gets LoRA. transformers keeps quantisers away from the head."""
+
+
 class _CausalLM(_Model):
     def __init__(self: Any, config: PreTrainedConfig):
         PreTrainedModel.__init__(self, config)
         built = self._build(config)
         self.model, self.lm_head = built.model, built.lm_head
+        self.lm_head.__class__ = _LMHead
         self.vocab_size = config.get_text_config().vocab_size
         self.post_init()
 

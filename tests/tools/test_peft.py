@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 peft = pytest.importorskip("peft")
 
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
+from ligermodels.layers import LMHead  # noqa: E402
 from tests.tools import models  # noqa: E402
 
 pytestmark = [
@@ -176,6 +177,38 @@ def test_gradient_checkpointing(folders, family):
 
 
 # ---- LoRA on the head ----
+
+
+def registered(config):
+    config = copy.deepcopy(config)
+    config._register_custom_module({LMHead: peft.tuners.lora.Linear})
+    return config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("make, prepared", [
+    (models.ours, registered), (AutoModelForCausalLM.from_pretrained, copy.deepcopy),
+], ids=["native", "integration"])  # fmt: skip
+def test_lora_on_the_head(folders, family, make, prepared, tmp_path):
+    config = lora(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    theirs = wrap(models.theirs(folders[family], attn_implementation="eager"), config)
+    ours = wrap(make(folders[family]), prepared(config))
+    with torch.no_grad():
+        for name, parameter in trainable(theirs).items():
+            ours.get_parameter(name).copy_(parameter)
+    assert any("lm_head.lora_B" in name for name in trainable(ours))
+    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+    ours.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(models.theirs(folders[family]), tmp_path)
+    torch.testing.assert_close(logits(again), logits(theirs), **LOGITS)
+    torch.testing.assert_close(logits(ours.merge_and_unload()), logits(theirs.merge_and_unload()), **LOGITS)
+
+
+def test_all_linear_leaves_the_integrations_head_alone(folders):
+    model = wrap(AutoModelForCausalLM.from_pretrained(folders["qwen2"]), lora(target_modules="all-linear"))
+    expected = wrap(models.theirs(folders["qwen2"]), lora(target_modules="all-linear"))
+    assert trainable(model).keys() == trainable(expected).keys()
 
 
 # ---- prompts ----

@@ -214,6 +214,14 @@ def test_a_replaced_head_has_the_fused_loss_and_is_saved(folder, tmp_path):
         torch.testing.assert_close(load(tmp_path / "saved")(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
+def test_the_memory_footprint_is_that_of_transformers(folder):
+    model, expected = ours(folder, dtype=torch.bfloat16), theirs(folder, dtype=torch.bfloat16)
+    weights = expected.get_memory_footprint(return_buffers=False)
+    assert model.get_memory_footprint(return_buffers=False) == weights
+    model.register_buffer("steps", torch.zeros(3))
+    assert model.get_memory_footprint() == weights + 12
+
+
 def test_a_pipeline_writes_what_it_writes_for_transformers(folder):
     results = []
     for make in (ours, AutoModelForCausalLM.from_pretrained, theirs):
