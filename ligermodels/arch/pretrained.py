@@ -119,7 +119,7 @@ class Pretrained(nn.Module):
             dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
-            checkpoint's files, from which each forward reads them: nothing is copied to another folder.
+            checkpoint's files, from which each forward reads them; `offload_folder` is not needed, and ignored.
         quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; "int8", "fp8" and "int4" are
             for inference; bitsandbytes or torchao quantise them by a config of theirs. See
             `quantization.quantizer_of`. Each is quantised as it is read; with bitsandbytes the default device is the
