@@ -124,7 +124,7 @@ class _Model:
         return "eager"
 
 
-class _LMHead(LMHead, nn.Linear):
+class _LMHead(LMHead, nn.Linear):  # type: ignore[misc, override]
     """An nn.Linear too, as PEFT expects of a layer that gets LoRA. transformers keeps quantisers away from the head."""
 
 
@@ -156,8 +156,7 @@ class _CausalLM(_Model):
 class _LossOutput(CausalLMOutput):
     """The output of a forward that computed the loss without logits; they are computed when they are first read.
 
-    That is by name or by position, not by iterating. A copy is without them, such as the outermost module returns under
-    mixed precision and FSDP.
+    That is by name or by position, not by iterating. A copy is without them, such as accelerate's mixed precision makes.
     """
 
     def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
@@ -206,9 +205,19 @@ def _with_logits_to_read(forward: Any) -> Any:
         x = output.pop("head_input", None)
         if x is None or torch.compiler.is_compiling():
             return output
-        return _LossOutput(output, lambda: capped(unwrapped(self.lm_head)(x), self._softcap))
+        return _LossOutput(output, functools.partial(_logits, self, x))
 
     return wrapped
+
+
+def _logits(model: Any, x: Tensor) -> Tensor:
+    """The logits of what the head has read, after a forward."""
+    if hasattr(getattr(model.lm_head, "weight", None), "full_tensor"):
+        raise InputError(
+            "logits beside a loss are computed when they are read, and the head's weight is sharded again by now; call "
+            "the model with return_logits=True"
+        )
+    return capped(unwrapped(model.lm_head)(x), model._softcap)
 
 
 class _SequenceClassifier(_Model):
