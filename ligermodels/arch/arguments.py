@@ -13,8 +13,8 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.errors import InputError
 
 _NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
-_NOTHING_TO_DO |= {"tqdm_class", "resume_download"}
-"""Always the case here, or a detail of how transformers reads files."""
+_NOTHING_TO_DO |= {"tqdm_class", "resume_download", "offload_folder"}
+"""Always the case here, not needed, or a detail of how transformers reads files."""
 
 _WARNED = {
     "attn_implementation": "the attention of ligermodels is its own, whatever the name",

@@ -146,6 +146,7 @@ class ModelConfig(CheckedFields):
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
+    is_encoder_decoder: ClassVar[bool] = False
     num_labels: ClassVar[int] = 2
     """transformers' default, for a causal model too; TRL's RewardTrainer refuses a model by it."""
     _name_or_path = ""

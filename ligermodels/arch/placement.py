@@ -1,14 +1,13 @@
 """Device placement: one device, or several through accelerate, which is imported on demand."""
 
-import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ligermodels.checkpoint.weights import Reader
 from ligermodels.errors import InputError
 
 _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -45,14 +44,17 @@ def plan(
 ) -> dict[str, Device]:
     """The device of each module of `model`, which is on meta, from accelerate or from the dict.
 
-    max_memory: {device: bytes, or a string such as "10GB"}. sizes: `dtype` and `special_dtypes` of accelerate, for
-    weights that will be quantised. A tied head is placed with its table. Raises InputError.
+    max_memory: {device: bytes, or a string such as "10GB"}; that of "disk" limits nothing. sizes: `dtype` and
+    `special_dtypes` of accelerate, for weights that will be quantised. A tied head is placed with its table.
+    Raises InputError.
     """
     accelerate = _accelerate(device_map)
     if isinstance(device_map, Mapping):
         found: dict[str, Any] = dict(device_map)
     else:
         options = {"no_split_module_classes": model._no_split_modules, **sizes}
+        if max_memory is not None:  # accelerate takes its keys for torch's devices
+            max_memory = {device: size for device, size in max_memory.items() if device != "disk"}
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
             max_memory = accelerate.utils.get_balanced_memory(model, max_memory, low_zero=low_zero, **options)
@@ -62,6 +64,7 @@ def plan(
         raise InputError(f"device_map has no device for {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}")
     if strange := found.keys() - {name for name, _ in model.named_modules()} - set(names):
         raise InputError(f"device_map names {sorted(strange)[0]!r}, which the model does not have")
+    found = dict(_disjoint(model, found))
     if model.tied_weights and "" not in found:
         found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
     return found
@@ -79,21 +82,46 @@ def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
     return {name: torch.device(place) for name, place in places.items() if place is not None}
 
 
-def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) -> None:
-    """Moves the modules of a loaded model to their devices, with hooks that move activations between them.
+def on_disk(model: nn.Module, plan: Plan) -> set[str]:
+    """The parameters that `plan` leaves on the disk."""
+    return {name for name, _ in model.named_parameters() if _place(plan, name) == "disk"}
 
-    offload_folder: the parent of a new folder for the weights on the disk, which is not removed.
-    Raises InputError where `plan` has modules on the disk and `offload_folder` is None.
+
+def dispatch(model: nn.Module, plan: Plan, checkpoint: Reader | None) -> None:
+    """Moves the modules of a loaded model to their devices, with hooks that move weights and activations between them.
+
+    checkpoint: holds the weights that `plan` leaves on the disk, under our names. They are read from it at each use, so
+    that it has to stay open. None where there are none.
     """
-    folder = None
-    if on_disk := [name for name, place in plan.items() if place == "disk"]:
-        if offload_folder is None:
-            raise InputError(f"device_map puts {', '.join(on_disk[:3])} on the disk: pass offload_folder=")
-        Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        # A new folder: accelerate would read the weights of another model that it finds there.
-        folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
     accelerate = _accelerate(plan)
-    accelerate.dispatch_model(model, dict(plan), offload_dir=folder, skip_keys="past_key_values")
+    options: dict[str, Any] = {}
+    if checkpoint is not None:
+        options = dict(state_dict=_Offloaded(model, plan, checkpoint), offload_index={})
+    accelerate.dispatch_model(model, dict(plan), skip_keys="past_key_values", **options)
+
+
+class _Offloaded(Mapping[str, Tensor]):
+    """The weights that accelerate's hooks fetch: of modules on the CPU from memory, of those on the disk from files."""
+
+    def __init__(self, model: nn.Module, plan: Plan, checkpoint: Reader):
+        places = {name: _place(plan, name) for name, _ in model.named_parameters()}
+        self._in_memory = {n: p.detach() for n, p in model.named_parameters() if places[n] == "cpu"}
+        self._dtypes = {n: p.dtype for n, p in model.named_parameters() if places[n] == "disk"}
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._in_memory:
+            return self._in_memory[name]
+        return self._checkpoint.read(name).to(self._dtypes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._in_memory, *self._dtypes])
+
+    def __len__(self) -> int:
+        return len(self._in_memory) + len(self._dtypes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Offloaded":
+        return self  # the weights are only read
 
 
 def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:
@@ -101,6 +129,20 @@ def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None
     return _accelerate("a plan").utils.modeling.get_state_dict_offloaded_model(model)
+
+
+def _disjoint(module: nn.Module, plan: Plan, name: str = "") -> Iterator[tuple[str, Device]]:
+    """The places in `plan` of `module`, called `name`, such that none lies inside another: accelerate needs that."""
+    prefix, place = f"{name}." if name else "", _place(plan, name)
+    if not any(inner != name and inner.startswith(prefix) for inner in plan):
+        if place is not None:
+            yield name, place
+        return
+    for child, inside in module.named_children():
+        yield from _disjoint(inside, plan, prefix + child)
+    for child, _ in module.named_parameters(recurse=False):
+        if (place := _place(plan, prefix + child)) is not None:
+            yield prefix + child, place
 
 
 def _place(plan: Plan, name: str) -> Device | None:

@@ -99,7 +99,6 @@ class Pretrained(nn.Module):
         device: torch.device | str | int | None = None,
         device_map: Any = None,
         max_memory: Mapping[Any, int | str] | None = None,
-        offload_folder: str | Path | None = None,
         quantization_config: Any = None,
         progress: bool = True,
         allow_pickle: bool = False,
@@ -120,8 +119,8 @@ class Pretrained(nn.Module):
             pinned memory, which torch keeps; other files one tensor at a time. On the CPU, safetensors of the model's
             dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
-            read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
-            `offload_folder`.
+            read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
+            checkpoint's files, from which each forward reads them; `offload_folder` is not needed, and ignored.
         quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; "int8", "fp8" and "int4" are
             for inference; bitsandbytes or torchao quantise them by a config of theirs. See
             `quantization.quantizer_of`. Each is quantised as it is read; with bitsandbytes the default device is the
@@ -165,16 +164,20 @@ class Pretrained(nn.Module):
             place = quantizer.default_device(place)
         load_options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
         load_options |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
-        with opened as reader:
+        on_disk = placement.on_disk(model, plan) if place is None else set()
+        if on_disk:
+            table = weights.layout(model, cls.DISK_NAMES, opened.headers, also=cls.ALSO_READ)
+            stored = weights.Renamed(model, opened, table, {})
+        with contextlib.nullcontext(opened) if on_disk else opened as reader:  # stays open for what is on the disk
             if quantizer is None:
-                weights.load(model, cls.DISK_NAMES, reader, adopt=reader.is_mapped, **load_options)
+                weights.load(model, cls.DISK_NAMES, reader, adopt=reader.is_mapped, leave=on_disk, **load_options)
             else:
                 if place is None:
                     load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
                 load_options["from_quantized"] = saved_with is not None
                 quantization.load(model, cls.DISK_NAMES, reader, quantizer, **load_options)
         if place is None:
-            placement.dispatch(model, plan, offload_folder)
+            placement.dispatch(model, plan, stored if on_disk else None)
         model.source_folder = folder
         return model.eval()
 

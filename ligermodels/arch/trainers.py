@@ -151,6 +151,11 @@ class TrainerInterface(nn.Module):
             p.numel() for p in self.parameters() if (p.requires_grad or not only_trainable) and p is not embedding
         )
 
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the parameters, a tied table counted once, and with `return_buffers` of the buffers."""
+        buffers = self.buffers() if return_buffers else ()
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *buffers))
+
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Saves fewer activations in training and recomputes them in the backward; see recompute.py.
 

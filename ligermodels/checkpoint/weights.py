@@ -193,6 +193,7 @@ def load(
     tied: Mapping[str, str] | None = None,
     also: Iterable[Table] = (),
     adopt: bool = False,
+    leave: Container[str] = (),
 ) -> None:
     """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
 
@@ -202,6 +203,7 @@ def load(
     also: tables of other layouts that are read as well; see `layout`.
     adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself; it has to be nobody
         else's, as those of a mapped safetensors file are. Without a GPU this leaves one copy of the weights in memory.
+    leave: parameters that stay on the meta device.
     What a GPU gets from files that say where their tensors lie goes through the buffers of transfer.py. The rest is
     copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
     Of a sharded parameter (DTensor), only the part that lies here is filled, and of a mapped file only that is read.
@@ -212,7 +214,7 @@ def load(
     table = layout(model, table, reader.headers, also=also)
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
     check_tied(model, table, reader, tied)
-    boxes = {region.source: region for region in regions(model, table)}
+    boxes = {region.source: region for region in regions(model, table) if region.param not in leave}
     adopted: dict[str, Tensor] = {}
     if adopt and torch.device(device).type == "cpu":
         params = dict(model.named_parameters())
@@ -222,7 +224,7 @@ def load(
             is_whole = not box.index and reader.headers[name].dtype == (dtype or params[box.param].dtype)
             if is_whole and (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
-    allocate(model, device, dtype, adopted)
+    allocate(model, device, dtype, adopted, leave)
     params = dict(model.named_parameters())
     names = [name for name in reader.headers if name in boxes]
     extremes: dict[str, list[Tensor]] = {}
@@ -272,11 +274,12 @@ def allocate(
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     adopted: Mapping[str, Tensor] | None = None,
+    leave: Container[str] = (),
 ) -> None:
     """Gives the parameters of `model`, all on the meta device, memory on `device`; its contents are arbitrary.
 
-    adopted: {parameter: a tensor whose memory it gets}. Of a DTensor, the part that lies here gets memory. torch's
-    to_empty imports sympy, which takes a while.
+    adopted: {parameter: a tensor whose memory it gets}. leave: parameters that stay on meta. Of a DTensor, the part
+    that lies here gets memory. torch's to_empty imports sympy, which takes a while.
     """
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
@@ -286,7 +289,9 @@ def allocate(
         assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
         if dtype not in (None, param.dtype):
             param.data = param.data.to(dtype)
-        if adopted and name in adopted:
+        if name in leave:
+            memory[id(param)] = param
+        elif adopted and name in adopted:
             memory[id(param)] = adopted[name]
 
     def with_memory(x: Tensor) -> Tensor:
@@ -381,7 +386,11 @@ class Renamed:
             self._boxes.setdefault(region.param, []).append(region)
         self._wanted = {region.source: region for region in regions(model, wanted)}
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
-        self.headers: Mapping[str, TensorInfo] = {name: self._info(region) for name, region in self._wanted.items()}
+
+    @functools.cached_property
+    def headers(self) -> Mapping[str, TensorInfo]:
+        """Every tensor; not asked for where some are missing, since the others can still be read."""
+        return {name: self._info(region) for name, region in self._wanted.items()}
 
     def read(self, name: str) -> Tensor:
         """As `Reader.read`; a tensor of another shape on disk is in memory as a whole."""
@@ -390,7 +399,7 @@ class Renamed:
         if len(boxes) == 1:
             tensor = self._reader.read(boxes[0].source)
             return tensor if boxes[0].index == region.index else tensor[region.index]
-        whole = torch.empty(self._shapes[region.param], dtype=self.headers[name].dtype)
+        whole = torch.empty(self._shapes[region.param], dtype=self._info(region).dtype)
         for box in boxes:
             whole[box.index].copy_(self._reader.read(box.source))
         return whole[region.index]

@@ -20,23 +20,26 @@ import functools
 import inspect
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.utils._pytree as pytree
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from ligermodels.arch import ARCHS
-from ligermodels.arch.base import CausalLM
+from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import LMHead
+from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
@@ -48,9 +51,10 @@ _SCORED = {
 """{name of a class of transformers, and of ours here: our class for its model_type}."""
 
 _OURS = {
-    "activation_checkpointing_disable", "activation_checkpointing_enable", "forward", "generate", "get_decoder",
-    "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable", "gradient_checkpointing_enable",
-    "is_gradient_checkpointing", "prepare_inputs_for_generation", "set_input_embeddings", "_no_split_modules",
+    "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",
+    "get_decoder", "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable",
+    "gradient_checkpointing_enable", "is_gradient_checkpointing", "prepare_inputs_for_generation",
+    "set_input_embeddings", "_no_split_modules",
 }  # fmt: skip
 """Members that come from our class where both classes have them. All others come from transformers' class."""
 
@@ -121,11 +125,16 @@ class _Model:
         return "eager"
 
 
+class _LMHead(LMHead, nn.Linear):  # type: ignore[misc, override]
+    """An nn.Linear too, as PEFT expects of a layer that gets LoRA. transformers keeps quantisers away from the head."""
+
+
 class _CausalLM(_Model):
     def __init__(self: Any, config: PreTrainedConfig):
         PreTrainedModel.__init__(self, config)
         built = self._build(config)
         self.model, self.lm_head = built.model, built.lm_head
+        self.lm_head.__class__ = _LMHead
         self.vocab_size = config.get_text_config().vocab_size
         self.post_init()
 
@@ -137,8 +146,79 @@ class _CausalLM(_Model):
         head.weight, head.bias, head.out_features = plain.weight, plain.bias, plain.out_features
         return head
 
+    def _loss(self: Any, x: Tensor, *args: Any, with_logits: bool, **options: Any) -> dict[str, Any]:
+        computed = self.arch._loss(self, x, *args, with_logits=with_logits, **options)
+        return computed if with_logits or self.parallel is not None else {**computed, "head_input": x}
+
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         raise InputError("continuous batching runs on transformers' attention layers only; use generate")
+
+
+class _LossOutput(CausalLMOutput):
+    """The output of a forward that computed the loss without logits; they are computed when they are first read.
+
+    That is by name or by position, not by iterating. A copy is without them, such as accelerate's mixed precision makes.
+    """
+
+    def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
+        super().__init__(values)
+        vars(self)["_compute_logits"] = compute_logits
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits":
+            self._add_logits()
+        return super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits" or (isinstance(key, int | slice) and key not in (0, slice(1))):
+            self._add_logits()
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key == "logits":
+            self._add_logits()
+        return super().get(key, default)
+
+    def _add_logits(self) -> None:
+        """Puts them after the loss, unless that was done before."""
+        compute = vars(self).pop("_compute_logits", None)
+        if compute is not None:
+            others = {name: value for name, value in self.items() if name != "loss"}
+            values = {"loss": dict.__getitem__(self, "loss"), "logits": compute(), **others}
+            self.clear()
+            self.update(values)
+
+
+pytree.register_pytree_node(
+    _LossOutput,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, keys: CausalLMOutput(zip(keys, values, strict=True)),
+    serialized_type_name="ligermodels.integrations.LossOutput",
+)
+
+
+def _with_logits_to_read(forward: Any) -> Any:
+    """A causal model's forward; what `_CausalLM._loss` keeps of the head's input serves for logits that are read."""
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **inputs: Any) -> CausalLMOutput:
+        output = forward(self, *args, **inputs)
+        x = output.pop("head_input", None)
+        if x is None or torch.compiler.is_compiling():
+            return output
+        return _LossOutput(output, functools.partial(_logits, self, x))
+
+    return wrapped
+
+
+def _logits(model: Any, x: Tensor) -> Tensor:
+    """The logits of what the head has read, after a forward."""
+    if hasattr(getattr(model.lm_head, "weight", None), "full_tensor"):
+        raise InputError(
+            "logits beside a loss are computed when they are read, and the head's weight is sharded again by now; call "
+            "the model with return_logits=True"
+        )
+    return capped(unwrapped(model.lm_head)(x), model._softcap)
 
 
 class _SequenceClassifier(_Model):
@@ -169,6 +249,8 @@ def _class_of(name: str) -> type[PreTrainedModel]:
     names = (names & {*dir(theirs)}) - _OURS - {*dir(first)}
     members = {word: inspect.getattr_static(theirs, word) for word in names}
     members |= {"arch": arch, "config_class": theirs.config_class, "__module__": __name__}
+    if name in _CAUSAL:
+        members["forward"] = _with_logits_to_read(arch.forward)
     if name in _SCORED:
         members |= {"forward": _without_count(theirs.forward), "_no_split_modules": arch._no_split_modules}
     return type(name, (first, ours, theirs), members)

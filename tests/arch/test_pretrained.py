@@ -2,8 +2,10 @@
 
 import copy
 import json
+import shutil
 import sys
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
@@ -160,21 +162,51 @@ class TestDevices:
         model = load(folders["llama"], device_map="auto")
         assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), logits(load(folders["llama"])))
 
+    ON_DISK: ClassVar = {
+        "some modules": dict(device_map={
+            "model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
+            "model.norm": "cpu", "lm_head": "cpu",
+        }),
+        "all but the head": dict(device_map={"model": "disk", "lm_head": "cpu"}),
+        "a module in another": dict(device_map={"": "cpu", "model.layers.1": "disk", "model.layers.1.mlp": "cpu"}),
+        "everything": dict(device_map={"": "disk"}),
+        "what exceeds max_memory": dict(device_map="auto", max_memory={"cpu": 90_000, "disk": "1GB"}),
+        "more than max_memory": dict(device_map="auto", max_memory={"cpu": 90_000}),
+    }  # fmt: skip
+
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_modules_on_the_disk(self, folders, family, tmp_path):
+    @pytest.mark.parametrize("given", ON_DISK.values(), ids=ON_DISK.keys())
+    def test_modules_on_the_disk_are_read_from_the_checkpoint(self, folders, family, given, tmp_path):
         pytest.importorskip("accelerate")
-        plain = load(folders[family])
-        plan = {"model.embed_tokens": "disk", "model.layers.1": "disk", "model.norm": "cpu"}
-        plan |= {"model.layers.0": "cpu", "model.layers.2": "cpu"}
-        for given in ({**plan, "lm_head": "cpu"}, {"model": "disk", "lm_head": "cpu"}):
-            model = load(folders[family], device_map=given, offload_folder=tmp_path / "offload")
-            assert any(parameter.is_meta for parameter in model.parameters())
-            if family == "llama":
-                assert model.hf_device_map["lm_head"] == "disk"  # where the table is that a tied head reads
-            assert torch.equal(logits(model), logits(plain))
-            model.save_pretrained(tmp_path / "saved")
-            assert same_weights(read(tmp_path / "saved"), read(folders[family]))
-        assert len(list((tmp_path / "offload").iterdir())) == 2
+        plain = load(folders[family], dtype=torch.float32)  # not the dtype of the files
+        model = load(folders[family], dtype=torch.float32, offload_folder=tmp_path / "offload", **given)
+        assert any(parameter.is_meta for parameter in model.parameters())
+        if family == "llama" and "model" in given["device_map"]:
+            assert model.hf_device_map["lm_head"] == "disk"  # where the table is that a tied head reads
+        assert torch.equal(logits(model), logits(plain))
+        assert torch.equal(logits(copy.deepcopy(model)), logits(plain))
+        assert torch.equal(model.generate(IDS, max_new_tokens=4), plain.generate(IDS, max_new_tokens=4))
+        shutil.copytree(folders[family], tmp_path / "saved")
+        model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+        assert same_weights(load(tmp_path / "saved").state_dict(), plain.state_dict())
+        assert not (tmp_path / "offload").exists()
+
+    def test_a_folder_is_saved_over_while_its_weights_are_on_the_disk(self, folders, tmp_path):
+        pytest.importorskip("accelerate")
+        shutil.copytree(folders["qwen2"], tmp_path / "model")
+        model = load(tmp_path / "model", device_map={"": "disk"})
+        expected = logits(model)
+        load(folders["llama"]).save_pretrained(tmp_path / "model")
+        assert torch.equal(logits(model), expected)
+
+    def test_what_is_not_quantised_may_be_on_the_disk(self, folders, tmp_path):
+        pytest.importorskip("accelerate")
+        plan = {"model.layers": "cpu", "model.norm": "disk", "model.embed_tokens": "disk", "lm_head": "disk"}
+        plain = load(folders["qwen2"], quantization_config="nf4")
+        plain.save_pretrained(tmp_path / "saved")
+        for folder in (folders["qwen2"], tmp_path / "saved"):
+            model = load(folder, quantization_config="nf4", device_map=plan)
+            assert model.model.norm.weight.is_meta and torch.equal(logits(model), logits(plain))
 
     def test_the_plan_keeps_blocks_whole_and_a_tied_head_with_its_table(self, folders):
         pytest.importorskip("accelerate")
@@ -190,8 +222,8 @@ class TestDevices:
     @pytest.mark.parametrize(
         "given, words",
         [
-            ({"model": "cpu", "lm_head": "disk"}, "puts lm_head on the disk: pass offload_folder="),
             ({"model": "disk", "lm_heads": "cpu"}, "no device for lm_head.weight"),
+            ({"": "disk", "lm_heads": "cpu"}, "names 'lm_heads', which the model does not have"),
         ],
     )
     def test_plans_that_do_not_fit(self, folders, given, words):
@@ -205,13 +237,13 @@ class TestDevices:
             load(folders["llama"], device_map="auto")
 
     @pytest.mark.gpu
-    def test_blocks_on_two_devices(self, folders):
+    def test_blocks_on_several_devices(self, folders):
         pytest.importorskip("accelerate")
         for family in FAMILIES:
             expected = logits(load(folders[family], dtype=torch.float32, device="cuda"))
             last = f"cuda:{torch.cuda.device_count() - 1}"
             plan = {"model.embed_tokens": "cuda:0", "model.layers.0": "cpu", "model.layers.1": last}
-            plan |= {"model.layers.2": "cuda:0", "model.norm": last, "lm_head": last}
+            plan |= {"model.layers.2": "disk", "model.norm": last, "lm_head": last}
             model = load(folders[family], dtype=torch.float32, device_map=plan)
             torch.testing.assert_close(logits(model).to("cuda:0"), expected.to("cuda:0"), **FP32)
             ids = IDS.cuda()

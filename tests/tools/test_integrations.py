@@ -190,6 +190,27 @@ def test_names_logits_and_losses_are_theirs(folders, family):
     compare_training(model.train(), theirs.train(), family)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("read", [
+    lambda output: output.logits, lambda output: output["logits"], lambda output: output.get("logits"),
+    lambda output: output[1], lambda output: output[:2][1],
+], ids=["attribute", "key", "get", "position", "slice"])  # fmt: skip
+def test_logits_beside_a_loss_are_computed_when_they_are_read(folders, family, read):
+    grads = []
+    for load in (AutoModelForCausalLM.from_pretrained, load_theirs):
+        model = load(folders[family]).train()
+        output = model(input_ids=ids(), labels=ids())
+        if load is not load_theirs:
+            assert "logits" not in [*output] and output[0] is output.loss is output[:1][0]
+            assert "logits" not in [*output]  # still fused
+        logits = read(output)
+        (output.loss + logits.square().mean()).backward()
+        grads.append((output.loss.detach(), logits.detach(), model.model.layers[0].mlp.parameters().__next__().grad))
+        assert [*output][:2] == ["loss", "logits"] and read(output) is logits
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
     model = AutoModelForCausalLM.from_pretrained(folders[family])
@@ -237,6 +258,22 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
         assert torch.equal(found, theirs.generate(input_ids=tokens, generation_config=config, **inputs))
     with pytest.raises(InputError, match="num_beams"):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("plan", [
+    {"": "disk"},
+    {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu",
+     "lm_head": "cpu"},
+], ids=["all", "the blocks"])  # fmt: skip
+def test_modules_on_the_disk(folders, family, plan, tmp_path):
+    pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(folders[family], device_map=plan, offload_folder=str(tmp_path))
+    theirs = load_theirs(folders[family])
+    assert any(parameter.is_meta for parameter in model.parameters()) and model.device == torch.device("cpu")
+    compare(model, theirs)
+    options = dict(attention_mask=torch.ones_like(ids()), max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(ids(), **options), theirs.generate(ids(), **options))
 
 
 # Adapters and quantised bases

@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft")
 
+from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
+from ligermodels.layers import LMHead  # noqa: E402
 from tests.tools import models  # noqa: E402
 
 pytestmark = [
@@ -64,12 +66,12 @@ def wrapped_alike(folders, family, config):
     return ours, theirs
 
 
-def losses(model, steps=3, ids=IDS):
+def losses(model, steps=3, ids=IDS, **inputs):
     model.train()
     optimizer, found = torch.optim.SGD(trainable(model).values(), lr=0.3), []
     for step in range(steps):
         torch.manual_seed(step)
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, **inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -177,6 +179,38 @@ def test_gradient_checkpointing(folders, family):
 # ---- LoRA on the head ----
 
 
+def registered(config):
+    config = copy.deepcopy(config)
+    config._register_custom_module({LMHead: peft.tuners.lora.Linear})
+    return config
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("make, prepared", [
+    (models.ours, registered), (AutoModelForCausalLM.from_pretrained, copy.deepcopy),
+], ids=["native", "integration"])  # fmt: skip
+def test_lora_on_the_head(folders, family, make, prepared, tmp_path):
+    config = lora(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    theirs = wrap(models.theirs(folders[family], attn_implementation="eager"), config)
+    ours = wrap(make(folders[family]), prepared(config))
+    with torch.no_grad():
+        for name, parameter in trainable(theirs).items():
+            ours.get_parameter(name).copy_(parameter)
+    assert any("lm_head.lora_B" in name for name in trainable(ours))
+    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+    ours.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(models.theirs(folders[family]), tmp_path)
+    torch.testing.assert_close(logits(again), logits(theirs), **LOGITS)
+    torch.testing.assert_close(logits(ours.merge_and_unload()), logits(theirs.merge_and_unload()), **LOGITS)
+
+
+def test_all_linear_leaves_the_integrations_head_alone(folders):
+    model = wrap(AutoModelForCausalLM.from_pretrained(folders["qwen2"]), lora(target_modules="all-linear"))
+    expected = wrap(models.theirs(folders["qwen2"]), lora(target_modules="all-linear"))
+    assert trainable(model).keys() == trainable(expected).keys()
+
+
 # ---- prompts ----
 
 
@@ -200,6 +234,23 @@ def test_prompts_train_and_travel(folders, kind, family, tmp_path):
         model.save_pretrained(tmp_path / name)
         loaded = peft.PeftModel.from_pretrained(base(folders[family]), tmp_path / name)
         torch.testing.assert_close(logits(loaded), expected, **LOGITS)
+
+
+@pytest.mark.parametrize("make, inputs", [
+    (models.ours, dict(return_logits=True)), (AutoModelForCausalLM.from_pretrained, {}),
+], ids=["native", "integration"])  # fmt: skip
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_cpt_which_computes_the_loss_from_the_logits(folders, family, make, inputs):
+    config = peft.CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[5, 9, 11, 20, 30], cpt_mask=[1] * 5, cpt_tokens_type_mask=[1, 2, 2, 3, 4],
+        opt_weighted_loss_type="decay", opt_loss_decay_factor=0.9, opt_projection_epsilon=3.0,
+    )  # fmt: skip
+    model, theirs = (
+        wrap(base, config)
+        for base in (make(folders[family]), models.theirs(folders[family], attn_implementation="eager"))
+    )
+    torch.testing.assert_close(losses(model, **inputs), losses(theirs), **LOSS)
+    torch.testing.assert_close(logits(model), logits(theirs), **LOGITS)
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA of the table", "prompt", "prefix"])

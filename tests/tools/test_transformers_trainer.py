@@ -214,6 +214,14 @@ def test_a_replaced_head_has_the_fused_loss_and_is_saved(folder, tmp_path):
         torch.testing.assert_close(load(tmp_path / "saved")(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
+def test_the_memory_footprint_is_that_of_transformers(folder):
+    model, expected = ours(folder, dtype=torch.bfloat16), theirs(folder, dtype=torch.bfloat16)
+    weights = expected.get_memory_footprint(return_buffers=False)
+    assert model.get_memory_footprint(return_buffers=False) == weights
+    model.register_buffer("steps", torch.zeros(3))
+    assert model.get_memory_footprint() == weights + 12
+
+
 def test_a_pipeline_writes_what_it_writes_for_transformers(folder):
     results = []
     for make in (ours, AutoModelForCausalLM.from_pretrained, theirs):
@@ -221,4 +229,15 @@ def test_a_pipeline_writes_what_it_writes_for_transformers(folder):
         options = dict(max_new_tokens=6, do_sample=False)
         chat = [{"role": "user", "content": "a b c"}]
         results.append([pipe(["a b c d", "e f"], batch_size=2, **options), pipe(chat, **options)])
+    assert results[0] == results[1] == results[2]
+
+
+def test_outlines_writes_what_it_writes_for_transformers(folder):
+    outlines = pytest.importorskip("outlines")
+    results = []
+    for make in (ours, AutoModelForCausalLM.from_pretrained, theirs):
+        model = outlines.from_transformers(make(folder), make_tokenizer())
+        options = dict(max_new_tokens=8, do_sample=False)
+        form = outlines.types.Regex("[a-d]{3}(xy|z)")
+        results.append([model("a b c", **options), model.batch(["a b c", "d"], form, **options)])
     assert results[0] == results[1] == results[2]

@@ -1,5 +1,7 @@
 """TRL's trainers: the losses and metrics of our models are those of transformers' own."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -102,6 +104,44 @@ def test_kto(folder, tmp_path, by_name):
         return train(trl.KTOTrainer, trl.KTOConfig, make(folder), tmp_path, SINGLES, options=options)
 
     assert_same_logs(run(ours), run(theirs), "loss", "grad_norm", "kl")
+
+
+def experimental(name):
+    """(trainer, its config) of a module of trl.experimental."""
+    module = importlib.import_module(f"trl.experimental.{name.lower().replace('onlinedpo', 'online_dpo')}")
+    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+
+
+@pytest.mark.parametrize(
+    "name, arguments", [("ORPO", {}), ("CPO", {}), ("CPO", dict(loss_type="simpo", cpo_alpha=0.5))], ids=str
+)
+def test_orpo_and_cpo(folder, tmp_path, name, arguments):
+    def run(make):
+        return train(*experimental(name), make(folder), tmp_path, PAIRS, max_length=32, **arguments)
+
+    # Not logits/chosen, which CPOTrainer averages over padding too.
+    assert_same_logs(run(ours), run(theirs), "loss", "grad_norm", "rewards/margins", "logps/rejected")
+
+
+def test_orpo_of_a_mixture_of_experts(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "mixtral")
+
+    def run(make):
+        return train(*experimental("ORPO"), make(folder), tmp_path, PAIRS, max_length=32)
+
+    assert_same_logs(run(ours), run(theirs), "loss", "rewards/margins")
+
+
+def test_online_dpo(folder, tmp_path):
+    """Completions are sampled: the same ones from the same seed."""
+
+    def run(make):
+        options = {"reward_funcs": lambda completions, **unused: [float(len(text) % 5) for text in completions]}
+        arguments = dict(max_new_tokens=6, max_length=32)
+        return train(*experimental("OnlineDPO"), make(folder), tmp_path, PROMPTS, options=options, **arguments)
+
+    names = ("loss", "grad_norm", "objective/kl", "objective/entropy", "rewards/margins")
+    assert_same_logs(run(ours), run(theirs), *names)
 
 
 def test_reward_of_the_integrations_classifier(folder, tmp_path):
