@@ -39,6 +39,13 @@ def whole(home):
     return home / "whole"
 
 
+def test_files_have_the_mode_of_new_ones(home, whole):
+    """Not that of temporary files, which nobody but their owner reads."""
+    (home / "new").touch()
+    modes = {path.stat().st_mode: path for path in whole.rglob("*") if path.is_file()}
+    assert set(modes) == {(home / "new").stat().st_mode}, modes
+
+
 def test_transformers_opens_the_tuned_model(home, whole):
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(whole / "model").eval()
