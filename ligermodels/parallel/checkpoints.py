@@ -293,8 +293,8 @@ class Checkpoints:
             reason, full = _reason(error), ""
             if any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT)):
                 full = (
-                    f"\n  The disk is full: the checkpoint takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB were free."
-                    "\n  Next: free some space, or give a folder on another disk."
+                    f"\n  The disk is full: the checkpoint takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB were "
+                    "free.\n  Next: free some space, or give a folder on another disk."
                 )
             raise CheckpointError(
                 f"Checkpoints: step {step} could not be saved to {self.folder}: {reason}\n"

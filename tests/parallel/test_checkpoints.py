@@ -361,10 +361,12 @@ DAMAGE = {
     "a bit of the checksums": (flipped("checksums.json"), r"checksums\.json (is damaged|is not JSON|says)"),
     "bytes added": (lambda f: (f / "__0_0.distcp").open("ab").write(b"x"), r"__0_0\.distcp is damaged"),
     "a file of another": (
-        lambda f: shutil.copy(f / "__0_0.distcp", f / "__1_0.distcp"), r"__1_0\.distcp does not belong"
+        lambda f: shutil.copy(f / "__0_0.distcp", f / "__1_0.distcp"),
+        r"__1_0\.distcp does not belong",
     ),
     "zeros": (
-        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size), r"__0_0\.distcp is dam"
+        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size),
+        r"__0_0\.distcp is dam",
     ),
 }
 HOSTILE = {

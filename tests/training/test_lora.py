@@ -307,7 +307,9 @@ WRONG_VALUES = [
 ] + [("r", value) for value in ("4", None, [4], 4.0, True, float("nan"), 0, -4)] + [
     ("alpha_pattern", value) for value in ({"q_proj": "8"}, {"q_proj": None}, {"q_proj": float("nan")}, {"q_proj": -8},
                                            {"q_(": 8}, [8], "q_proj", 8)
-] + [("rank_pattern", value) for value in ({"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, ["q_proj"], 4)] + [
+] + [
+    ("rank_pattern", value) for value in ({"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, ["q_proj"], 4)
+] + [
     ("lora_dropout", "0.1"), ("lora_dropout", float("nan")), ("lora_dropout", 1), ("lora_dropout", -0.1),
     ("use_rslora", "false"), ("use_dora", "no"), ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
 ]  # fmt: skip
