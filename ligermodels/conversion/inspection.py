@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ligermodels.checkpoint import hub, reading
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import lora, meta
+from ligermodels.conversion.comparison import dtype_counts
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import MismatchError, Source
 from ligermodels.conversion.sources import KINDS, Kind, kind_of, locate, open_source, weight_paths
@@ -134,13 +134,13 @@ def _of_model(
         tensors=len(source.headers),
         parameters=model.num_parameters(),
         parts=parts,
-        dtypes=_dtypes(source.headers, types),
+        dtypes=dtype_counts(source.headers, types),
         files=sizes,
         model={
             "architecture": type(model).__name__,
             "model_type": config.model_type,
             "tied": bool(config.tie_word_embeddings),
-            "dtype": _name(config.torch_dtype),
+            "dtype": str(config.torch_dtype).removeprefix("torch."),
             "context": config.max_position_embeddings,
             "rope": dict(config.rope_parameters),
             "layers": config.num_hidden_layers,
@@ -193,7 +193,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
         tensors=len(headers),
         parameters=sum(parts.values()),
         parts=parts,
-        dtypes=_dtypes(headers),
+        dtypes=dtype_counts(headers),
         files=sizes,
         adapter={"base": base, **{key: options[key] for key in keys if options.get(key) not in (None, False, [])}},
         tokenizer=_tokenizer(folder),
@@ -242,19 +242,6 @@ def _part(name: str) -> str:
     if path[0] == "layers":
         return {"self_attn": "attention"}.get(path[2], path[2])
     return {"embed_tokens": "embedding"}.get(path[0], path[0])
-
-
-def _dtypes(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
-    """types: {tensor: how it is stored}, where that is no dtype of torch."""
-    found: dict[str, int] = {}
-    for name, info in headers.items():
-        stored = (types or {}).get(name) or _name(info.dtype)
-        found[stored] = found.get(stored, 0) + math.prod(info.shape)
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.recipes import report
 from ligermodels.recipes.options import SFTOptions
 from ligermodels.training import load_adapter
-from tests.conversion.gguf_files import small_model
+from tests.conversion.gguf_files import fields_of, small_model
 from tests.recipes.runs import CHATS, metrics, train
 
 FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup", "0")
@@ -62,6 +62,7 @@ def test_transformers_opens_the_tuned_model(home, whole):
 def test_the_gguf_file_is_the_tuned_model(whole):
     tuned, read = ligermodels.load(whole / "model"), ligermodels.load(whole / "model.gguf")
     text, again = (ligermodels.Tokenizer.from_hub(whole / name) for name in ("model", "model.gguf"))
+    assert fields_of(whole / "model.gguf")["general.name"] == f"{whole.parent.name}-whole"
     assert again.encode(TEXT) == text.encode(TEXT)
     assert again.chat_template == text.chat_template
     assert torch.equal(logits(read, again), logits(tuned, text))
