@@ -233,6 +233,8 @@ def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
         "checkpoint": found.folder,
         "layout": found.layout,
         "to use it": found.use,
+        **({"in Python": found.load} if found.load else {}),
+        **({"to merge it": found.merge} if found.merge and found.merge != found.use else {}),
         **(_weight_rows(found) if found.tensors else {"weights": "pickles, not read without --allow-pickle"}),
         "files": _files(found.files),
         "tokenizer": _tokenizer(found.tokenizer),
@@ -249,12 +251,16 @@ def _weight_rows(found: "Inspection") -> dict[str, str]:
     }
 
 
+_ADAPTER = {"base": "base model", "r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+"""{field of an adapter: what it is called}."""
+
+
 def _model_rows(found: "Inspection") -> dict[str, str]:
     """The configuration: config.json, params.json or adapter_config.json."""
     model = found.model
     if not model:
         return {
-            name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            _ADAPTER.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in (found.adapter or found.params).items()
         }
     rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}
