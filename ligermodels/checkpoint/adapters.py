@@ -10,7 +10,7 @@ Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,29 @@ _FIELDS = frozenset({
     "qalora_group_size", "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda x: type(x) is int and x >= 1, "a whole number of 1 or more"),
+    "lora_alpha": (
+        lambda x: type(x) in (int, float) and 0 < x <= torch.finfo(torch.float32).max,  # not NaN
+        "a number above 0",
+    ),
+    "lora_dropout": (lambda x: x is None or (type(x) in (int, float) and 0 <= x < 1), "a number from 0 to below 1"),
+    "use_rslora": (lambda x: x is None or type(x) is bool, "true or false"),
+    "use_dora": (lambda x: x is None or type(x) is bool, "true or false"),
+    "modules_to_save": (
+        lambda x: x is None or (isinstance(x, list) and all(isinstance(name, str) for name in x)),
+        "a list of names of modules",
+    ),
+}
+"""{field of adapter_config.json: whether a value is right, what is expected}."""
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
 _ROWS = 1 << 22  # elements that are merged in fp32 at a time
 
 
 def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank.
+    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank, and for values
+    of another type or range than the fields have that are read here.
 
     computed: names of further fields that the caller acts on.
     """
@@ -62,6 +78,20 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
             f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"
             "  Next: save the adapter again with path_initial_model_for_weight_conversion, or merge it with PEFT."
         )
+    for field, (is_right, expected) in _VALUES.items():
+        if field in options and not is_right(options[field]):
+            raise CheckpointError(f"{path} has {field} {options[field]!r}; expected {expected}")
+    for field, of in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        table, (is_right, expected) = options.get(field), _VALUES[of]
+        if table is not None and not isinstance(table, dict):
+            raise CheckpointError(f"{path} has {field} {table!r}; expected an object of patterns and values")
+        for pattern, value in (table or {}).items():
+            if not is_right(value):
+                raise CheckpointError(f"{path} has {field} {value!r} for {pattern!r}; expected {expected}")
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise CheckpointError(f"{path} has {field} for {pattern!r}, which is no pattern: {error}") from error
     return options
 
 

@@ -283,7 +283,7 @@ def _write_files(
 ) -> None:
     files = _file_names(shards)
     for number in which:
-        _write_file(folder / files[number], headers, shards[number], tensors, metadata or {"format": "pt"})
+        write_file(folder / files[number], headers, shards[number], tensors, metadata or {"format": "pt"})
 
 
 def _write_index(folder: Path, headers: Mapping[str, TensorInfo], shards: list[list[str]]) -> None:
@@ -300,14 +300,17 @@ def _file_names(shards: list[list[str]]) -> list[str]:
     return [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
 
 
-def _write_file(
+def write_file(
     path: Path,
     headers: Mapping[str, TensorInfo],
     names: list[str],
     tensors: Iterator[Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """A safetensors file: the length of its header, the header as JSON, the bytes of the tensors."""
+    """A safetensors file: the length of its header, the header as JSON, the bytes of the tensors.
+
+    It has the mode of every new file; the safetensors library's own writer makes files that only their owner reads.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:

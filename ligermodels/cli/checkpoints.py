@@ -83,14 +83,19 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "src", metavar="SRC", help="folder, GGUF file, or repository on the Hub; its layout is detected"
     )
     convert.add_argument(
-        "dst", metavar="DST", nargs="?", help="folder to write, or file with --to gguf; may be left out with --dry-run"
+        "dst",
+        metavar="DST",
+        nargs="?",
+        help="folder to write, or a GGUF file if its name ends in .gguf; may be left out with --dry-run",
     )
     convert.add_argument(
         "--to",
         choices=["hf", "meta", "mistral", "dcp", "gguf"],
-        default="hf",
         help="layout to write: Hugging Face's, Meta's (Llamas), Mistral's (Mistral, Mixtral), a torch distributed "
-        "checkpoint, or one GGUF file for llama.cpp (default: hf)",
+        "checkpoint, or one GGUF file for llama.cpp (default: gguf where DST ends in .gguf, else hf)",
+    )
+    convert.add_argument(
+        "--name", help="of the model, for people, in a GGUF file (default: of the repository or folder SRC)"
     )
     convert.add_argument(
         "--dtype", type=dtype, default="auto", help="cast to this, such as bf16 or float32 (default: auto, no cast)"
@@ -126,7 +131,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="whether two checkpoints, of any layouts, are the same model",
         description="Compares configs, names, shapes, dtypes and bits of A and B, and their logits and likeliest\n"
         "tokens on fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
-        "0 is usual, and rows of q or k in a wrong order give 2e-4 and more.",
+        "0 is usual, and rows of q or k in a wrong order give 2e-4 and more. Tensors that differ in dtype alone, as\n"
+        "after convert --dtype, are equal after a cast, which is no mismatch (with --level keys, which reads no\n"
+        "values, it is one).",
         **parser_options,
     )
     verify.add_argument("a", metavar="A", help="folder, GGUF file, or repository on the Hub")
@@ -171,17 +178,26 @@ def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
     if args.json:
         print(json.dumps(report.to_json(), indent=2))
         return
-    details = "".join(f"{name.replace('_', ' ')}: {value}\n" for name, value in report.details.items())
+    details = "".join(f"{name.replace('_', ' ')}: {_text(value)}\n" for name, value in report.details.items())
     between = " and " if done == "compared" else " -> "
     names = report.source if report.destination is None else f"{report.source}{between}{report.destination}"
     print(f"{names}: {report.tensors} tensors, {readable_size(report.bytes)} {done}\n{details}", end="")
-    shown = 20
+    shown = 10
     for line in report.mismatches[:shown]:
         print(f"MISMATCH {line}")
     if len(report.mismatches) > shown:
         print(f"... and {len(report.mismatches) - shown} more; --json lists them all")
+    for (one, other), count in report.casts.items():
+        print(f"{count} tensors differ in dtype alone ({one} in A, {other} in B); equal after the cast")
     if done == "compared":
-        print("the same" if report.ok else f"{len(report.mismatches)} mismatches")
+        same = "the same after a cast" if report.casts else "the same"
+        count = len(report.mismatches)
+        print(same if report.ok else f"{count} mismatch{'es' * (count > 1)}")
+
+
+def _text(value: Any) -> str:
+    """A detail of a report: of a dtype, also how many numbers have it."""
+    return ", ".join(f"{name} ({count:,})" for name, count in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _conversion_status(error: LigermodelsError) -> int:
@@ -217,6 +233,8 @@ def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
         "checkpoint": found.folder,
         "layout": found.layout,
         "to use it": found.use,
+        **({"in Python": found.load} if found.load else {}),
+        **({"to merge it": found.merge} if found.merge and found.merge != found.use else {}),
         **(_weight_rows(found) if found.tensors else {"weights": "pickles, not read without --allow-pickle"}),
         "files": _files(found.files),
         "tokenizer": _tokenizer(found.tokenizer),
@@ -228,9 +246,13 @@ def _weight_rows(found: "Inspection") -> dict[str, str]:
     return {
         "parameters": f"{found.parameters:,}",
         **parts,
-        "stored as": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
+        "stored as": _text(found.dtypes),
         "weights": f"{found.tensors} tensors" + f", {'' if found.ok else 'NOT '}as expected" * bool(found.model),
     }
+
+
+_ADAPTER = {"base": "base model", "r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
+"""{field of an adapter: what it is called}."""
 
 
 def _model_rows(found: "Inspection") -> dict[str, str]:
@@ -238,7 +260,7 @@ def _model_rows(found: "Inspection") -> dict[str, str]:
     model = found.model
     if not model:
         return {
-            name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            _ADAPTER.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in (found.adapter or found.params).items()
         }
     rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}

@@ -1,7 +1,8 @@
 """Compares two checkpoints: configs, names, shapes, dtypes, bits, and the logits of the two models."""
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.checkpoint import files, weights
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
 from ligermodels.conversion.view import View
@@ -27,13 +29,18 @@ _PROMPTS, _LENGTH = 4, 48
 
 @dataclass
 class Report:
-    """The result of a conversion or comparison. No `mismatches`: all agreed. No destination: nothing was written."""
+    """The result of a conversion or comparison. No `mismatches`: all agreed. No destination: nothing was written.
+
+    casts: tensors that differ in dtype alone, {(dtype in a, dtype in b): how many}; those of the one are those of the
+    other after a cast, to the bit. They are no mismatches.
+    """
 
     source: str
     destination: str | None
     tensors: int = 0
     bytes: int = 0
     mismatches: list[str] = field(default_factory=list)
+    casts: dict[tuple[str, str], int] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -41,8 +48,9 @@ class Report:
         return not self.mismatches
 
     def to_json(self) -> dict[str, Any]:
-        fields = {name: value for name, value in vars(self).items() if name not in ("details", "mismatches")}
-        return {"ok": self.ok, **fields, **self.details, "mismatches": self.mismatches}
+        fields = {name: getattr(self, name) for name in ("source", "destination", "tensors", "bytes")}
+        casts = [{"a": one, "b": other, "tensors": count} for (one, other), count in self.casts.items()]
+        return {"ok": self.ok, **fields, **self.details, "casts": casts, "mismatches": self.mismatches}
 
 
 def verify(
@@ -58,8 +66,9 @@ def verify(
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
     level: "keys" compares names, shapes and dtypes from the headers, and every field of config.json and
-    generation_config.json; "bytes" also compares every bit; "logits" also runs both models on the same prompts, in fp32
-    on the CPU, one after the other: memory holds one model in fp32.
+    generation_config.json; "bytes" also compares every bit, of tensors in two dtypes after a cast of the one to the
+    other's; "logits" also runs both models on the same prompts, in fp32 on the CPU, one after the other: memory holds
+    one model in fp32. Where all that differs is a cast, the logits are measured and are no mismatch.
     config, rope_factor: as in `Options`, for those of the two that have none or are Meta's files.
     Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
     """
@@ -82,17 +91,20 @@ def verify(
 
 
 def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = True) -> Report:
-    """Adds to `report` what differs between two checkpoints under the same names."""
+    """Adds to `report` what differs between two checkpoints under the same names, as `verify` says."""
     if level not in LEVELS:
         raise InputError(f"verify={level!r} is not known; known: {', '.join(LEVELS)}")
     depth = LEVELS.index(level)
     report.details["verified"] = level
     if depth >= 1:
         report.mismatches += _keys(a, b)
+    if depth == 1:
+        report.mismatches += _dtypes(a, b)
     if depth >= 2:
-        report.mismatches += _bytes(a, b, progress)
+        report.mismatches += _bytes(a, b, report, progress)
     if depth >= 3 and type(a.model) is type(b.model):
-        report.mismatches[:0] = _logits(a, b, report)  # before the tensors, which may be many
+        is_cast = bool(report.casts) and not report.mismatches
+        report.mismatches[:0] = _logits(a, b, report, is_cast)  # before the tensors, which may be many
     return report
 
 
@@ -108,8 +120,15 @@ def _keys(a: View, b: View) -> Iterator[str]:
             yield f"{name}: only in {b.source}"
         elif a.headers[name].shape != b.headers[name].shape:
             yield f"{name}: shape {list(a.headers[name].shape)} and {list(b.headers[name].shape)}"
-        elif a.headers[name].dtype != b.headers[name].dtype:
-            yield f"{name}: {str(a.headers[name].dtype)[6:]} and {str(b.headers[name].dtype)[6:]}"
+
+
+def _dtypes(a: View, b: View) -> Iterator[str]:
+    counts: dict[tuple[str, str], int] = {}
+    for name, info in a.headers.items():
+        if name in b.headers and (pair := (_name(info.dtype), _name(b.headers[name].dtype)))[0] != pair[1]:
+            counts[pair] = counts.get(pair, 0) + 1
+    for (one, other), count in counts.items():
+        yield f"{count} tensors are {one} and {other}; the level bytes compares them after a cast"
 
 
 def _settings(a: View, b: View) -> Iterator[str]:
@@ -129,17 +148,46 @@ def generation_config(view: View) -> dict[str, Any]:
     return {**files.lenient_json(text.decode()), "transformers_version": None}
 
 
-def _bytes(a: View, b: View, progress: bool) -> Iterator[str]:
+def dtype_counts(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
+    """{dtype: how many elements}. types: {tensor: how it is stored}, where that is no dtype of torch."""
+    found: dict[str, int] = {}
+    for name, info in headers.items():
+        stored = (types or {}).get(name) or _name(info.dtype)
+        found[stored] = found.get(stored, 0) + math.prod(info.shape)
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(a: View, b: View, report: Report, progress: bool) -> Iterator[str]:
     total = sum(info.nbytes for info in a.headers.values())
     disable = None if progress else True
     with tqdm(desc="Comparing", total=total, unit="B", unit_scale=True, disable=disable) as bar:
         for name, info in a.headers.items():
-            if b.headers.get(name) == info and not weights.same_bits(a.read(name), b.read(name)):
-                yield f"{name}: values differ"
+            if name in b.headers and b.headers[name].shape == info.shape:
+                one, other = a.read(name), b.read(name)
+                pair = _name(one.dtype), _name(other.dtype)
+                if one.dtype == other.dtype:
+                    if not weights.same_bits(one, other):
+                        yield f"{name}: values differ"
+                elif _is_cast(one, other):
+                    report.casts[pair] = report.casts.get(pair, 0) + 1
+                else:
+                    yield f"{name}: values differ by more than a cast ({pair[0]} and {pair[1]})"
             bar.update(info.nbytes)
 
 
-def _logits(a: View, b: View, report: Report) -> Iterator[str]:
+def _is_cast(one: Tensor, other: Tensor) -> bool:
+    """Whether a cast makes one of two tensors of the other, without an overflow."""
+    same = weights.same_bits(one.to(other.dtype), other) or weights.same_bits(one, other.to(one.dtype))
+    one, other = (x.float() if x.itemsize < 4 else x for x in (one, other))  # isfinite knows no float8
+    return same and torch.equal(one.isfinite(), other.isfinite())
+
+
+def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
+    """is_cast: whether the weights differ by a cast alone, which explains a difference of finite logits."""
     vocab_size = min(x.model.config.vocab_size for x in (a, b))
     # Ids spread over the vocabulary, the same on every machine and with every release of torch.
     ids = (torch.arange(_PROMPTS * _LENGTH).reshape(_PROMPTS, _LENGTH) * 7919 + 13) ** 2 % vocab_size
@@ -157,6 +205,8 @@ def _logits(a: View, b: View, report: Report) -> Iterator[str]:
     difference = apart / max(_spread(one), _spread(other)) if apart else 0.0
     report.details |= {"difference_of_logits": difference, "mean_kl": kl}
     report.details |= {"greedy_tokens_that_differ": greedy, "positions": ids.numel()}
+    if is_cast:
+        return
     if not difference <= DIFFERENCE:
         yield f"logits: they differ by {difference:.1e} of their size; up to {DIFFERENCE:.0e} is rounding"
     if greedy:

@@ -1,6 +1,5 @@
 """PyTorch's distributed checkpoints as a source and a target; see ligermodels/checkpoint/dcp.py."""
 
-import errno
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.dcp import Reader, cause, one_process
+from ligermodels.checkpoint.dcp import Reader, Writer, cause, one_process
 from ligermodels.checkpoint.files import companion_files, read_json
 from ligermodels.conversion.huggingface import config_files
 from ligermodels.conversion.source import Source
@@ -122,12 +121,9 @@ class DcpTarget:
 
         state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in self.headers.items()}
         # torch holds all tensors of a file until that is complete.
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
+        writer = Writer(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
         try:
             with one_process():
                 dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            reason = cause(error)
-            if isinstance(reason, RuntimeError):  # of torch.save: a failed write has no type of its own
-                raise OSError(errno.EIO, f"torch.save: {reason}") from error
-            raise reason from error
+            raise cause(error) from error

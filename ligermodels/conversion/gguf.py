@@ -22,6 +22,7 @@ Checked against: gguf 0.19 (constants.py, gguf_writer.py), src/models and src/ll
 """
 
 import math
+import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ class GgufTarget:
     """A checkpoint as llama.cpp sees it, under its names; made from headers and the tokenizer's files alone.
 
     view: the source in Hugging Face's layout, as stored. dtype: of the matrices, None to keep theirs. name: the
-    model's, for people. headers: {name: TensorInfo}, in the order of the file.
+    model's, for people; the attribute has what is written of it. headers: {name: TensorInfo}, in the order of the file.
     Raises ConfigError (a family or feature that llama.cpp does not compute, or no gguf package), InputError (float64
     kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no counterpart for).
     """
@@ -94,7 +95,8 @@ class GgufTarget:
         self._writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _describe(self._writer, gguf, config, view.model.decoder.rotary_emb)
         strips = add_tokenizer(self._writer, view.files(), config.vocab_size, view.source)
-        self._writer.add_name(_named(name, strips))
+        self.name = _named(name, strips)
+        self._writer.add_name(self.name)
         for tensor, info in self.headers.items():
             kind = getattr(gguf.GGMLQuantizationType, _TYPES[info.dtype])
             self._writer.add_tensor_info(tensor, info.shape, np.dtype("float32"), info.nbytes, raw_dtype=kind)
@@ -156,6 +158,22 @@ class GgufTarget:
                 tensor = tensor.float() + part.offset
             box.copy_(tensor)
         return whole
+
+
+def model_name(src: str | Path, adapter: str | Path | None = None) -> str:
+    """The name of a model, for people: of its repository, folder or file; and of the adapter that is merged into it.
+
+    A folder that is called "model" or "adapter", as `ligermodels train` calls them, goes by the name of the one above.
+    """
+    path = Path(os.path.expanduser(src))
+    if path.exists():
+        path = path.resolve()
+        if path.parent.name == "snapshots":  # of the Hub's cache: models--owner--name/snapshots/commit
+            path = Path(path.parents[1].name.rpartition("--")[2])
+    name = path.stem if path.suffix == ".gguf" else path.name
+    if name in ("model", "adapter"):
+        name = path.parent.name
+    return name if adapter is None else f"{name}-{model_name(adapter)}"
 
 
 def _named(name: str, strips: bool) -> str:

@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ligermodels.checkpoint import hub, reading
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import lora, meta
+from ligermodels.conversion.comparison import dtype_counts
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import MismatchError, Source
 from ligermodels.conversion.sources import KINDS, Kind, kind_of, locate, open_source, weight_paths
@@ -25,8 +25,10 @@ from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerE
 class Inspection:
     """What a checkpoint holds. Counts are of elements, sizes in bytes.
 
-    layout: its name. use: the call or command that takes it. problem: why the weights do not fit the model of their
-    config, or the adapter cannot be merged; None if nothing is wrong.
+    layout: its name. use: the call or command that takes it; of an adapter, load: the call that puts it over its base,
+    and merge: the command that writes the two as one model, each None where that cannot be.
+    problem: why the weights do not fit the model of their config, or the adapter is not computed here; None if nothing
+    is wrong.
     tensors, dtypes {name: elements}: as stored; files {weight file: size}.
     parameters, parts {part of the model: elements}: as loaded, where a tied head counts once; of an adapter, its own.
     model: what its config says of the model, {} for an adapter; adapter: what that is, {} for a model.
@@ -39,6 +41,8 @@ class Inspection:
     layout: str
     use: str
     files: dict[str, int]
+    load: str | None = None
+    merge: str | None = None
     tensors: int = 0
     parameters: int = 0
     parts: dict[str, int] = field(default_factory=dict)
@@ -134,13 +138,13 @@ def _of_model(
         tensors=len(source.headers),
         parameters=model.num_parameters(),
         parts=parts,
-        dtypes=_dtypes(source.headers, types),
+        dtypes=dtype_counts(source.headers, types),
         files=sizes,
         model={
             "architecture": type(model).__name__,
             "model_type": config.model_type,
             "tied": bool(config.tie_word_embeddings),
-            "dtype": _name(config.torch_dtype),
+            "dtype": str(config.torch_dtype).removeprefix("torch."),
             "context": config.max_position_embeddings,
             "rope": dict(config.rope_parameters),
             "layers": config.num_hidden_layers,
@@ -174,7 +178,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
     options, headers = read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
     problem = None
     try:
-        lora.read_options(folder)
+        lora.read_options(folder, computed=frozenset({"use_dora"}))
     except CheckpointError as error:
         problem = str(error)
     parts: dict[str, int] = {}
@@ -183,17 +187,27 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
         parts[module] = parts.get(module, 0) + math.prod(info.shape)
     base = options.get("base_model_name_or_path") or None
     pickled = not (folder / lora.WEIGHTS).is_file()
-    command = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *["--allow-pickle"] * pickled]
-    keys = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+    flags, more = ["--allow-pickle"] * pickled, ", allow_pickle=True" * pickled
+    revision = options.get("revision") or None
+    at = f", revision={revision!r}" if base and revision else ""
+    load: str | None = f"ligermodels.training.load_adapter(ligermodels.load({base or 'BASE'!r}{at}), {src!r}{more})"
+    use = ["ligermodels", "chat", *([src] if base else ["BASE", "--adapter", src]), *flags]
+    merge = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *flags]
+    merge += ["--revision", revision] if base and revision else []
+    if options.get("bias", "none") != "none" or any("lora_embedding_" in name for name in headers):
+        load, use = None, merge  # such an adapter is merged only
+    keys = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
     return Inspection(
         source=src,
         folder=str(folder),
         layout=KINDS["adapter"] + (", pickled" if pickled else ""),
-        use=shlex.join(command),
+        use=shlex.join(use),
+        load=load,
+        merge=None if options.get("use_dora") else shlex.join(merge),
         tensors=len(headers),
         parameters=sum(parts.values()),
         parts=parts,
-        dtypes=_dtypes(headers),
+        dtypes=dtype_counts(headers),
         files=sizes,
         adapter={"base": base, **{key: options[key] for key in keys if options.get(key) not in (None, False, [])}},
         tokenizer=_tokenizer(folder),
@@ -242,19 +256,6 @@ def _part(name: str) -> str:
     if path[0] == "layers":
         return {"self_attn": "attention"}.get(path[2], path[2])
     return {"embed_tokens": "embedding"}.get(path[0], path[0])
-
-
-def _dtypes(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
-    """types: {tensor: how it is stored}, where that is no dtype of torch."""
-    found: dict[str, int] = {}
-    for name, info in headers.items():
-        stored = (types or {}).get(name) or _name(info.dtype)
-        found[stored] = found.get(stored, 0) + math.prod(info.shape)
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """The options of a conversion, which are checked before anything is read and without torch."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ class Options:
     """The layout to convert a checkpoint to, and how.
 
     to: "hf", "meta" (Llamas only), "mistral" (Mistral and Mixtral only), "dcp" (under the names that models have in
-    memory, ours and transformers') or "gguf" (one file, for llama.cpp).
+    memory, ours and transformers') or "gguf" (one file, for llama.cpp, whose name ends in .gguf). None: "gguf" for a
+    destination of such a name, else "hf".
+    name: of the model, for people, in a GGUF file; by default that of its repository or folder (`gguf.model_name`).
     dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
@@ -36,7 +39,8 @@ class Options:
     dry_run: plan and check from headers, write nothing. progress: bars on stderr, if that is a terminal.
     """
 
-    to: Layout = "hf"
+    to: Layout | None = None
+    name: str | None = None
     dtype: str = "keep"
     max_shard_size: int | str | None = None
     like: bool = False
@@ -53,9 +57,15 @@ class Options:
     progress: bool = True
 
 
-def check_options(dst: str | Path | None, options: Options) -> Path | None:
-    """The folder or, for "gguf", the file to write; None for a dry run. Raises InputError."""
+def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None, Options]:
+    """The folder or, for "gguf", the file to write, None for a dry run; and the options with their `to`.
+
+    Raises InputError.
+    """
     dtype_name(options.dtype, KEPT)
+    is_gguf_name = Path(str(dst or "")).suffix.lower() == ".gguf"
+    if options.to is None:
+        options = dataclasses.replace(options, to="gguf" if is_gguf_name else "hf")
     for name, known in (("to", LAYOUTS), ("verify", LEVELS)):
         if getattr(options, name) not in known:
             raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
@@ -67,10 +77,12 @@ def check_options(dst: str | Path | None, options: Options) -> Path | None:
         raise InputError(f"ranks and embedding_axis are for the layout meta, not for {options.to}")
     if options.embedding_axis not in (None, 0, 1):
         raise InputError(f"embedding_axis={options.embedding_axis}: expected 0, rows, or 1, columns")
+    if options.name is not None and options.to != "gguf":
+        raise InputError(f"name is for GGUF files, not for the layout {options.to}")
     if options.to == "gguf" and options.verify == "logits":
         raise InputError("verify=logits needs a model that runs, and GGUF files run in llama.cpp; give keys or bytes")
     if options.dry_run and dst is None:
-        return None
+        return None, options
     if not str(dst or ""):
         raise InputError("DST is missing: give the folder to write, or --dry-run to write nothing")
     target = absolute(str(dst))
@@ -79,8 +91,15 @@ def check_options(dst: str | Path | None, options: Options) -> Path | None:
         is_filled = is_file or (is_folder and bool(os.listdir(target)))
     if options.to == "gguf" and is_folder:
         raise InputError(f"{dst} is a folder; GGUF is one file: give its name, such as {Path(str(dst)) / 'model.gguf'}")
+    if options.to == "gguf" and not str(dst).endswith(".gguf"):
+        raise InputError(f"{dst}: the name of a GGUF file has to end in .gguf, by which ligermodels knows it; add that")
+    if options.to != "gguf" and is_gguf_name:
+        raise InputError(
+            f"{dst} is the name of a GGUF file, and the layout {options.to} is a folder; leave out to={options.to!r} "
+            f"(--to {options.to}), or give the name of a folder"
+        )
     if options.to != "gguf" and is_file:
         raise InputError(f"{dst} is a file; give the name of a folder to write")
     if is_filled and not options.overwrite:
         raise InputError(f"{dst} is there and not empty; overwrite=True (--overwrite) saves over it")
-    return None if options.dry_run else target
+    return None if options.dry_run else target, options

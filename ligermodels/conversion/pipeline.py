@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.dtypes import dtype_name
-from ligermodels.conversion.comparison import Report, compare
-from ligermodels.conversion.gguf import GgufTarget
+from ligermodels.conversion.comparison import Report, compare, dtype_counts
+from ligermodels.conversion.gguf import GgufTarget, model_name
 from ligermodels.conversion.huggingface import SafetensorsTarget
 from ligermodels.conversion.meta import MetaTarget
 from ligermodels.conversion.mistral import MistralTarget
@@ -27,13 +27,13 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     """Converts `src`, a folder or a repository of the Hub, into the folder `dst`, which `dry_run` does without.
 
     Memory holds one tensor of the result and what it is joined or cast from, whatever the shard size. For "gguf",
-    `dst` is a file.
+    `dst` is a file. The report holds what was written: tensors, bytes, and in `details` the elements of each dtype and
+    the name in a GGUF file.
     Raises InputError for options that do not fit together, MismatchError where the weights do not fit the model or
     the result failed its verification (`dst` is as before then), CheckpointError or ConfigError for a source that
     cannot be used, HubError (with `errno`) where Hub, network, disk or file system refuse.
     """
-    options = options or Options()
-    destination = check_options(dst, options)
+    destination, options = check_options(dst, options or Options())
     folder = locate(src, revision=options.revision, allow_pickle=options.allow_pickle)
     config, adapter = (Path(os.path.expanduser(path)) if path else None for path in (options.config, options.adapter))
     source = open_source(
@@ -46,11 +46,13 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     # GGUF casts for itself: norms and biases stay fp32.
     dtype = None if options.to == "gguf" else _dtype(options)
     view = View(source, memory=options.to == "dcp", dtype=dtype)
-    name = Path(os.path.expanduser(src)).resolve().name
-    target = _target(view, name, options)
+    target = _target(view, options.name or model_name(src, options.adapter), options)
     size = sum(info.nbytes for info in target.headers.values())
     report = Report(str(src), None if dst is None else str(dst), len(target.headers), size)
     report.details = {"architecture": type(view.model).__name__, "to": options.to}
+    report.details["dtypes"] = dtype_counts(target.headers)
+    if isinstance(target, GgufTarget):
+        report.details["name"] = target.name
     if isinstance(target, SafetensorsTarget):
         report.details["files"] = len(target.shards)
     if destination is None:
@@ -102,6 +104,7 @@ def _verify(staging: Path, source: Source, target: Target, options: Options, rep
         expected = View(source, dtype=_dtype(options))
         written = View(open_source(staging, allow_pickle=True))  # our own pickles, in the layout meta
         compare(expected, written, level=options.verify, report=report, progress=options.progress)
+        report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")

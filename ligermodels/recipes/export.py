@@ -32,9 +32,10 @@ def check(options: TrainOptions, folder: Path, sketch: Any) -> None:
 def write(options: TrainOptions, folder: Path) -> Path:
     """Writes OUT/model.gguf in the dtype of the weights; returns its path. `check` has said what its warnings say."""
     from ligermodels import conversion
+    from ligermodels.conversion.gguf import model_name
 
     out = Path(options.out)
-    how = conversion.Options(to="gguf", overwrite=True)
+    how = conversion.Options(to="gguf", overwrite=True, name=f"{model_name(options.model)}-{out.resolve().name}")
     source = out / "model"
     if options.lora and not options.merge:
         source, how = folder, dataclasses.replace(how, adapter=out / "adapter")

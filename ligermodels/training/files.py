@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.files import write_errors
+from ligermodels.checkpoint.weights import TensorInfo
 
 
 def reshard(model: nn.Module) -> None:
@@ -30,11 +31,11 @@ def write(folder: str | Path, parameters: Mapping[str, Tensor], weights: str, fi
     tensors = {name: whole(parameter).cpu().contiguous() for name, parameter in parameters.items()}
     with team.together() if team is not None else contextlib.nullcontext():
         if team is None or team.member == 0:
-            from safetensors.torch import save_file
-
-            size = sum(tensor.nbytes for tensor in tensors.values())
+            headers = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            names, size = saving.align(headers, list(headers)), sum(info.nbytes for info in headers.values())
             with write_errors(target), saving.replacing(target, size) as staging:
-                save_file(tensors, staging / weights, metadata={"format": "pt"})
+                values = (tensors[name] for name in names)
+                saving.write_file(staging / weights, headers, names, values, {"format": "pt"})
                 saving.finish(staging, files)
     return target
 

@@ -223,7 +223,7 @@ def fail_with(code: int):
     return fail
 
 
-@pytest.mark.parametrize("step", ["_write_file", "sync", "finish", "_rename", "_exchange", "second rename"])
+@pytest.mark.parametrize("step", ["write_file", "sync", "finish", "_rename", "_exchange", "second rename"])
 def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     folder = save(tmp_path / "out", 1.0)
     if step == "second rename":  # of the two that take the place of the exchange
@@ -291,7 +291,7 @@ def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, monkeypatch, er
     untouched(folder)
 
 
-STEPS = [(saving, "_write_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
+STEPS = [(saving, "write_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
          (os, "unlink"), (os, "rmdir"), (os, "open"), (os, "link"), (os, "symlink"), (saving, "_exchange"),
          (saving.shutil, "copymode"), (saving.shutil, "copystat"), (saving.shutil, "copy2")]  # fmt: skip
 

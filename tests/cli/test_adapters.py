@@ -79,6 +79,19 @@ def test_both_commands_say_what_peft_says(home, adapter, capsys, monkeypatch):
         assert (status, out) == (0, expected(home, adapter, asked, tokenizer.chat_stop_ids) + "\n"), err
 
 
+def test_what_inspect_says_of_an_adapter_works(home, capsys):
+    for adapter, size in (("pefts", 4), ("ours", 2)):
+        status, out, err = run(capsys, "inspect", home / adapter)
+        rows = {line[:15].strip(): line[15:].strip() for line in out.splitlines()}
+        assert (status, err) == (0, "") and rows["rank"] == str(size) and rows["alpha"] == str(2 * size)
+        assert rows["base model"] == str(home / "base") and "down_proj" in rows["targets"]
+        model = eval(rows["in Python"], {"ligermodels": ligermodels})
+        count = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+        assert rows["parameters"] == f"{count:,}"
+        _, *command = rows["to use it"].replace("chat", "generate").split()
+        assert run(capsys, *command, "--prompt", HELLO, "--max-new-tokens", 2)[0] == 0
+
+
 def copy(source: Path, target: Path, **changes) -> Path:
     """The adapter with other values in its config; None leaves one out."""
     target.mkdir()

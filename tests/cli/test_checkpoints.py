@@ -1,11 +1,13 @@
 """`inspect`, `convert` and `verify`: what they print, and their exit status."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.checkpoint import hub
@@ -72,16 +74,42 @@ def test_convert_and_verify(folder, capsys, tmp_path):
     assert status == 0 and report["ok"] and report["to"] == "hf" and report["destination"] == str(tmp_path / "half")
     assert ligermodels.load(tmp_path / "half", progress=False).dtype == torch.bfloat16
     status, out, _ = run(capsys, "verify", folder, tmp_path / "half")
-    assert status == 1 and out.startswith(f"{folder} and ") and "MISMATCH logits: they differ by " in out
+    alone = (
+        "29 tensors differ in dtype alone (float32 in A, bfloat16 in B); equal after the cast\nthe same after a cast\n"
+    )
+    assert status == 0 and out.startswith(f"{folder} and ") and out.endswith(alone) and "MISMATCH" not in out
+    assert 1e-4 < float(re.search("difference of logits: (.*)", out)[1]) < 5e-2  # of the rounding, for information
     status, text, _ = run(capsys, "verify", folder, tmp_path / "half", "--json")
-    every = json.loads(text)["mismatches"]
-    assert status == 1 and f"... and {len(every) - 20} more; --json" in out
+    assert status == 0 and json.loads(text)["casts"] == [{"a": "float32", "b": "bfloat16", "tensors": 29}]
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "half", "--level", "keys")
+    assert status == 1 and out.endswith("after a cast\n1 mismatch\n") and out.count("MISMATCH") == 1
+
+
+def test_mismatches_come_before_casts_and_are_not_all_listed(folder, capsys, tmp_path):
+    assert run(capsys, "convert", folder, tmp_path / "other", "--dtype", "bf16")[0] == 0
+    file = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(file)
+    wrong = [
+        name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight", "up_proj.weight", "norm.weight"))
+    ]
+    save_file({name: x + 1 if name in wrong else x for name, x in tensors.items()}, file)
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "other")
+    lines = [
+        line for line in out.splitlines() if not line.startswith(("verified", "difference", "mean", "greedy", "posit"))
+    ]
+    assert status == 1 and "logits: they differ by " in lines[1]
+    assert sum(line.startswith("MISMATCH") for line in lines) == 10 and len(wrong) > 10
+    *_, more, alone, count = lines
+    mismatches = int(count.removesuffix(" mismatches"))
+    assert more == f"... and {mismatches - 10} more; --json lists them all"
+    assert alone.startswith(f"{29 - len(wrong)} tensors differ in dtype alone")
 
 
 def test_a_dry_run_says_what_there_would_be(folder, capsys):
     status, out, err = run(capsys, "convert", folder, "--dry-run", "--max-shard-size", "1MB")
     assert (status, err) == (0, "") and out == (
-        f"{folder}: 29 tensors, 2.89 MB would be written\narchitecture: Llama\nto: hf\nfiles: 3\n"
+        f"{folder}: 29 tensors, 2.89 MB would be written\narchitecture: Llama\nto: hf\n"
+        "dtypes: float32 (721,792)\nfiles: 3\n"
     )
     status, out, _ = run(capsys, "convert", folder, "--dry-run", "--json")
     assert status == 0 and json.loads(out)["destination"] is None and json.loads(out)["files"] == 1
@@ -91,12 +119,21 @@ def test_a_dry_run_says_what_there_would_be(folder, capsys):
     (["convert", "MODEL", "MODEL"], 2, "--overwrite"),
     (["convert", "MODEL"], 2, "--dry-run"),
     (["convert", "MODEL", "OUT", "--to", "meta", "--ranks", "3"], 2, "3 shards (--ranks) must divide 4 heads"),
+    (["convert", "MODEL", "OUT", "--to", "gguf"], 2, "has to end in .gguf"),
+    (["convert", "MODEL", "OUT.gguf", "--to", "hf"], 2, "is the name of a GGUF file, and the layout hf is a folder"),
+    (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),
 ])  # fmt: skip
 def test_the_exit_status_of_a_conversion(argv, code, message, folder, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
-    places = {"MODEL": folder, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty", "FILE": folder / "config.json"}
+    places = {
+        "MODEL": folder,
+        "OUT": tmp_path / "out",
+        "OUT.gguf": tmp_path / "out.gguf",
+        "EMPTY": tmp_path / "empty",
+        "FILE": folder / "config.json",
+    }
     status, out, err = run(capsys, *(places.get(argument, argument) for argument in argv))
     assert (status, out) == (code, "") and err.startswith("error: ") and message in err, err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.gguf").exists()

@@ -6,14 +6,16 @@ import tempfile
 import warnings
 from pathlib import Path
 
-import gguf
 import numpy as np
+import pytest
 import torch
 
 from ligermodels.arch import ARCHS
 from ligermodels.conversion import Options, convert
 from ligermodels.text import Tokenizer
 from tests.text import families, folders
+
+gguf = pytest.importorskip("gguf")
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

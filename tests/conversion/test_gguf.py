@@ -215,17 +215,35 @@ def test_phi_3_in_the_name():
     assert [gguf_layout._named(name, True) for name in ("my-phi-3", "tuned")] == ["my-phi-3", "tuned (Phi-3)"]
 
 
+@pytest.mark.parametrize("folders, name", [
+    ("Tiny-1B", "Tiny-1B"), ("runs/chat/model", "chat"), ("Tiny-1B.Q4_0.gguf", "Tiny-1B.Q4_0"),
+    ("hub/models--someone--Tiny-1B/snapshots/0123456789abcdef", "Tiny-1B"),
+])  # fmt: skip
+def test_the_name_of_a_model(tmp_path, monkeypatch, folders, name):
+    monkeypatch.chdir(tmp_path)
+    place = tmp_path / folders
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch() if place.suffix == ".gguf" else place.mkdir()
+    assert gguf_layout.model_name(folders) == gguf_layout.model_name(place) == name
+    (tmp_path / "tuned" / "adapter").mkdir(parents=True)
+    assert gguf_layout.model_name(place, "tuned/adapter") == f"{name}-tuned"
+    assert gguf_layout.model_name("someone/Tiny-1B-Instruct") == "Tiny-1B-Instruct"
+
+
 def test_the_command(tmp_path, model_of, capsys):
-    command = ["convert", str(model_of("llama")), str(tmp_path / "new" / "out.gguf"), "--to", "gguf", "--json"]
+    command = ["convert", str(model_of("llama")), str(tmp_path / "new" / "out.gguf"), "--json"]
     assert cli.main([*command, "--dry-run"]) == 0 and not (tmp_path / "new").exists()
     planned = json.loads(capsys.readouterr().out)
     assert cli.main([*command, "--verify", "bytes"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and (report["tensors"], report["bytes"]) == (planned["tensors"], planned["bytes"])
-    assert left(tmp_path / "new") == ["out.gguf"]
+    assert left(tmp_path / "new") == ["out.gguf"] and (report["to"], report["name"]) == ("gguf", "tiny")
+    assert set(report["dtypes"]) == {"bfloat16", "float32"}  # the norms
     assert cli.main(command) == 2 and "--overwrite" in capsys.readouterr().err
     assert cli.main([*command, "--overwrite", "--dtype", "fp16"]) == 0
     assert fields_of(tmp_path / "new" / "out.gguf")["general.file_type"] == 1
+    assert cli.main([*command[:-1], "--overwrite", "--name", "Tiny"]) == 0 and "name: Tiny\n" in capsys.readouterr().out
+    assert fields_of(tmp_path / "new" / "out.gguf")["general.name"] == "Tiny"
 
 
 def left(tmp_path: Path) -> list[str]:

@@ -6,7 +6,6 @@ import struct
 import unicodedata
 import warnings
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import KINDS, small_model, tensors_of, to_gguf
 from tests.conversion.test_gguf import MODELS, TEXTS, model_of  # noqa: F401  # a fixture
 
+gguf = pytest.importorskip("gguf")
 QUIET = {"progress": False}
 
 

@@ -75,13 +75,22 @@ def test_what_is_to_be_used_works_as_it_is_printed(folders, layout, capsys, tmp_
 def test_an_adapter(folders, unread, tmp_path):
     found = inspect(folders["adapter"])
     assert found.ok and found.layout == "LoRA adapter, as PEFT saves it" and found.model == {}
-    assert found.use == f"ligermodels convert someone/base DST --adapter {folders['adapter']}"
+    assert found.use == f"ligermodels chat {folders['adapter']}"
+    assert found.load == f"ligermodels.training.load_adapter(ligermodels.load('someone/base'), '{folders['adapter']}')"
+    assert found.merge == f"ligermodels convert someone/base DST --adapter {folders['adapter']}"
     assert found.parts == {"q_proj": 2 * (2 * 16 + 16 * 2)} and found.parameters == 128 and found.tensors == 4
     said = {"base": "someone/base", "peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
     assert found.adapter == said
     layouts.write_adapter(tmp_path / "dora", use_dora=True)
     found = inspect(tmp_path / "dora")
-    assert not found.ok and "use_dora" in found.problem and found.parameters == 128
+    assert found.ok and found.load and found.merge is None and found.adapter["use_dora"]
+    layouts.write_adapter(tmp_path / "biases", bias="all", base_model_name_or_path=None)
+    found = inspect(tmp_path / "biases")
+    assert found.load is None and found.use == f"ligermodels convert BASE DST --adapter {tmp_path / 'biases'}"
+    layouts.write_adapter(tmp_path / "odd", alora_invocation_tokens=[1], base_model_name_or_path=None)
+    found = inspect(tmp_path / "odd")
+    assert not found.ok and "alora_invocation_tokens" in found.problem and found.parameters == 128
+    assert found.use == f"ligermodels chat BASE --adapter {tmp_path / 'odd'}"
     with pytest.raises(InputError, match="for models"):
         inspect(folders["adapter"], rope_factor=8.0)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
@@ -114,6 +115,10 @@ def test_fields_that_no_logits_show_are_compared(tmp_path, folder):
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()}),
             {}, "keys", "float32 and float16",
         ),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"].mul(1.01).half()}),
+            {}, "bytes", "model.norm.weight: values differ by more than a cast (float32 and float16)",
+        ),
         (lambda t: t["model.norm.weight"].neg_(), {}, "bytes", "model.norm.weight: values differ"),
         (lambda t: t["model.norm.weight"].fill_(float("nan")), {}, "logits", "NaN or infinity"),
         (
@@ -123,11 +128,30 @@ def test_fields_that_no_logits_show_are_compared(tmp_path, folder):
         (lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": True}, "keys", "lm_head.weight: only in"),
         (lambda t: None, {"model_type": "mistral"}, "logits", "architecture: Llama and Mistral"),
     ],
-    ids=["dtype", "bits", "nan", "shape", "names", "architecture"],
+    ids=["dtype", "cast", "bits", "nan", "shape", "names", "architecture"],
 )  # fmt: skip
 def test_each_difference_is_named(tmp_path, folder, change, fields, level, words):
     report = verify(folder, changed(folder, tmp_path / "b", change, **fields), level=level, progress=False)
     assert not report.ok and any(words in line for line in report.mismatches), report.mismatches
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("first", [True, False], ids=["forth", "back"])
+def test_a_cast_is_no_mismatch_unless_it_overflows(tmp_path, folder, dtype, first):
+    def cast(tensors):
+        tensors.update({name: x.to(dtype) for name, x in tensors.items() if "proj" in name})
+
+    def enlarge(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"].mul_(1e7)
+
+    pair = [folder, changed(folder, tmp_path / "b", cast)][:: 1 if first else -1]
+    report = verify(*pair, progress=False)
+    names = [str(x).removeprefix("torch.") for x in (torch.float32, dtype)][:: 1 if first else -1]
+    assert report.ok and report.casts == {tuple(names): 14}, report.mismatches
+    large = changed(folder, tmp_path / "large", enlarge)
+    report = verify(large, changed(large, tmp_path / "small", cast), level="bytes", progress=False)
+    assert report.ok == (dtype != torch.float16)
+    assert all("up_proj.weight: values differ by more than a cast" in line for line in report.mismatches)
 
 
 def test_weights_that_do_not_fit_their_config(tmp_path, folder):

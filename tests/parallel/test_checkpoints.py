@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 import warnings
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels import CheckpointError, InputError
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint.dcp import Reader
+from ligermodels.checkpoint.dcp import Reader, checksum
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.parallel import Checkpoints
@@ -253,6 +255,32 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
             assert steps_in(tmp_path / call) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a file that is always full")
+@pytest.mark.parametrize("seen", ["beforehand", "while torch writes"])
+def test_a_full_disk_is_named(tmp_path, monkeypatch, seen):
+    run = Run("sgd", hidden_size=1024)  # of 14 MB, without optimizer state
+    checkpoints = run.checkpoints(tmp_path)
+    checkpoints.save(1)
+    free = 10**7 if seen == "beforehand" else 10**10
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+        if seen != "beforehand":
+            patch.setattr(FileSystem, "create_stream", lambda self, path, mode: open("/dev/full", mode))  # noqa: SIM115
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(2)
+    size = sum(p.numel() * 4 for p in run.model.parameters()) / 1e9
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(f"Checkpoints: step 2 could not be saved to {tmp_path}: ") and "No space left" in first
+    assert lines == [
+        "  The checkpoints before it are as they were.",
+        f"  The disk is full: the checkpoint takes {size:.2f} GB, and {free / 1e9:.2f} GB were free.",
+        "  Next: free some space, or give a folder on another disk.",
+    ]
+    assert steps_in(tmp_path) == ["step-00000001"]
+    checkpoints.save(2)
+    assert steps_in(tmp_path) == ["step-00000001", "step-00000002"]
+
+
 # What is refused
 
 
@@ -267,6 +295,28 @@ class Evil:
 def cut(folder):
     file = folder / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-100])
+
+
+def flipped(name, place=0.5):
+    """Changes one bit of a file of the folder."""
+
+    def change(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[int(place * len(content))] ^= 1
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def with_checksums(change):
+    """Whoever writes a hostile checkpoint writes the checksums that it has."""
+
+    def spoil(folder):
+        change(folder)
+        files = [folder / ".metadata", *folder.glob("*.distcp")]
+        (folder / "checksums.json").write_text(json.dumps({"files": {path.name: checksum(path) for path in files}}))
+
+    return spoil
 
 
 def overwrite(name, write):
@@ -284,7 +334,7 @@ def overwrite(name, write):
         entry.size = entry.chunks[0].sizes = torch.Size([len(state.getvalue())])
         (folder / ".metadata").write_bytes(pickle.dumps(held))
 
-    return change
+    return with_checksums(change)
 
 
 def foreign(folder):
@@ -303,14 +353,32 @@ DAMAGE = {
     "cut short": (cut, r"__0_0\.distcp cannot be read: it is cut short"),
     "a file is gone": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp is not there"),
     "no metadata": (lambda f: (f / ".metadata").unlink(), r"\.metadata cannot be read"),
+    "no checksums": (lambda f: (f / "checksums.json").unlink(), r"checksums\.json is not there"),
+    "a bit of the weights": (flipped("__0_0.distcp"), r"__0_0\.distcp is damaged"),
+    "the first bit": (flipped("__0_0.distcp", 0), r"__0_0\.distcp is damaged"),
+    "the last bit": (flipped("__0_0.distcp", 1 - 1e-9), r"__0_0\.distcp is damaged"),
+    "a bit of the metadata": (flipped(".metadata"), r"\.metadata is damaged"),
+    "a bit of the checksums": (flipped("checksums.json"), r"checksums\.json (is damaged|is not JSON|says)"),
+    "bytes added": (lambda f: (f / "__0_0.distcp").open("ab").write(b"x"), r"__0_0\.distcp is damaged"),
+    "a file of another": (
+        lambda f: shutil.copy(f / "__0_0.distcp", f / "__1_0.distcp"),
+        r"__1_0\.distcp does not belong",
+    ),
+    "zeros": (
+        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size),
+        r"__0_0\.distcp is dam",
+    ),
+}
+HOSTILE = {
     "code in the metadata": (
-        lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil("touch hacked"))), r"asks for posix\.system"
+        with_checksums(lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil("touch hacked")))),
+        r"asks for posix\.system",
     ),
     "code in a state": (overwrite("run", torch.save), r"run cannot be read: it holds a posix\.system\n.*refused"),
     "a bare pickle": (overwrite("extra.data", pickle.dump), r"extra\.data cannot be read: .*\n.*refused"),
-    "bytes in a file": (
-        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size),
-        r"(?s)__0_0\.distcp cannot be read: .*remove .*step-00000001 to resume from the checkpoint before",
+    "no tensor in a file": (
+        with_checksums(lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size)),
+        r"(?s)__0_0\.distcp cannot be read: .*delete .*step-00000001 to resume from step-00000000",
     ),
     "another program's": (foreign, "was not written by Checkpoints"),
 }  # fmt: skip
@@ -336,8 +404,29 @@ def test_other_models_and_optimizers(good, case):
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_and_hostile_checkpoints(tmp_path, monkeypatch, good, case):
+def test_damage_is_found_before_anything_is_loaded(tmp_path, good, case):
+    """The message says how to resume from the checkpoint before, and that then works."""
     spoil, message = DAMAGE[case]
+    shutil.copytree(good, tmp_path / "run")
+    last = shutil.copytree(good / "step-00000001", tmp_path / "run" / "step-00000012")
+    spoil(last)
+    run = Run(seed=1)
+    before = {name: tensor.clone() for name, tensor in run.weights().items()}
+    with run.checkpoints(tmp_path / "run") as checkpoints:
+        with pytest.raises(CheckpointError, match=message) as caught:
+            checkpoints.load()
+        assert f"Next: delete {last} to resume from step-00000001" in str(caught.value)
+        assert same(run.weights(), before) and not run.optimizer.state and run.data.position == 0
+        shutil.rmtree(last)
+        assert checkpoints.load() == 1 and not same(run.weights(), before)
+        spoil(tmp_path / "run" / "step-00000001")
+        with pytest.raises(CheckpointError, match=r"has no checkpoint before it"):
+            checkpoints.load()
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_checkpoints(tmp_path, monkeypatch, good, case):
+    spoil, message = HOSTILE[case]
     monkeypatch.chdir(tmp_path)
     shutil.copytree(good, tmp_path / "run")
     shutil.copytree(good / "step-00000001", tmp_path / "run" / "step-00000000")  # is not taken instead
@@ -440,6 +529,11 @@ def test_convert_reads_the_model(tmp_path, good):
     run.step()
     run.model.save_pretrained(tmp_path / "expected")
     assert same(stored(tmp_path / "hf"), stored(tmp_path / "expected"))
+    damaged = shutil.copytree(good / "step-00000001", tmp_path / "damaged")
+    flipped("__0_0.distcp")(damaged)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        convert(damaged, tmp_path / "worse", Options(config=config))
+    assert not (tmp_path / "worse").exists()
 
 
 # Several ranks
@@ -504,6 +598,14 @@ def on_two_ranks(folder):
     other = Run("sgd" if rank == 1 else "ours", **fsdp)
     with pytest.raises(CheckpointError, match=r"rank 1: .*state of AdamW, not SGD"):
         other.checkpoints(folder / "bad").load()
+
+    # Each rank checks the file that it wrote.
+    if rank == 0:
+        shutil.copytree(folder / "ours", folder / "damaged")
+        flipped("__1_0.distcp")(folder / "damaged" / "step-00000002")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"rank 1: .*__1_0\.distcp is damaged"):
+        Run(**fsdp).checkpoints(folder / "damaged").load()
 
     # The same ranks in another mesh: whose data would be whose?
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))

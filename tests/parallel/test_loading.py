@@ -145,13 +145,13 @@ def count_bytes(patched):
 
 def names_written(patched):
     """A list that gets the names of the weight files that this process writes."""
-    written, write_file = [], saving._write_file
+    written, write_file = [], saving.write_file
 
     def watched(path, *rest):
         written.append(path.name)
         write_file(path, *rest)
 
-    patched.setattr(saving, "_write_file", watched)
+    patched.setattr(saving, "write_file", watched)
     return written
 
 
@@ -168,9 +168,9 @@ def fail(rank, model, folder):
 
     for failing in (0, 1):
         for name, replacement, kind in (
-            ("_write_file", full_disk, HubError),
+            ("write_file", full_disk, HubError),
             ("sync", full_disk, HubError),
-            ("_write_file", broken, CheckpointError),
+            ("write_file", broken, CheckpointError),
             ("finish", full_disk, HubError),  # of rank 0 alone
         ):
             if name == "finish" and failing == 1:

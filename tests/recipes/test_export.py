@@ -13,7 +13,7 @@ from ligermodels.cli import main
 from ligermodels.recipes import report
 from ligermodels.recipes.options import SFTOptions
 from ligermodels.training import load_adapter
-from tests.conversion.gguf_files import small_model
+from tests.conversion.gguf_files import fields_of, small_model
 from tests.recipes.runs import CHATS, metrics, train
 
 FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup", "0")
@@ -40,6 +40,13 @@ def whole(home):
     return home / "whole"
 
 
+def test_files_have_the_mode_of_new_ones(home, whole):
+    """Not that of temporary files, which nobody but their owner reads."""
+    (home / "new").touch()
+    modes = {path.stat().st_mode: path for path in whole.rglob("*") if path.is_file()}
+    assert set(modes) == {(home / "new").stat().st_mode}, modes
+
+
 def test_transformers_opens_the_tuned_model(home, whole):
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(whole / "model").eval()
@@ -56,6 +63,7 @@ def test_transformers_opens_the_tuned_model(home, whole):
 def test_the_gguf_file_is_the_tuned_model(whole):
     tuned, read = ligermodels.load(whole / "model"), ligermodels.load(whole / "model.gguf")
     text, again = (ligermodels.Tokenizer.from_hub(whole / name) for name in ("model", "model.gguf"))
+    assert fields_of(whole / "model.gguf")["general.name"] == f"{whole.parent.name}-whole"
     assert again.encode(TEXT) == text.encode(TEXT)
     assert again.chat_template == text.chat_template
     assert torch.equal(logits(read, again), logits(tuned, text))

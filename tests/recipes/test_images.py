@@ -7,8 +7,6 @@ import json
 import pytest
 import torch
 import transformers
-from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -21,7 +19,7 @@ from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
 from tests.recipes.runs import metrics, train
 from tests.vision import folders, test_use
-from tests.vision.test_processor import TheirQwen, TheirVideos
+from tests.vision.test_processor import MllamaImageProcessorPil, Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
 
 FAMILIES = {"qwen2_vl": folders.QWEN_TEMPLATE, "mllama": folders.MLLAMA_TEMPLATE}
 NAMES = ("red.png", "wide.png", "deep/tall.png")

