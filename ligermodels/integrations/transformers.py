@@ -157,7 +157,7 @@ class _CausalLM(_Model):
 class _LossOutput(CausalLMOutput):
     """The output of a forward that computed the loss without logits; they are computed when they are first read.
 
-    That is by name or by position, not by iterating. A copy, such as that of accelerate's mixed precision, is without them.
+    That is by name or by position, not by iterating. A copy is without them, as that of accelerate's mixed precision.
     """
 
     def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
