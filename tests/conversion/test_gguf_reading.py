@@ -168,7 +168,7 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
         loaded = ligermodels.Llama.from_hub(name, progress=False)
         assert loaded.name_or_path == str(name)
         # The ends of a text and of a turn.
-        assert loaded.generation_config == {"bos_token_id": 420, "eos_token_id": [421, 422]}
+        assert loaded.generation_config == {"bos_token_id": 420, "eos_token_id": [421, 422], "pad_token_id": None}
         assert Tokenizer.from_hub(name).encode("the the")
     loaded.save_pretrained(tmp_path / "saved")
     assert ligermodels.load(tmp_path / "saved", progress=False).generation_config == loaded.generation_config
