@@ -24,9 +24,11 @@ layouts, detected from the files in the folder:
   distributed   .metadata and *.distcp; with --config where there is no config.json, as for a trainer's weights alone
   LoRA adapter  adapter_config.json: for inspect, for convert BASE DST --adapter DIR, and for chat and generate
 
+a DST whose name ends in .gguf is a GGUF file, another one a folder
+
 exit status:
   0    done
-  1    the weights do not match: their model, or each other
+  1    the weights do not match: their model, or each other by more than a cast
   2    wrong usage
   3    a source that cannot be used
   4    no space left

@@ -46,7 +46,7 @@ def run(*, file: Path, seconds: float, folder: Path) -> bool:
     good &= demo.report_same_weights(model, reloaded)
     again = answer(reloaded, ligermodels.Tokenizer.from_hub(folder))
     good &= demo.report(learned == again, "and so is the answer")
-    demo.print_next("chat {}", "inspect {}", "convert {} model.gguf --to gguf", folder=folder)
+    demo.print_next("chat {}", "inspect {}", "convert {} model.gguf", folder=folder)
     return good
 
 
