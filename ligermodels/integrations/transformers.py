@@ -156,7 +156,7 @@ class _CausalLM(_Model):
 class _LossOutput(CausalLMOutput):
     """The output of a forward that computed the loss without logits; they are computed when they are first read.
 
-    That is by name or by position, not by iterating. A copy is without them, such as accelerate's mixed precision makes.
+    That is by name or by position, not by iterating. A copy, such as accelerate's mixed precision makes, lacks them.
     """
 
     def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
