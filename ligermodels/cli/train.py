@@ -2,29 +2,44 @@
 
 import argparse
 import importlib
+from pathlib import Path
 from typing import Any
 
+from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.recipes import options
 
+_DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
+    ("dpo", "orpo", "cpo", "simpo"), "pairs.jsonl"
+)
+_MORE = {
+    "distill": " --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "grpo": " --reward rewards.py:right",
+}
 _EPILOG = """\
 A file of options, for --config, has a line for each: `lr: 1e-5`. The command line wins over it. DIR/options.yaml holds
 what a run had, so that `ligermodels train RECIPE --config DIR/options.yaml --resume` goes on with it.
 Several GPUs: torchrun --nproc-per-node 8 -m ligermodels train ...
-Exit status: 0 done, 2 wrong usage, 3 an error, 130 stopped by Ctrl-C or SIGTERM, after the step and a checkpoint.
+Exit status: 0 done, 2 wrong options or values of options, 3 another error, such as one of data or model, 130 stopped by
+Ctrl-C or SIGTERM, after the step and a checkpoint.
 """
 
 
 def add(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command to the parser."""
-    train = commands.add_parser("train", help="tune a model on examples, or train one on text; one GPU or torchrun")
-    recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=options.Parser)
+    train = commands.add_parser(
+        "train",
+        help="tune a model on examples, or train one on text; one GPU or torchrun",
+        epilog=f"example:\n  {_example('sft')}\nligermodels train RECIPE --help lists its options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
     for name, kind in options.RECIPES.items():
         doc = (kind.__doc__ or "").rstrip(".")
         parser = recipes.add_parser(
             name,
             help=doc,
             description=kind.__doc__,
-            epilog=_EPILOG,
+            epilog=f"example:\n  {_example(name)}\n{_EPILOG}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"ligermodels train {name} MODEL --data FILE --out DIR [--config FILE] [OPTION ...]",
             allow_abbrev=False,
@@ -35,7 +50,32 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         parser.set_defaults(run=_train, recipe=name)
 
 
+def _example(recipe: str) -> str:
+    adapters = "" if recipe == "medusa" else " --lora 16"
+    return (
+        f"ligermodels train {recipe} HuggingFaceTB/SmolLM2-135M-Instruct --data {_DATA.get(recipe, 'chats.jsonl')} "
+        f"--out tuned{adapters}{_MORE.get(recipe, '')}\n"
+    )
+
+
+class _RecipeParser(Parser):
+    """Says what is meant where an option is unknown."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        recipe = options.RECIPES[self.prog.split()[-1]]
+        unknown = [text[2:].partition("=")[0].replace("-", "_") for text in rest if text.startswith("--")]
+        if unknown:
+            self.error(options.unknown(unknown, recipe, flags=True))
+        if rest:
+            is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
+            hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name, and lists have commas"
+            self.error(f"unexpected argument {rest[0]!r}; {hint}")
+        return found, rest
+
+
 def _train(args: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
-    merged = options.RECIPES[args.recipe].merged(given, vars(args).get("config"))
+    with usage_errors():
+        merged = options.RECIPES[args.recipe].merged(given, vars(args).get("config"))
     return importlib.import_module(f"ligermodels.recipes.{args.recipe}").train(merged)

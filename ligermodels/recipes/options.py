@@ -10,14 +10,16 @@ import difflib
 import json
 import math
 import os
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ligermodels.errors import InputError
+from ligermodels.recipes import other_tools
 
 _REQUIRED = ("model", "data", "out")
 
@@ -29,10 +31,11 @@ def option(
     *,
     choices: Iterable[str] = (),
     least: float = -math.inf,
+    above: float = -math.inf,
     below: float = math.inf,
 ) -> Any:
-    """A field of options. text: for --help. least, below: bounds of a number, the first allowed, the second not."""
-    metadata = dict(group=group, text=text, choices=tuple(choices), least=least, below=below)
+    """A field of options. text: for --help. least, above, below: bounds of a number, of which only least is allowed."""
+    metadata = dict(group=group, text=text, choices=tuple(choices), least=least, above=above, below=below)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -42,7 +45,7 @@ class TrainOptions:
 
     recipe: typing.ClassVar[str]
     sequences: typing.ClassVar[int] = 1
-    """Of a row, each of which may have `length` tokens."""
+    """Sequences per example, each of at most `length` tokens."""
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
     data: str = option(
         "",
@@ -52,61 +55,64 @@ class TrainOptions:
     out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
-    eval_share: float = option(0.0, "data", "hold out this share of --data to evaluate on", least=0, below=1)
+    eval_share: float = option(0.0, "data", "fraction of --data that is held out to evaluate on", least=0, below=1)
     length: int | None = option(
-        None, "data", "the most tokens of a row (default 4096, or the model's context where that is less)", least=2
+        None, "data", "maximum sequence length in tokens (default 4096, or the model's context where that is less)", least=2
     )
     chat_template: str | None = option(
         None,
         "data",
         "a file, or the name of one of the model's templates, in place of its own; saved with what is tuned",
     )
-    packing: bool = option(True, "data", "several examples in a row, none of which sees another")
+    packing: bool = option(True, "data", "pack examples into one sequence, attention kept apart")
     skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
-    show: int = option(1, "data", "print so many examples first, coloured by what is trained", least=0)
+    show: int = option(1, "data", "number of examples to print first, with what is trained marked", least=0)
 
-    epochs: float | None = option(None, "length of the run", "passes over the data (default 1)", least=0)
-    steps: int | None = option(None, "length of the run", "steps, instead of --epochs", least=1)
+    epochs: float | None = option(None, "length of the run", "passes over the data (default 1)", above=0)
+    steps: int | None = option(None, "length of the run", "optimizer steps, instead of --epochs", least=1)
     batch_tokens: int | None = option(
-        None, "length of the run", "the most tokens of a forward on one GPU (default: --length)", least=2
+        None,
+        "length of the run",
+        "maximum tokens per forward pass on one GPU: the batch size in tokens (default: --length)",
+        least=2,
     )
     accumulation: int | None = option(
         None,
         "length of the run",
-        "forwards a step, of all GPUs together (default 8; fewer, where a run would have under 20 steps)",
+        "micro-batches per optimizer step, over all ranks (default 8; fewer, where a run would have under 20 steps)",
         least=1,
     )
     patience: int = option(
-        0, "length of the run", "stop after so many evaluations without a better one; 0: never", least=0
+        0, "length of the run", "stop after this many evaluations without a better one; 0: never", least=0
     )
 
-    lr: float | None = option(None, "optimizer", "the highest learning rate (default 2e-5, with --lora 2e-4)", least=0)
-    schedule: str = option("cosine", "optimizer", "how it falls", choices=("cosine", "linear", "wsd", "constant"))
-    warmup: float = option(0.03, "optimizer", "the rise: a share of the steps, or from 1 on their number", least=0)
-    decay: float = option(0.2, "optimizer", "the fall of wsd: a share of the steps", least=0)
-    final_lr: float = option(0.0, "optimizer", "where it ends, as a share of --lr", least=0)
-    weight_decay: float = option(0.0, "optimizer", "of matrices; norms and biases have none", least=0)
-    betas: tuple[float, float] = option((0.9, 0.999), "optimizer", "of AdamW", least=0, below=1)
-    clip: float = option(1.0, "optimizer", "the largest norm of the gradient; 0: no limit", least=0)
-    seed: int = option(0, "optimizer", "of the order of the data and of all that is drawn", least=0, below=2**63)
+    lr: float | None = option(None, "optimizer", "peak learning rate (default 2e-5, with --lora 2e-4)", above=0)
+    schedule: str = option("cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant"))
+    warmup: float = option(0.03, "optimizer", "warmup steps, or a fraction of all steps if below 1", least=0)
+    decay: float = option(0.2, "optimizer", "wsd: steps of the decay, or a fraction of all steps if below 1", least=0)
+    final_lr: float = option(0.0, "optimizer", "final learning rate, as a fraction of --lr", least=0)
+    weight_decay: float = option(0.0, "optimizer", "weight decay of matrices; norms and biases have none", least=0)
+    betas: tuple[float, float] = option((0.9, 0.999), "optimizer", "beta1 and beta2 of AdamW", least=0, below=1)
+    clip: float = option(1.0, "optimizer", "maximum gradient norm; 0: no limit", least=0)
+    seed: int = option(0, "optimizer", "seed for shuffling and sampling", least=0, below=2**63)
 
     precision: str = option(
         "auto",
         "memory",
-        "of the weights: fp32 (computed with in bf16 on GPUs), bf16 with fp32 masters, or bf16 alone, rounded "
+        "of the weights: fp32 (computed in bf16 on GPUs), bf16 with fp32 masters, or bf16 alone, rounded "
         "stochastically. auto: the most exact of the last two that fits; on the CPU fp32",
         choices=("auto", "fp32", "bf16-masters", "bf16"),
     )
     activations: str = option(
         "auto",
         "memory",
-        "what is recomputed in the backward; auto: the least that fits",
+        "activation (gradient) checkpointing: what is recomputed in the backward; auto: the least that fits",
         choices=("auto", "none", "mlp", "block"),
     )
-    lora: int = option(0, "memory", "train adapters of this rank in place of the weights; 0: all weights", least=0)
-    lora_alpha: float = option(32.0, "memory", "their scale is this over the rank", least=0)
+    lora: int = option(0, "memory", "train LoRA adapters of this rank; 0: all weights", least=0)
+    lora_alpha: float = option(32.0, "memory", "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_targets: tuple[str, ...] = option(
-        (), "memory", "the projections that get them, such as q_proj,v_proj (default: all)"
+        (), "memory", "target modules of LoRA, such as q_proj,v_proj (default: all projections)"
     )
 
     quantize: str = option(
@@ -118,12 +124,12 @@ class TrainOptions:
         "none", "what", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf")
     )
 
-    dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
-    cp: int = option(1, "processes", "GPUs that share each row", least=1)
-    tp: int = option(1, "processes", "GPUs that share each layer", least=1)
+    dp_replicate: int = option(1, "processes", "replicas of the sharded model (HSDP)", least=1)
+    cp: int = option(1, "processes", "context-parallel degree: GPUs that share each row", least=1)
+    tp: int = option(1, "processes", "tensor-parallel degree: GPUs that share each layer", least=1)
 
     save_every: int = option(100, "checkpoints and logs", "steps between checkpoints; 0: only at the end", least=0)
-    keep: int = option(2, "checkpoints and logs", "so many of the newest checkpoints stay", least=1)
+    keep: int = option(2, "checkpoints and logs", "number of newest checkpoints to keep", least=1)
     eval_every: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
     resume: bool = option(False, "checkpoints and logs", "go on with the run in --out")
     logger: str = option(
@@ -142,10 +148,6 @@ class TrainOptions:
                 raise InputError(f"{name} is missing: give {_flag(name)} on the command line, or `{name}:` in a file")
         if self.steps is not None and self.epochs is not None:
             raise InputError(f"steps={self.steps} and epochs={self.epochs:g} both say how long to train; give one")
-        if self.lr == 0:
-            raise InputError("lr=0 would train nothing; give more, or leave --lr out")
-        if self.epochs == 0:
-            raise InputError("epochs=0 would train nothing; give more, or --steps")
         if self.eval_data is not None and self.eval_share:
             raise InputError("eval_data and eval_share both say what to evaluate on; give one")
         if self.patience and not self.evaluates:
@@ -166,8 +168,6 @@ class TrainOptions:
             )
         if self.lora and self.tp > 1:
             raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora")
-        if self.lora and self.lora_alpha == 0:
-            raise InputError("lora_alpha=0 would scale the adapters to nothing")
         if max(self.tp, self.cp, self.dp_replicate) > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise InputError(
                 f"tp={self.tp}, cp={self.cp}, dp_replicate={self.dp_replicate} spread the model over processes, and "
@@ -201,8 +201,11 @@ class TrainOptions:
 
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
-        """The options that a YAML file names. Raises InputError for a key that is unknown or there twice."""
+        """The options that a YAML file names. Raises InputError for a key that is unknown or there twice, and for a file
+        of another recipe."""
         values = _read_yaml(Path(file))
+        if (recipe := values.pop("recipe", cls.recipe)) != cls.recipe:
+            raise InputError(f"{file} has options of `train {recipe}`, and this is `train {cls.recipe}`")
         try:
             known = cls._known(values)
             fields = [field for field in dataclasses.fields(cls) if field.name in known]
@@ -211,8 +214,8 @@ class TrainOptions:
             raise InputError(f"{file}: {error}") from None
 
     def dump(self) -> str:
-        """These options as YAML, each value as JSON, which YAML includes. What is said anew each time is left out."""
-        lines = [f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to go on"]
+        """These options as YAML, each value as JSON, which YAML includes. Per-run flags are not saved."""
+        lines = [f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to go on", f"recipe: {self.recipe}"]
         for field in dataclasses.fields(self):
             if field.name not in ("resume", "dry_run"):
                 lines.append(f"{field.name}: {json.dumps(getattr(self, field.name), ensure_ascii=False)}")
@@ -222,9 +225,8 @@ class TrainOptions:
     def _known(cls, values: Mapping[Any, Any]) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(cls)]
         found = {str(key).replace("-", "_"): value for key, value in values.items()}
-        for key in found:
-            if key not in names:
-                raise InputError(unknown(key, names, cls.recipe))
+        if others := [key for key in found if key not in names]:
+            raise InputError(unknown(others, cls))
         given = [str(key).replace("-", "_") for key in values]
         for key in given:
             if given.count(key) > 1:
@@ -260,7 +262,7 @@ class SFTOptions(TextOptions):
     loss: str = option(
         "nll",
         "loss",
-        "of a token: its cross entropy, or dft, that times its probability; evaluations tell the cross entropy",
+        "per-token loss: cross entropy, or dft (weighted by its probability); evaluation reports cross entropy",
         choices=("nll", "dft"),
     )
 
@@ -277,11 +279,11 @@ class PretrainOptions(TextOptions):
     recipe = "pretrain"
 
     scratch: bool = option(False, "what", "draw the weights at random, by the config.json of MODEL")
-    schedule: str = option("cosine", "optimizer", "how it falls", choices=("cosine", "linear", "wsd", "constant"))
-    weight_decay: float = option(0.1, "optimizer", "of matrices; norms and biases have none", least=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "optimizer", "of AdamW", least=0, below=1)
+    schedule: str = option("cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant"))
+    weight_decay: float = option(0.1, "optimizer", "weight decay of matrices; norms and biases have none", least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "optimizer", "beta1 and beta2 of AdamW", least=0, below=1)
     lr: float | None = option(
-        None, "optimizer", "the highest learning rate (default 2e-5, with --scratch 3e-4, with --lora 2e-4)", least=0
+        None, "optimizer", "peak learning rate (default 2e-5, with --scratch 3e-4, with --lora 2e-4)", above=0
     )
 
     def __post_init__(self) -> None:
@@ -297,13 +299,11 @@ class PretrainOptions(TextOptions):
 class PreferenceOptions(TrainOptions):
     """What the recipes of preferences share. Defaults of the losses are TRL's."""
 
-    lr: float | None = option(None, "optimizer", "the highest learning rate (default 1e-6, with --lora 1e-5)", least=0)
-    beta: float = option(0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference")
+    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-6, with --lora 1e-5)", above=0)
+    beta: float = option(0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta <= 0:
-            raise InputError(f"beta={self.beta:g}: expected more than 0, such as 0.1")
         if max(self.cp, self.tp) > 1:
             raise InputError(
                 f"cp={self.cp}, tp={self.tp}: preferences are trained with whole rows on each GPU; leave both out, and "
@@ -418,10 +418,10 @@ class SimPOOptions(PreferenceOptions):
 class RolloutOptions(TrainOptions):
     """What the recipes share whose model samples completions of prompts."""
 
-    prompts: int = option(8, "rollout", "so many a step, of all GPUs together", least=1)
-    max_new_tokens: int = option(256, "rollout", "the most tokens of a completion", least=1)
+    prompts: int = option(8, "rollout", "prompts per step, over all ranks", least=1)
+    max_new_tokens: int = option(256, "rollout", "maximum tokens of a completion", least=1)
     rollout_rows: int | None = option(
-        None, "rollout", "so many completions are sampled at a time on each GPU (default: all)", least=1
+        None, "rollout", "completions that are sampled at a time on each GPU (default: all)", least=1
     )
 
     def __post_init__(self) -> None:
@@ -477,7 +477,7 @@ class DistillOptions(RolloutOptions):
     beta: float = option(
         1.0, "loss", "of the generalised JSD: 0 forward KL, 1 reverse KL, between them a mixture", least=0
     )
-    temperature: float = option(1.0, "loss", "divides the logits of both")
+    temperature: float = option(1.0, "loss", "divides the logits of both", above=0)
     hard_weight: float = option(
         0.0, "loss", "the share of the cross entropy of the examples' own tokens in the loss", least=0, below=1
     )
@@ -494,8 +494,6 @@ class DistillOptions(RolloutOptions):
         for name in ("beta", "on_policy"):
             if getattr(self, name) > 1:
                 raise InputError(f"{name}={getattr(self, name):g}: expected 1 or less")
-        if self.temperature <= 0:
-            raise InputError(f"temperature={self.temperature:g}: expected more than 0")
         if self.tp > 1:
             raise InputError("a teacher is not supported under tensor parallelism: leave --tp out, FSDP shards both")
         if self.on_policy and self.hard_weight:
@@ -531,7 +529,7 @@ class MedusaOptions(TrainOptions):
     train_base: bool = option(False, "loss", "train the model as well, by the cross entropy of its own head (Medusa-2)")
     heads_weight: float = option(0.2, "loss", "with --train-base: of the heads' losses beside the model's", least=0)
     lr: float | None = option(
-        None, "optimizer", "the highest learning rate (default 1e-3, with --train-base 2e-5)", least=0
+        None, "optimizer", "peak learning rate (default 1e-3, with --train-base 2e-5)", above=0
     )
 
     def __post_init__(self) -> None:
@@ -565,7 +563,7 @@ class GRPOOptions(RolloutOptions):
         "all of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
     )  # fmt: skip
     group: int = option(8, "rollout", "completions of each prompt, which are compared with each other", least=2)
-    temperature: float = option(1.0, "rollout", "divides the logits, in sampling and in the loss")
+    temperature: float = option(1.0, "rollout", "divides the logits, in sampling and in the loss", above=0)
     iterations: int = option(1, "rollout", "steps that train on the same completions", least=1)
     drop_truncated: bool = option(False, "rollout", "completions that did not end in --max-new-tokens train nothing")
     loss: str = option(
@@ -579,7 +577,7 @@ class GRPOOptions(RolloutOptions):
         None, "loss", "ratios above 1 and this are clipped (0.2; dapo 0.28, gspo 4e-4); of cispo those above this (5)",
         least=0,
     )  # fmt: skip
-    lr: float | None = option(None, "optimizer", "the highest learning rate (default 1e-6, with --lora 1e-5)", least=0)
+    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-6, with --lora 1e-5)", above=0)
     accumulation: int | None = option(None, "rollout", "the same as --prompts", least=1)
 
     def __post_init__(self) -> None:
@@ -589,10 +587,6 @@ class GRPOOptions(RolloutOptions):
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
             raise InputError(
                 f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward)} rewards; give one each"
-            )
-        if self.temperature <= 0:
-            raise InputError(
-                f"temperature={self.temperature:g}: expected more than 0; greedy completions are all equal"
             )
         if self.rollout_rows is not None and self.rollout_rows < self.group:
             raise InputError(f"rollout_rows={self.rollout_rows} is less than the group={self.group} of a prompt")
@@ -648,21 +642,6 @@ RECIPES: dict[str, type[TrainOptions]] = {
 # The command line
 
 
-class Parser(argparse.ArgumentParser):
-    """Names the nearest flag where one is unknown."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
-        for text in rest:
-            if text.startswith("--"):
-                name = text.removeprefix("--").partition("=")[0].replace("-", "_")
-                names = [action.dest for action in self._actions if action.option_strings]
-                self.error(unknown(name, names, self.prog.split()[-1], flag=True))
-        if rest:
-            self.error(f"what is {rest[0]!r}? One MODEL is given, and all else with its name, such as --data FILE")
-        return found, rest
-
-
 def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
     """Adds a flag for each field. Only those that are given get into the namespace, as text."""
     groups: dict[str, Any] = {}
@@ -684,39 +663,49 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             group.add_argument(_flag(field.name), metavar=metavar, **common)
 
 
-def unknown(name: str, names: Iterable[str], recipe: str, *, flag: bool = False) -> str:
-    """What to say of an option that there is not."""
-    names = sorted(names)
-    close = difflib.get_close_matches(name, names, 1, 0.6)
-    near = _ELSEWHERE.get(name) or next(iter(close or [other for other in names if name in other]), None)
-    shown = _flag if flag else str
-    advice = f"did you mean {shown(near)}?" if near else f"`ligermodels train {recipe} --help` lists all"
-    return f"{recipe} has no option {shown(name)}; {advice}"
+def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = False) -> str:
+    """What to say of options that a recipe does not have. flags: they were given on the command line, not in a file."""
+
+    def shown(name: str, value: str = "") -> str:
+        return _flag(name) + f" {value}" * bool(value) if flags else name + f": {value}" * bool(value)
+
+    advice = [(shown(name), _advice(name, options, shown)) for name in names]
+    if len(advice) == 1:
+        return f"{options.recipe} has no option {advice[0][0]}; {advice[0][1]}"
+    return f"{options.recipe} does not have these options:" + "".join(f"\n  {name}: {text}" for name, text in advice)
 
 
-_ELSEWHERE = {
-    "learning_rate": "lr",
-    "max_seq_length": "length",
-    "max_length": "length",
-    "sequence_len": "length",
-    "num_train_epochs": "epochs",
-    "num_epochs": "epochs",
-    "max_steps": "steps",
-    "max_grad_norm": "clip",
-    "gradient_accumulation_steps": "accumulation",
-    "gradient_checkpointing": "activations",
-    "lr_scheduler_type": "schedule",
-    "warmup_steps": "warmup",
-    "warmup_ratio": "warmup",
-    "output_dir": "out",
-    "dataset": "data",
-    "batch_size": "batch_tokens",
-    "model_name_or_path": "model",
-    "log": "logger",
-    "report_to": "logger",
-    "resume_from_checkpoint": "resume",
-}
-"""What other tools call an option."""
+def _advice(name: str, options: type[TrainOptions], shown: Callable[..., str]) -> str:
+    names = sorted(field.name for field in dataclasses.fields(options))
+    if recipes := _recipes_with(name):
+        return f"{_and(recipes)} it"
+    for theirs, ours, note in other_tools.OPTIONS:
+        if name in theirs.split():
+            note = re.sub(r"--([a-z-]+)", lambda found: _renamed(found, shown), note)
+            if not ours:
+                return note
+            option, _, value = ours.partition(" ")
+            own = option.removeprefix("--").replace("-", "_").lower()
+            use = "use" if own in names else _and(_recipes_with(own))
+            return f"{use} {shown(own, value)}" + f" ({note})" * bool(note)
+    close = difflib.get_close_matches(name, names, 1, 0.8)
+    if near := close or [other for other in names if len(name) > 2 and other.startswith(name)]:
+        return f"did you mean {' or '.join(map(shown, near))}?"
+    return f"`ligermodels train {options.recipe} --help` lists all"
+
+
+def _and(recipes: Sequence[str]) -> str:
+    return f"{', '.join(recipes)} {'has' if len(recipes) == 1 else 'have'}"
+
+
+def _renamed(found: "re.Match[str]", shown: Callable[..., str]) -> str:
+    """An option in a text as the user would write it; those of other commands stay."""
+    name = found[1].replace("-", "_")
+    return shown(name) if _recipes_with(name) else found[0]
+
+
+def _recipes_with(name: str) -> list[str]:
+    return [recipe for recipe, options in RECIPES.items() if name in options.__dataclass_fields__]
 
 
 # Values
@@ -795,6 +784,8 @@ def _one(field: "dataclasses.Field[Any]", value: Any, kind: type) -> Any:
         raise InputError(f"{name}={value!r}: expected {wanted[kind]}") from None
     if number < how["least"]:
         raise InputError(f"{name}={value}: expected {how['least']:g} or more")
+    if number <= how["above"]:
+        raise InputError(f"{name}={value}: expected more than {how['above']:g}")
     if number >= how["below"]:
         raise InputError(f"{name}={value}: expected less than {how['below']:g}")
     return number
@@ -821,7 +812,7 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     except OSError as error:
         raise InputError(f"--config {file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
