@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 from ligermodels import __version__
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="ligermodels COMMAND --help says more.",
     )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
     demo.add_argument(

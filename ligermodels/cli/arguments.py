@@ -1,5 +1,4 @@
-"""The parser of all commands, and checks of arguments that need neither torch nor weights, so that a mistake is reported
-at once."""
+"""The parser of all commands, and checks that need neither torch nor weights, so that a mistake is reported at once."""
 
 import argparse
 import contextlib

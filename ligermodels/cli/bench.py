@@ -16,7 +16,6 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.cli.arguments import UsageError
 from ligermodels.cli.chat import load_model, model_options, take_base
 from ligermodels.cli.output import readable_size, say
-from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +27,8 @@ A line for each batch and prompt length, of random tokens, greedily. The first c
 count. "prefill" is the prompts' tokens over the time to the first token; "decode" is the tokens after it over their
 time, of all rows together. "limit" is what "decode" would be if the device did nothing but read the weights once a
 step, and each row's keys and values, as fast as it copies memory.
-Exit status: 0 done, 2 wrong options, 3 another error, 130 stopped by Ctrl-C; what was measured before is printed and saved.
+Exit status: 0 done, 2 wrong options, 3 another error, 130 stopped by Ctrl-C; what was measured before
+is printed and saved.
 """
 _COLUMNS = {
     "batch": ("batch", "d"),

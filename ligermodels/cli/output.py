@@ -15,16 +15,17 @@ def say(text: str, end: str = "\n") -> None:
 def say_error(text: str) -> None:
     """Prints an error. Under torchrun only rank 0 does.
 
-    torchrun ends with some thirty lines about the process that failed first. They have the text too, read from a file,
-    and are of rank 0 where all ranks have the same error, since the others wait.
+    torchrun ends with some thirty lines of its own about the process that failed first. They show the text of the file
+    that is written here; the other ranks wait, so that it is rank 0's where all have the same error.
     """
-    file, is_main = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("RANK", "0") == "0"
+    file, is_main = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("RANK") == "0"
     if file is None or is_main:
         say(text)
     if file is not None:
-        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
         if not is_main:
             time.sleep(2)
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}  # as torch's ErrorHandler writes it
+        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def readable_size(count: float) -> str:

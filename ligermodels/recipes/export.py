@@ -30,7 +30,7 @@ def check(options: TrainOptions, folder: Path, sketch: Any) -> None:
 
 
 def write(options: TrainOptions, folder: Path) -> Path:
-    """Writes OUT/model.gguf in the dtype of the weights; returns it. `check` has said what its warnings say."""
+    """Writes OUT/model.gguf in the dtype of the weights; returns its path. `check` has said what its warnings say."""
     from ligermodels import conversion
 
     out = Path(options.out)

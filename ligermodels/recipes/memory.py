@@ -109,7 +109,9 @@ class Need:
             "activations and logits": self.activations,
             "gathered blocks and head": self.gathered,
         }
-        return f"{_gib(self.total)}: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+        return f"{_gib(self.total)} (tensors, estimated): " + ", ".join(
+            f"{name} {_gib(size)}" for name, size in parts.items() if size
+        )
 
 
 def estimate(sizes: Sizes, setting: Setting) -> Need:

@@ -57,7 +57,10 @@ class TrainOptions:
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
     eval_share: float = option(0.0, "data", "fraction of --data that is held out to evaluate on", least=0, below=1)
     length: int | None = option(
-        None, "data", "maximum sequence length in tokens (default 4096, or the model's context where that is less)", least=2
+        None,
+        "data",
+        "maximum sequence length in tokens (default 4096, or the model's context where that is less)",
+        least=2,
     )
     chat_template: str | None = option(
         None,
@@ -87,7 +90,9 @@ class TrainOptions:
     )
 
     lr: float | None = option(None, "optimizer", "peak learning rate (default 2e-5, with --lora 2e-4)", above=0)
-    schedule: str = option("cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant"))
+    schedule: str = option(
+        "cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant")
+    )
     warmup: float = option(0.03, "optimizer", "warmup steps, or a fraction of all steps if below 1", least=0)
     decay: float = option(0.2, "optimizer", "wsd: steps of the decay, or a fraction of all steps if below 1", least=0)
     final_lr: float = option(0.0, "optimizer", "final learning rate, as a fraction of --lr", least=0)
@@ -201,11 +206,15 @@ class TrainOptions:
 
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
-        """The options that a YAML file names. Raises InputError for a key that is unknown or there twice, and for a file
-        of another recipe."""
+        """The options that a YAML file names.
+
+        Raises InputError for a key that is unknown or there twice, and for a file of another recipe.
+        """
         values = _read_yaml(Path(file))
         if (recipe := values.pop("recipe", cls.recipe)) != cls.recipe:
-            raise InputError(f"{file} has options of `train {recipe}`, and this is `train {cls.recipe}`")
+            raise InputError(
+                f"{file} is of `train {recipe}`, and this is `train {cls.recipe}`; run that, or give another --out"
+            )
         try:
             known = cls._known(values)
             fields = [field for field in dataclasses.fields(cls) if field.name in known]
@@ -215,7 +224,10 @@ class TrainOptions:
 
     def dump(self) -> str:
         """These options as YAML, each value as JSON, which YAML includes. Per-run flags are not saved."""
-        lines = [f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to go on", f"recipe: {self.recipe}"]
+        lines = [
+            f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to go on",
+            f"recipe: {self.recipe}",
+        ]
         for field in dataclasses.fields(self):
             if field.name not in ("resume", "dry_run"):
                 lines.append(f"{field.name}: {json.dumps(getattr(self, field.name), ensure_ascii=False)}")
@@ -279,7 +291,9 @@ class PretrainOptions(TextOptions):
     recipe = "pretrain"
 
     scratch: bool = option(False, "what", "draw the weights at random, by the config.json of MODEL")
-    schedule: str = option("cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant"))
+    schedule: str = option(
+        "cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant")
+    )
     weight_decay: float = option(0.1, "optimizer", "weight decay of matrices; norms and biases have none", least=0)
     betas: tuple[float, float] = option((0.9, 0.95), "optimizer", "beta1 and beta2 of AdamW", least=0, below=1)
     lr: float | None = option(
@@ -300,7 +314,9 @@ class PreferenceOptions(TrainOptions):
     """What the recipes of preferences share. Defaults of the losses are TRL's."""
 
     lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-6, with --lora 1e-5)", above=0)
-    beta: float = option(0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference", above=0)
+    beta: float = option(
+        0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -528,9 +544,7 @@ class MedusaOptions(TrainOptions):
     head_decay: float = option(0.8, "loss", "the k-th head's loss counts this to the power k", least=0)
     train_base: bool = option(False, "loss", "train the model as well, by the cross entropy of its own head (Medusa-2)")
     heads_weight: float = option(0.2, "loss", "with --train-base: of the heads' losses beside the model's", least=0)
-    lr: float | None = option(
-        None, "optimizer", "peak learning rate (default 1e-3, with --train-base 2e-5)", above=0
-    )
+    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-3, with --train-base 2e-5)", above=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -92,7 +92,7 @@ OPTIONS = (
     ("context_parallel_size context_parallel_dim sequence_parallel_degree cp_size", "--cp", ""),
     ("dp_replicate_size data_parallel_replicate_dim", "--dp-replicate", ""),
     ("dp_shard_size data_parallel_shard_dim", "", "FSDP takes the processes that --tp, --cp and --dp-replicate leave"),
-    ("device device_map", "", "it runs on the GPU, where there is one; CUDA_VISIBLE_DEVICES says on which, and empty on the CPU"),
+    ("device device_map", "", "it runs on the GPU where there is one; CUDA_VISIBLE_DEVICES says on which"),
     # checkpoints and logs
     ("output_dir save_dir", "--out", ""),
     ("overwrite_output_dir", "", "a folder with a run is not overwritten: give another --out, or --resume"),

@@ -1,4 +1,4 @@
-"""What a run tells: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
 
 metrics.jsonl has a line for each step and for each evaluation; a run that is resumed goes on behind the step that it is
 resumed from.
@@ -24,10 +24,14 @@ _SECONDS = 5.0
 class Reporter:
     """Writes what the steps were. Only rank 0 has one that does; that of the others is `Silent`."""
 
-    def __init__(self, options: TrainOptions, steps: int, resumed: int = 0, evaluated: int = -1):
-        """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last."""
+    def __init__(
+        self, options: TrainOptions, steps: int, resumed: int = 0, evaluated: int = -1, *, on_gpu: bool = False
+    ):
+        """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last. on_gpu: the
+        peak memory is that of tensors on the GPU, and else that of the process."""
         self.out, self.steps, self._first = Path(options.out), steps, resumed
         self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
+        self.memory = "tensors" if on_gpu else "process"
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -59,7 +63,7 @@ class Reporter:
         left = seconds / (step - self._first) * (self.steps - step)
         text = (
             f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"{self.gib:.1f} GiB{_rewards(values)}"
+            f"peak {self.gib:.1f} GiB ({self.memory}){_rewards(values)}"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
@@ -185,7 +189,8 @@ def _lines(file: Path) -> list[dict[str, float]]:
 # At the end
 
 _STEPS = {
-    "loss": "loss", "reward": "reward", "reward_std": "its deviation", "tied": "tied groups",
+    "loss": "loss", "reward": "reward", "reward_std": "reward std", "reward_margin": "margin",
+    "reward_accuracy": "accuracy", "tied": "tied groups",
     "completion_length": "tokens",
     "truncated": "truncated", "kl": "kl", "clipped": "clipped", "entropy": "entropy",
 }  # fmt: skip
@@ -199,6 +204,23 @@ _EVALUATED = {
 }
 
 
+_PANELS = (
+    ({"reward": "training", "eval_reward": "evaluation"}, "reward"),
+    ({"loss": "training", "eval_loss": "evaluation"}, "loss"),
+    (
+        {
+            "reward_chosen": "chosen",
+            "reward_rejected": "rejected",
+            "reward_margin": "margin",
+            "eval_reward_margin": "margin, evaluation",
+        },
+        "rewards",
+    ),
+    ({"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"}, "accuracy"),
+)
+"""Of loss.png, from the top: the curves, metric -> label, and the y axis. One without values is left out."""
+
+
 def write_plot(out: Path) -> bool:
     """loss.png of metrics.jsonl. Returns False where matplotlib is not installed."""
     try:
@@ -209,16 +231,23 @@ def write_plot(out: Path) -> bool:
     from matplotlib import pyplot
 
     lines = _lines(out / "metrics.jsonl")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    what = "reward" if any("reward" in line for line in lines) else "loss"  # the loss of a policy tells little
-    for key, label, style in ((what, "training", "-"), (f"eval_{what}", "evaluation", "o-")):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel=what)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
+    found = {name for line in lines for name in line}
+    panels = [(curves, title) for curves, title in _PANELS if found & curves.keys()]
+    if "reward" in found:
+        panels = [panel for panel in panels if panel[1] != "loss"]  # that of a policy tells little
+    figure, all_axes = pyplot.subplots(
+        len(panels), figsize=(9, 1.5 + 3 * len(panels)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for axes, (curves, title) in zip(all_axes[:, 0], panels, strict=True):
+        for name, label in curves.items():
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-" if name.startswith("eval_") else "-", label=label)
+        axes.set(ylabel=title)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    all_axes[-1, 0].set(xlabel="step")
     with write_errors(out / "loss.png"):
         figure.savefig(out / "loss.png", dpi=150)
     pyplot.close(figure)

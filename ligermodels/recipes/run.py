@@ -59,7 +59,7 @@ MakeLoss = Callable[[Any, Any, Any, Processes, Callable[[], Any]], Loss]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes a recipe: its data and its loss."""
+    """The parts of a recipe: its data, its loss, and what is special about its model."""
 
     open_data: Callable[[TrainOptions, Tokenizer, int], Data] = Data
     """Of options, tokenizer, and what the length of a row is a multiple of."""
@@ -94,10 +94,13 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
 
 
 def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: contextlib.ExitStack) -> int:
-    """held: until it is left, no other run writes into the folder."""
+    """held: the exit stack that holds the lock of the folder."""
     out = Path(options.out)
     if not options.dry_run:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
+    before = processes.from_main(lambda: _options_before(out, options))
+    if options.resume and before is None and processes.is_main:
+        say(f"warning: --resume, but {out} holds no run: a new one begins")
     scratch = getattr(options, "scratch", False)
     folder = hub.resolve(options.model, weights=not scratch)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
@@ -114,6 +117,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     capture = getattr(options, "capture", False)
     if capture:
         _check_capture(sketch, processes)
+    _check_targets(options, sketch)
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
     counts = _counted(data, processes) if options.steps is None else None
@@ -122,9 +126,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     sizes = recipe.sizes(options, _sizes(options, sketch), sketch)
     options = _with_memory(dataclasses.replace(options, accumulation=per_step), sizes, processes)
     steps = options.steps or max(1, round((forwards or 0) / per_step))
-    plan = _plan(options, sketch, sizes, data, steps, counts, processes)
+    plan, notes = _plan(options, sketch, sizes, data, steps, counts, processes)
     if processes.is_main:
-        print(plan, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
+        text = "\n".join([*(f"{name:14} {value}" for name, value in plan.items()), *notes])
+        print(text, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
         for text in data.examples(options.show, colour=sys.stderr.isatty()):
             say(f"\n{text}")
     if options.dry_run:
@@ -132,7 +137,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     feed = Feed(data.train, per_step, processes, len(sketch.get_input_embeddings().weight))
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
-    processes.from_main(lambda: _check_same(out, options))
+    changed = [] if before is None else _check_same(before, options)
 
     model = _load(options, folder, processes, recipe.extend)
     held.enter_context(_alone(out, options, processes))  # before anything is written
@@ -156,9 +161,15 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
         processes.from_main(lambda: _write_options(out, options, resumed=True))  # now that the run can go on with them
         if options.resume and processes.is_main:
-            say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
+            if before is not None:
+                say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
+            if changed:
+                say(f"changed since the run began: {', '.join(changed)}")
+        on_gpu = processes.device.type == "cuda"
         reporter = (
-            report.Reporter(options, steps, resumed, progress.evaluated) if processes.is_main else report.Silent()
+            report.Reporter(options, steps, resumed, progress.evaluated, on_gpu=on_gpu)
+            if processes.is_main
+            else report.Silent()
         )
         loop = Loop(
             model, optimizer, source, evaluation, options, processes, progress, checkpoints, reporter,
@@ -183,7 +194,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     if processes.is_main:
         exported = None if options.export == "none" else export.write(options, folder)
         _finish(options, saved, exported, progress, plan, reporter)
-        print(saved)
+        _tell_files(options, sketch, saved, exported, processes)
     return 0
 
 
@@ -191,7 +202,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
 
 
 def _check_folder(out: Path, *, resume: bool) -> None:
-    """Raises InputError where a run is in the way."""
+    """Raises InputError where --out cannot be used, or has another run."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()):
@@ -278,20 +289,34 @@ _SAME = (
     "scale_rewards", "clip_low", "clip_high", "iterations", "drop_truncated", "on_policy", "sampling_temperature",
     "train_base",
 )  # fmt: skip
-"""Options that a run keeps when it is resumed: with others it would be another run."""
+"""Options that must not change on resume."""
 
 
-def _check_same(out: Path, options: TrainOptions) -> None:
-    """Raises InputError where a run that is resumed had other options."""
+def _options_before(out: Path, options: TrainOptions) -> dict[str, Any] | None:
+    """The options of the run that is to be resumed, or None. Raises InputError where it is one of another recipe."""
     file = out / "options.yaml"
-    if options.resume and file.is_file():
-        before = type(options).load(file)
-        for name in _SAME:
-            if name in before and before[name] != getattr(options, name):
-                raise InputError(
-                    f"the run in {out} had {name}={before[name]}, and this has {name}={getattr(options, name)}; resume "
-                    f"with --config {file}, or give another folder"
-                )
+    return type(options).load(file) if options.resume and file.is_file() else None
+
+
+def _check_same(before: Mapping[str, Any], options: TrainOptions) -> list[str]:
+    """The options that have changed since the run began. Raises InputError where they must not."""
+    changed = []
+    for name, old in before.items():
+        new = getattr(options, name)
+        if old == new or name in ("out", "show", "resume", "dry_run", "logger"):
+            continue
+        if name in _SAME:
+            file = Path(options.out) / "options.yaml"
+            raise InputError(
+                f"the run in {options.out} had {name}={old}, and this has {name}={new}; resume with --config {file}, "
+                "or give another folder"
+            )
+        changed.append(f"{name} {_or_default(old)} -> {_or_default(new)}")
+    return changed
+
+
+def _or_default(value: Any) -> str:
+    return "default" if value is None else str(value)
 
 
 def _write_options(out: Path, options: TrainOptions, *, resumed: bool) -> None:
@@ -346,10 +371,16 @@ def _with_memory(options: TrainOptions, sizes: memory.Sizes, processes: Processe
     return dataclasses.replace(options, precision=setting.precision, activations=setting.activations)
 
 
+def _check_targets(options: TrainOptions, sketch: Any) -> None:
+    """Raises InputError for a projection that the model does not have."""
+    names = [name.rpartition(".")[2] for name, x in sketch.decoder.layers.named_modules() if isinstance(x, nn.Linear)]
+    if wrong := [name for name in options.lora_targets if name not in names]:
+        has = ", ".join(dict.fromkeys(names))
+        raise InputError(f"lora_targets: the model has no {', '.join(wrong)}; it has {has}")
+
+
 def _sizes(options: TrainOptions, sketch: Any) -> memory.Sizes:
     adapters = memory.adapter_parameters(sketch, options.lora, options.lora_targets) if options.lora else None
-    if adapters == 0:
-        raise InputError(f"lora_targets={','.join(options.lora_targets)}: the model has no such projections")
     return memory.Sizes.of(sketch, trained=adapters)
 
 
@@ -378,8 +409,8 @@ def _plan(
     steps: int,
     counts: Mapping[str, int] | None,
     processes: Processes,
-) -> str:
-    """What is about to happen, and whether it fits."""
+) -> tuple[dict[str, str], list[str]]:
+    """What is about to happen, by name, and warnings."""
     setting = _setting(options, processes)
     share = sizes.trained / sizes.parameters
     what = f"LoRA of rank {options.lora} on {','.join(options.lora_targets) or 'all projections'}: " * bool(
@@ -395,12 +426,14 @@ def _plan(
         "tokens": "not counted, since --steps is given"
         if counts is None
         else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{_left_out(counts)}",
-        "steps": f"{steps:,}, each of {options.accumulation} forwards of at most {options.batch_tokens:,} tokens"
-        + (f" on {processes.size} processes" if processes.size > 1 else ""),
+        "steps": f"{_number(steps, 'step')} of {_number(options.accumulation, 'forward pass')}, up to "
+        f"{options.batch_tokens:,} tokens each" + f", on {processes.size} processes" * (processes.size > 1),
         "learning rate": f"{options.peak_lr:g}, {options.schedule}",
-        "precision": f"{options.precision}, recomputation: {options.activations}",
+        "precision": f"{options.precision}, activation checkpointing: {options.activations}",
+        "saved as": _saved_as(options, sketch, processes),
         "memory": str(need)
         + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
+        "export": f"{Path(options.out) / export.FILE}, for llama.cpp" * (options.export == "gguf"),
     }
     if getattr(options, "capture", False):
         how = "each step is a CUDA graph" if on_gpu else "not without a GPU"
@@ -412,21 +445,38 @@ def _plan(
         lines["capture"] = "no; forwards are so small that the host is likely the limit: --capture is faster then"
     for name, text in data.plan(counts).items():
         lines[name] = f"{steps:,}; {text}" if name == "steps" else text
-    text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
+    notes = []
     if free and need.total > memory.MARGIN * free:
         adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
         changes = memory.advice(sizes, setting, free, adapters)
-        text += "\nwarning: this does not fit by the estimate. What does:" * bool(changes)
-        text += "".join(f"\n  {change}" for change in changes)
-        text += "\nwarning: this does not fit by the estimate, and no single change helps" * (not changes)
+        fits = ". What does:" if changes else ", and no single change helps"
+        notes += [f"warning: this does not fit by the estimate{fits}", *(f"  {change}" for change in changes)]
     if options.steps is None and steps < FEW_STEPS:
         fewer = "--prompts" if getattr(options, "copies", 0) else "--length or --accumulation"
-        text += f"\nwarning: so few steps ({steps}) teach little: raise --epochs, or lower {fewer}"
+        notes.append(f"warning: so few steps ({steps}) teach little: raise --epochs, or lower {fewer}")
+    return {name: value for name, value in lines.items() if value}, notes
+
+
+def _number(count: int | None, what: str) -> str:
+    return f"{count:,} {what}{('es' if what.endswith('s') else 's') * (count != 1)}"
+
+
+def _saved_as(options: TrainOptions, sketch: Any, processes: Processes) -> str:
+    """The dtype in which a model is saved, where it is not that of MODEL."""
+    dtype, base = _dtype(options, processes), sketch.config.get_text_config().torch_dtype
+    whole = options.merge or (not options.lora and getattr(options, "train_base", True))
+    if not whole or getattr(options, "scratch", False) or dtype == base:
+        return ""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    text = f"{names[dtype]}, and the base is {names.get(base, base)}"
+    if dtype.itemsize > base.itemsize:
+        model = shlex.quote(str(Path(options.out) / "model"))
+        text += f": twice its size; `ligermodels convert {model} DST --dtype {names[base]}` halves it"
     return text
 
 
 def _left_out(counts: Mapping[str, int]) -> str:
-    """What did not get into batches, or not whole."""
+    """Examples dropped or truncated."""
     names = {
         "truncated": "rows cut at --length",
         "untrained": "rows left out without a token to train",
@@ -449,9 +499,8 @@ def _load(
 ) -> Any:
     """The model, ready to train unless it is not `trained`. extend: that of `Recipe`."""
     gpu = processes.device.type == "cuda"
-    low = options.precision != "fp32" or (gpu and processes.mesh is None)
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
-    how: dict[str, Any] = dict(dtype=torch.bfloat16 if low else torch.float32)
+    how: dict[str, Any] = dict(dtype=_dtype(options, processes))
     how["activation_checkpointing"] = options.activations
     whole = processes.mesh is None or options.lora or extend is not None
     if whole:  # adapters are put into a whole model, which is sharded then
@@ -478,6 +527,12 @@ def _load(
     if trained and not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
+
+
+def _dtype(options: TrainOptions, processes: Processes) -> torch.dtype:
+    """Of the weights, in memory and as they are saved."""
+    low = options.precision != "fp32" or (processes.device.type == "cuda" and processes.mesh is None)
+    return torch.bfloat16 if low else torch.float32
 
 
 def _load_frozen(options: TrainOptions, folder: Path, processes: Processes) -> Any:
@@ -551,19 +606,17 @@ def _finish(
     model: Path,
     exported: Path | None,
     progress: Progress,
-    plan: str,
+    plan: Mapping[str, str],
     reporter: report.Reporter,
 ) -> None:
     """Plot, report and model card."""
     out = Path(options.out)
-    facts = {
-        line[:14].strip(): line[14:].strip() for line in plan.splitlines() if not line.startswith((" ", "warning"))
-    }
+    facts = dict(plan)
     facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
     facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained"
     facts["time"] = f"{report.clock(progress.seconds)} in steps"
     facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
-    facts["peak memory"] = f"{reporter.gib:.2f} GiB"
+    facts["peak memory"] = f"{reporter.gib:.2f} GiB ({reporter.memory})"
     if progress.best_step >= 0:
         facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
     verb = "chat" if options.recipe != "pretrain" else "generate"
@@ -588,4 +641,17 @@ def _finish(
         plot = report.write_plot(out)
     report.write_report(out, options, facts, use, plot=plot)
     report.write_card(model, options, facts, use)
-    say(f"the report is {out / 'report.md'}; the model:")
+
+
+def _tell_files(options: TrainOptions, sketch: Any, saved: Path, exported: Path | None, processes: Processes) -> None:
+    """The last lines; the path of what was trained goes to stdout."""
+    say(f"report: {Path(options.out) / 'report.md'}")
+    if exported is not None:
+        say(f"GGUF: {exported} ({exported.stat().st_size / 1e6:,.1f} MB), for llama.cpp")
+    if dtype := _saved_as(options, sketch, processes):
+        say(f"saved as {dtype}")
+    if sys.stdout.isatty():
+        print(f"{saved.name}: ", end="", file=sys.stderr, flush=True)
+    else:
+        say(f"{saved.name}: {saved}")
+    print(saved)
