@@ -123,8 +123,39 @@ def test_the_custom_architecture_looks_back_only_and_its_loss_is_that_of_its_log
     assert not moved[:20].any() and moved[20]
 
 
-def test_the_readme_shows_the_custom_block_as_it_is():
+def shown(page: str) -> list[str]:
+    """The blocks of Python in a page."""
+    return re.findall(r"```python\n(.*?)\n```", (EXAMPLES.parent / page).read_text(), re.DOTALL)
+
+
+def test_the_readme_shows_the_custom_model_as_it_is_and_its_block_runs_alone(capsys):
     source = (EXAMPLES / "custom_architecture.py").read_text()
-    blocks = re.findall(r"```python\n(.*?)\n```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
-    shown = [block for block in blocks if "torch.nn.Module" in block]
-    assert shown and all(block in source for block in shown)
+    (block,) = (block for block in shown("README.md") if "torch.nn.Module" in block)
+    assert block[block.index("class Block") : block.index("model = ")].strip() in source
+    found = {}
+    exec(block, found)
+    assert capsys.readouterr().out == "torch.Size([2, 17, 32])\n"
+    assert all(parameter.grad.abs().sum() > 0 for parameter in found["model"].parameters())
+
+
+def test_the_page_about_streaming_runs(example, capsys):
+    """On a tiny model; each way prints what `generate` returns."""
+    folder, found = example("tiny").write_llama(), {}
+    one, streamer, many = (
+        block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder)) for block in shown("docs/generation.md")
+    )
+    exec(one, found)
+    model, tokenizer, ids = found["model"], found["tokenizer"], found["ids"]
+
+    def text(ids):
+        new = model.generate(ids, max_new_tokens=100, eos_token_id=list(tokenizer.chat_stop_ids))[0, ids.shape[1] :]
+        return tokenizer.decode(new, skip_special_tokens=True)
+
+    assert capsys.readouterr().out == text(ids) + "\n"
+    exec(streamer, found)
+    assert capsys.readouterr().out == text(ids) + "\n"
+    exec(many, found)
+    printed = capsys.readouterr().out
+    for index, prompt in enumerate(found["prompts"]):
+        new = model.generate(torch.tensor([prompt]), max_new_tokens=20)[0, len(prompt) :]
+        assert f"{index} {tokenizer.decode(new)}" in printed

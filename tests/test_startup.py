@@ -55,13 +55,14 @@ WITHOUT_TORCH = {
     "convert model new.gguf --to gguf --dtype fp64": (2, "float64"),
     "generate /nowhere/at/all --prompt x": (3, "not there"),
     "generate empty --prompt x": (3, "neither model.safetensors"),
-    "generate model --prompt x --temperature -1": (3, "temperature"),
-    "generate model --prompt x --top-p 2": (3, "top_p"),
+    "generate model --prompt x --temperature -1": (2, "temperature"),
+    "generate model --prompt x --top-p 2": (2, "top_p"),
     "generate model --prompt x --dtype int3": (2, "float32 (fp32, "),
     "chat empty": (3, "neither model.safetensors"),
     "train sft --help": (0, "--batch-tokens"),
-    "train sft model --data x --out y --learning-rate 1": (2, "did you mean --lr?"),
-    "train pretrain model --data x --out y --steps 1 --epochs 1": (3, "both say how long"),
+    "train --help": (0, "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --out tuned"),
+    "train sft model --data x --out y --learning-rate 1": (2, "use --lr"),
+    "train pretrain model --data x --out y --steps 1 --epochs 1": (2, "both say how long"),
 }
 """Command -> its exit status, and words that it prints."""
 

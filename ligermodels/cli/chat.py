@@ -205,7 +205,7 @@ def take_base(args: argparse.Namespace) -> None:
     given = files.absolute(args.model)
     own = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
     if own and args.adapter:
-        raise UsageError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
+        raise InputError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
     if not own and not args.adapter:
         return
     from ligermodels.checkpoint import adapters

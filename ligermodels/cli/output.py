@@ -13,17 +13,16 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def say_error(text: str) -> None:
-    """Prints an error. Under torchrun only rank 0 does.
+    """Prints an error; where all ranks of torchrun have one, that of rank 0 alone.
 
-    torchrun ends with some thirty lines of its own about the process that failed first. They show the text of the file
-    that is written here; the other ranks wait, so that it is rank 0's where all have the same error.
+    torchrun ends the others as soon as one has failed, and writes some thirty lines of its own, which end with the text
+    in the file of the first.
     """
-    file, is_main = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get("RANK") == "0"
-    if file is None or is_main:
-        say(text)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None and os.environ.get("RANK") != "0":
+        time.sleep(2)  # rank 0 fails first, if it fails
+    say(text)
     if file is not None:
-        if not is_main:
-            time.sleep(2)
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}  # as torch's ErrorHandler writes it
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 

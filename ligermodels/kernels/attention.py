@@ -207,8 +207,8 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
     if takes and (softcap is not None or window is not None):
         return "flash_attention in Triton", ""
     if takes:
-        return "torch's engines; packed: flash_attention in Triton", ""
-    name = "torch's engines; packed: with a mask" if window is None else "torch's engines, with a mask"
+        return "torch SDPA; packed rows: flash_attention in Triton", ""
+    name = "torch SDPA; packed rows use a mask" if window is None else "torch SDPA with a mask"
     return name if softcap is None else "attention_reference, scores in memory", _not_by_triton(q, softcap)
 
 

@@ -135,10 +135,10 @@ def test_a_case_without_memory_is_a_line_and_other_errors_are_not(capsys, folder
     [
         (("--batches", "0,2"), 2, "'0' is not a positive integer"),
         (("--prompts", "8,x"), 2, "'x' is not a positive integer"),
-        (("--new", 1), 3, "--new 1 leaves no token"),
-        (("--prompts", 510), 3, "has 512 positions"),
+        (("--new", 1), 2, "--new 1 leaves no token"),
+        (("--prompts", 510), 2, "has 512 positions"),
         (("--adapter", "nowhere"), 3, "nowhere"),
-        (("--device", "cuda"), 3, "--device cuda cannot be used"),
+        (("--device", "cuda"), 2, "--device cuda cannot be used"),
         (("--out", "{folder}/config.json"), 3, "cannot be written"),
     ],
 )

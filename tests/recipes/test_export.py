@@ -9,6 +9,7 @@ import transformers
 
 import ligermodels
 from ligermodels.arch import ARCHS
+from ligermodels.cli import main
 from ligermodels.recipes import report
 from ligermodels.recipes.options import SFTOptions
 from ligermodels.training import load_adapter
@@ -61,9 +62,12 @@ def test_the_gguf_file_is_the_tuned_model(whole):
 
 
 @pytest.mark.parametrize("more", [(), ("--merge",), ("--quantize", "nf4")])
-def test_the_gguf_file_holds_the_adapters(home, more):
+def test_the_gguf_file_holds_the_adapters(home, more, capsys):
     out = f"lora{''.join(more)}"
     assert train(home, out, *FEW, "--lora", "4", "--lora-alpha", "64", "--export", "gguf", *more) == 0
+    said, file = capsys.readouterr().err, home / out / "model.gguf"
+    assert f"export         {file}, for llama.cpp\n" in said
+    assert f"GGUF: {file} ({file.stat().st_size / 1e6:.1f} MB), for llama.cpp\n" in said
     model = load_adapter(ligermodels.load(home / "model"), home / out / "adapter").eval()
     text = ligermodels.Tokenizer.from_hub(home / "model")
     expected = logits(model, text)
@@ -87,6 +91,51 @@ def test_what_cannot_be_exported_is_said_before_training(home, capsys, tmp_path,
     assert "pip install 'ligermodels[gguf]'" in capsys.readouterr().err and not (home / "missing").exists()
     assert train(home, "scratch", *FEW, "--export", "gguf", "--scratch", recipe="pretrain", data="texts.jsonl") == 3
     assert "pip install 'ligermodels[gguf]'" in capsys.readouterr().err and not (home / "scratch").exists()
+
+
+def test_a_model_in_another_dtype_than_its_base_is_announced(home, tmp_path, capsys):
+    ligermodels.load(home / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    for more, saved in (((), "model"), (("--lora", "2"), "adapter"), (("--lora", "2", "--merge"), "model")):
+        out = tmp_path / f"out{''.join(more)}"
+        argv = ["train", "sft", tmp_path / "base", "--data", home / "chats.jsonl", "--out", out, "--logger", "none"]
+        assert main([str(argument) for argument in (*argv, "--show", "0", *FEW, *more)]) == 0
+        said, doubled = capsys.readouterr().err, f"`ligermodels convert {out / 'model'} DST --dtype bf16` halves it\n"
+        assert said.endswith(
+            f"report: {out / 'report.md'}\n"
+            + f"saved as fp32, and the base is bf16: twice its size; {doubled}" * (saved == "model")
+            + f"{saved}: {out / saved}\n"
+        )
+        assert ("saved as       fp32" in said) == (saved == "model")
+        assert ligermodels.load(out / "model").dtype == torch.float32 if saved == "model" else True
+
+
+def test_the_picture_has_the_curves_of_rewards_and_accuracy(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+
+    def drawn(*lines):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        assert report.write_plot(tmp_path) and (tmp_path / "loss.png").stat().st_size > 1000
+        return {
+            axes.get_ylabel(): {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+            for axes in figures[-1].axes
+        }
+
+    pair = {"reward_chosen": 1.0, "reward_rejected": -2.0, "reward_margin": 3.0, "reward_accuracy": 0.5}
+    after = {"step": 1, "eval_loss": 0.4, **{f"eval_{name}": value for name, value in pair.items()}}
+    assert drawn({"step": 1, "loss": 0.6, **pair}, after) == {
+        "loss": {"training": [[1, 0.6]], "evaluation": [[1, 0.4]]},
+        "rewards": {
+            "chosen": [[1, 1]], "rejected": [[1, -2]], "margin": [[1, 3]], "margin, evaluation": [[1, 3]],
+        },
+        "accuracy": {"training": [[1, 0.5]], "evaluation": [[1, 0.5]]},
+    }  # fmt: skip
+    kto = {name: value for name, value in pair.items() if name != "reward_accuracy"}
+    assert drawn({"step": 1, "loss": 0.6, **kto}).keys() == {"loss", "rewards"}
+    grpo = {"loss": 0.6, "reward": 0.3, "reward_std": 0.1}
+    assert drawn({"step": 1, **grpo}, {"step": 2, **grpo}) == {"reward": {"training": [[1, 0.3], [2, 0.3]]}}
+    assert drawn({"step": 1, "loss": 0.6, "perplexity": 3.0}) == {"loss": {"training": [[1, 0.6]]}}
 
 
 def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, monkeypatch):

@@ -298,7 +298,7 @@ def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, f
         told = metrics(tmp_path / "whole", "eval_reward")
         assert set(told) == {0, 2, 4} and metrics(tmp_path / "whole", "eval_loss")[4] == pytest.approx(-told[4])
     report = (tmp_path / "whole" / "report.md").read_text()
-    assert "| step | loss | reward | its deviation |" in report
+    assert "| step | loss | reward | reward std |" in report
     assert train(asked, tmp_path / "again", *flags, "--resume", "--group", "8") == 3
     assert "had group=4, and this has group=8" in capsys.readouterr().err
 

@@ -2,12 +2,19 @@
 
 import argparse
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from ligermodels import cli
 from ligermodels.errors import InputError
-from ligermodels.recipes.options import RECIPES, Parser, PretrainOptions, SFTOptions, add_flags
+from ligermodels.recipes.options import RECIPES, PretrainOptions, SFTOptions, TrainOptions, add_flags, unknown
+from ligermodels.recipes.other_tools import OPTIONS
+from ligermodels.recipes.run import _SAME
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 NEEDED = dict(model="m", data="d.jsonl", out="o")
 ADAPTERS = dict(lora=4, lora_targets=("q_proj", "v_proj"))
@@ -18,10 +25,9 @@ GIVEN = {
 }
 
 
-def of_flags(*argv):
-    parser = Parser(prog="ligermodels train sft", allow_abbrev=False)
-    add_flags(parser, SFTOptions)
-    return vars(parser.parse_args(["m", "--data", "d.jsonl", "--out", "o", *argv]))
+def of_flags(*argv, recipe="sft"):
+    found = vars(cli._parser().parse_args(["train", recipe, "m", "--data", "d.jsonl", "--out", "o", *argv]))
+    return {name: value for name, value in found.items() if name not in ("run", "recipe", "config")}
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
@@ -36,6 +42,16 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     assert (options.packing, options.skip_bad, options.resume, options.clip) == (False, True, False, 1.0)
     assert (options.steps, options.epochs) == (7, None)  # --steps replaces the file's epochs
     assert SFTOptions.merged(of_flags(), file).lr == 1e-5  # YAML itself takes 1e-5 for text
+
+
+def test_underscores_are_dashes():
+    flags = of_flags("--weight_decay", "0.01", "--lora_targets=q_proj,v_proj", "--no_packing", "--lora", "2")
+    assert flags == of_flags("--weight-decay", "0.01", "--lora-targets=q_proj,v_proj", "--no-packing", "--lora", "2")
+    assert flags["weight_decay"] == "0.01" and flags["lora_targets"] == "q_proj,v_proj"
+    parser = cli._parser()
+    found = parser.parse_args(["generate", "a_b", "--max_new_tokens", "3", "--prompt=--c_d", "--kv_cache_dtype", "fp8"])
+    assert (found.model, found.max_new_tokens, found.prompt, found.kv_cache_dtype) == ("a_b", 3, "--c_d", "fp8")
+    assert parser.parse_args(["convert", "--dry_run", "--", "a", "--b_c"]).dst == "--b_c"
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -77,16 +93,25 @@ def test_the_rate_of_a_recipe():
 
 WRONG = {
     "wieght_decay: 1": "sft has no option wieght_decay; did you mean weight_decay?",
-    "learning_rate: 1e-5": "sft has no option learning_rate; did you mean lr?",
+    "learning_rate: 1e-5": "sft has no option learning_rate; use lr$",
+    "load-in-4bit: true": r"sft has no option load_in_4bit; use quantize: nf4 \(with lora N\)$",
+    "neftune_noise_alpha: 5": "sft has no option neftune_noise_alpha; `train` has no NEFTune$",
+    "num_generations: 8": "sft has no option num_generations; grpo has group$",
+    "scratch: true": "sft has no option scratch; pretrain has it$",
+    "micro_batch_size: 2\nsave_steps: 3\nstrict: false": r"sft does not have these options:\n  micro_batch_size: use "
+    r"batch_tokens \(tokens .* not rows\)\n  save_steps: use save_every \(in steps\)\n  strict: `ligermodels train",
+    "recipe: dpo": "is of `train dpo`, and this is `train sft`",
     "schedul: cosine": "did you mean schedule?",
     "xyzzy: 1": "ligermodels train sft --help` lists all",
     "lr: fast": "lr='fast': expected a number",
-    "lr: -1": "lr=-1: expected 0 or more",
+    "lr: -1": "lr=-1: expected more than 0",
+    "lr: 0": "lr=0: expected more than 0",
+    "warmup: -1": "warmup=-1: expected 0 or more",
     "lr: .nan": "lr=nan: expected a number",
     "lr: true": "lr=True: expected a number",
     "steps: 1.5": "steps=1.5: expected a whole number",
     "steps: 0": "steps=0: expected 1 or more",
-    "epochs: 0": "would train nothing",
+    "epochs: 0": "epochs=0: expected more than 0",
     "steps: 3\nepochs: 1": "steps=3 and epochs=1 both say how long",
     "eval_data: e\neval_share: 0.1": "both say what to evaluate on",
     "eval_share: 1": "eval_share=1: expected less than 1",
@@ -96,14 +121,14 @@ WRONG = {
     "betas: [0.9]": r"expected 2 values, such as 0.9,0.999",
     "packing: 'yes'": "packing='yes': expected true or false",
     "lora_targets: [q_proj]": "no rank of adapters: add --lora 16",
-    "lora: 8\nlora_alpha: 0": "scale the adapters to nothing",
+    "lora: 8\nlora_alpha: 0": "lora_alpha=0: expected more than 0",
     "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of length=128",
     "tp: 2": "start it by `torchrun",
     "model: 7": "model=7: expected text",
     "data: null": "data has no value",
     "lr: 1\nlr: 2": "lr is there twice",
     "- lr": "holds no options",
-    "lr: [": "is no YAML",
+    "lr: [": "is not valid YAML",
     "model: ''": "model is missing: give MODEL on the command line",
 }
 
@@ -118,11 +143,59 @@ def test_what_is_refused(tmp_path, monkeypatch, text):
         SFTOptions.merged(given, file)
 
 
-def test_an_unknown_flag_names_the_nearest(capsys):
-    for flag, near in {"--learning-rate": "--lr", "--epoch": "--epochs", "--lenght": "--length"}.items():
-        with pytest.raises(SystemExit):
-            of_flags(flag, "3")
-        assert f"sft has no option {flag}; did you mean {near}?" in capsys.readouterr().err
+def test_an_unknown_flag_says_which_is_meant(capsys):
+    said = {
+        ("--learning-rate", "3"): "sft has no option --learning-rate; use --lr",
+        ("--save_steps=3",): "sft has no option --save-steps; use --save-every (in steps)",
+        ("--eval_steps", "3"): "use --eval-every (in steps)",
+        ("--lora_rank", "3"): "use --lora N (the rank)",
+        ("--deepspeed", "z.json"): "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards",
+        ("--fsdp", "full"): "start it by `torchrun --nproc-per-node N",
+        ("--batch_size", "3"): "use --batch-tokens (tokens of a forward pass on one GPU, not rows)",
+        (
+            "--lora_dropout",
+            "0.1",
+            "--bf16",
+        ): "sft does not have these options:\n  --lora-dropout: `train` does not have",
+        ("--teacher", "t"): "sft has no option --teacher; distill has it",
+        ("--epoch", "3"): "sft has no option --epoch; did you mean --epochs?",
+        ("--lenght", "3"): "did you mean --length?",
+        ("--quant", "nf4"): "did you mean --quantize?",
+        ("--stamps", "3"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
+        ("other",): "unexpected argument 'other'; only MODEL has no name",
+    }
+    for argv, words in said.items():
+        with pytest.raises(SystemExit) as stop:
+            of_flags(*argv)
+        assert stop.value.code == 2 and words in capsys.readouterr().err, words
     with pytest.raises(SystemExit):
-        of_flags("other.jsonl")
-    assert "what is 'other.jsonl'?" in capsys.readouterr().err
+        cli.main(["train", "sft", "m", "rows.jsonl"])
+    assert "unexpected argument 'rows.jsonl'; did you mean --data rows.jsonl?" in capsys.readouterr().err
+
+
+def test_the_names_of_other_tools():
+    """Each is there once, is no option of all recipes, and stands for one that there is, as the documentation says."""
+    theirs = [name for names, _, _ in OPTIONS for name in names.split()]
+    assert len(theirs) == len(set(theirs)) and not set(theirs) & TrainOptions.__dataclass_fields__.keys()
+    ours = {name for recipe in RECIPES.values() for name in recipe.__dataclass_fields__}
+    for names, option, note in OPTIONS:
+        assert option or note, names
+        value = option.partition(" ")[0].removeprefix("--").replace("-", "_").lower()
+        assert not option or value in ours, option
+        for name in names.split():
+            recipe = next(recipe for recipe in RECIPES.values() if value in recipe.__dataclass_fields__ or not option)
+            said = unknown([name], recipe, flags=True)
+            assert said == f"{recipe.recipe} has no option --{name.replace('_', '-')}; " + (
+                f"use {option}" + f" ({note})" * bool(note) if option else note
+            )
+    shown = [
+        f"| {', '.join(f'`{name}`' for name in a.split())} | {f'`{b}`' if b else ''} | {c} |" for a, b, c in OPTIONS
+    ]
+    assert [line for line in (DOCS / "options.md").read_text().splitlines() if line.startswith("| `")] == shown
+
+
+def test_the_documentation_says_which_options_a_resumed_run_may_change():
+    text = re.search(r"may change (.*?)\.", (DOCS / "training.md").read_text().replace("\n", " "))[1]
+    found = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
+    fields = {field.name for recipe in RECIPES.values() for field in dataclasses.fields(recipe)}
+    assert found == fields - set(_SAME) - {"out", "show", "resume", "dry_run", "logger"}

@@ -5,9 +5,12 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
 from ligermodels import Tokenizer
@@ -42,13 +45,19 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     assert (
         "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said
     )  # what is trained, before the first step
+    assert " GiB (process), " in said
     losses = metrics(home / "sft")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
     folder = home / "sft" / "model"
     check_answers(folder, ligermodels.load(folder))
     report, card = (home / "sft" / "report.md").read_text(), (folder / "README.md").read_text()
     for text in (report, card):
-        assert "12 rows of messages" in text and "| best evaluation |" in text and "lr: 0.004" in text
+        assert (
+            " GiB (process) |" in text
+            and "12 rows of messages" in text
+            and "| best evaluation |" in text
+            and "lr: 0.004" in text
+        )
     saved = SFTOptions.load(home / "sft" / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
 
@@ -153,7 +162,10 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
     argv = ["train", "sft", "--config", str(file), "--dry-run", "--length", "64", "--show", "1", "--lora", "4"]
     assert main(argv) == 0
     plan, said = capsys.readouterr()
-    for words in ("107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine"):
+    for words in (
+        "107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine",
+        "\nsteps          16 steps of 1 forward pass, up to 64 tokens each\n", " MiB (tensors, estimated): weights",
+    ):  # fmt: skip
         assert words in plan
     assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
     assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
@@ -200,6 +212,11 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", good, "--quantize", "nf4", "--lora", "4", "--merge"), "round the result to 4 bits"),
         ((home / "model", "--data", good, "--length", "4", "--batch-tokens", "64"), "rows have no token to train"),
     ]  # fmt: skip
+    values = {
+        "data is missing: give --data", "both say how long to train", "lr='fast': expected a number",
+        "no option warm_up; did you mean war", "cannot be read: No such file", "torchrun --nproc-per-node",
+        "add --lora 16", "round the result to 4 bits",
+    }  # fmt: skip
     try:
         import wandb  # noqa: F401
 
@@ -210,13 +227,46 @@ def test_what_is_refused(home, tmp_path, capsys):
         where = () if "--out" in argv else ("--out", out)
         status = main([str(argument) for argument in ("train", "sft", *argv, *where)])
         said = capsys.readouterr().err
-        assert status == 3 and words in said, f"{argv}: {said}"
+        assert status == (2 if words in values else 3) and words in said, f"{argv}: {said}"
         assert said.count("error: ") == 1 and "Traceback" not in said
     assert not out.exists() or not any(out.iterdir())
     for flag in ("--learning-rate", "--epoch"):
         with pytest.raises(SystemExit) as stop:
             main(["train", "sft", "m", "--data", "d", "--out", "o", flag, "3"])
-        assert stop.value.code == 2 and "did you mean" in capsys.readouterr().err
+        assert stop.value.code == 2 and "sft has no option --" in capsys.readouterr().err
+
+
+def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, capsys):
+    """torch reads the file that it is left; all but rank 0 wait, for theirs may be the same."""
+    file, slept = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    monkeypatch.setattr("ligermodels.cli.output.time.sleep", slept.append)
+    for rank, waits in ((0, []), (1, [2])):
+        monkeypatch.setenv("RANK", str(rank))
+        assert train(home, tmp_path / "out", data="nowhere.jsonl") == 3
+        said = capsys.readouterr().err
+        assert said.startswith("error: there is no file or folder") and slept == waits
+        failure = ProcessFailure(local_rank=rank, pid=7, exitcode=3, error_file=str(file))
+        assert f"traceback : {said}" in str(ChildFailedError("ligermodels", {rank: failure}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (("--data", "nowhere.jsonl"), 3, "error: there is no file or folder nowhere.jsonl"),
+        (("--data", "d.jsonl", "--save_steps", "3"), 2, "error: sft has no option --save-steps; use --save-every"),
+    ],
+)
+def test_an_error_under_torchrun_is_said_first_and_last(home, tmp_path, flags, status, words):
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ligermodels", "train", "sft"]
+    done = subprocess.run(
+        [*argv, str(home / "model"), "--out", "o", *flags], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count(words) == 2 and f"exitcode  : {status} " in done.stderr
+    first, last = done.stderr.splitlines()[:2], done.stderr.splitlines()[-3:]
+    assert any(words in line for line in first) and any(words in line for line in last)
 
 
 def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
