@@ -169,7 +169,7 @@ def test_a_loss_that_is_no_number_stops_a_captured_run(home, capsys):
 
 
 def test_what_cannot_be_captured_is_refused_before_the_run(home, capsys):
-    assert train(home, "refused", *FLAGS, "--capture", "--no-packing") == 3
+    assert train(home, "refused", *FLAGS, "--capture", "--no-packing") == 2
     assert "capture needs forwards of one shape" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train(home, "refused", "--capture", recipe="dpo")
