@@ -274,7 +274,7 @@ class Signals:
 
 
 class _Sums:
-    """What the losses of a step give for the log."""
+    """Metric sums of a step."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
