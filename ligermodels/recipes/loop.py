@@ -127,6 +127,15 @@ class Processes:
             raise told[1]
         return told[0]
 
+    def first_error(self, error: LigermodelsError | None) -> LigermodelsError:
+        """The error of the first rank that has one, on all ranks. At least one has."""
+        if self.mesh is None:
+            assert error is not None
+            return error
+        found: list[LigermodelsError | None] = [None] * self.size
+        dist.all_gather_object(found, error)
+        return next(one for one in found if one is not None)
+
 
 _CPU = torch.device("cpu")
 
@@ -425,7 +434,7 @@ class Loop:
             **sums.means(self.processes),
         )
         if failures:
-            self._end_with(failed or TrainingError("another process has no batches for the next step; it says why"))
+            self._end_with(self.processes.first_error(failed))
         return came > 0
 
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
