@@ -264,11 +264,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _without_count(forward: Any) -> Any:
-    """A classifier's forward, which hands all keywords to the decoder, without Trainer's num_items_in_batch."""
+    """A classifier's forward, which hands all keywords to the decoder, without Trainer's num_items_in_batch and, unless
+    it is asked for, without a cache."""
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, num_items_in_batch: Any = None, **inputs: Any) -> Any:
-        return forward(self, *args, **inputs)
+        return forward(self, *args, **{"use_cache": False, **inputs})
 
     return wrapped
 
