@@ -30,8 +30,10 @@ def rms_norm_reference(
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     if cast_before_weight:
         h = h.to(x.dtype)
-    if weight is not None:
+    if weight is not None and (offset or torch.is_grad_enabled()):
         h = h.to(accumulator(x.dtype)) * (offset + weight.to(accumulator(x.dtype)))
+    elif weight is not None:  # the same bits; only the gradient of the weight would be summed in its dtype
+        h = h * weight
     return h.to(x.dtype)
 
 

@@ -43,21 +43,22 @@ from ligermodels.kernels.fp8 import DTYPE, are_scales, quantize_heads, store_hea
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = (t.to(accumulator(q.dtype)).unsqueeze(2) for t in (cos, sin))
-    half = cos.shape[-1]
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
-    def rotate(x: Tensor) -> Tensor:
-        a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
 
-    return rotate(q), rotate(k)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    dtype, half = accumulator(x.dtype), cos.shape[-1]
+    cos, sin = (t.to(dtype).unsqueeze(2) for t in (cos, sin))
+    a, b, rest = x.to(dtype).split_with_sizes([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
 
 def rope_reference(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _split(qkv, (num_heads, num_kv_heads, num_kv_heads))
-    return *rope_qk_reference(q, k, cos, sin), v
+    qk, v = _split(qkv, (num_heads + num_kv_heads, num_kv_heads))
+    q, k = _rotated(qk, cos, sin).split_with_sizes([num_heads, num_kv_heads], dim=2)
+    return q, k, v
 
 
 @triton.jit
@@ -284,8 +285,8 @@ def rope(
     inplace: the caller is done with qkv, and it may be overwritten. It is overwritten by the Triton kernel, with
     its version counter raised, so that a graph that saved qkv for its backward raises there instead of being wrong.
     Under torch.compile, and on the CPU, new memory is used.
-    Returns q [B, S, HQ, D], k and v [B, S, HK, D]: q and k views of one new buffer (on the CPU: new tensors) and v one
-    of qkv; inplace, all of qkv; under torch.compile, all of one new buffer.
+    Returns q [B, S, HQ, D], k and v [B, S, HK, D]: q and k views of one new buffer and v one of qkv;
+    inplace, all of qkv; under torch.compile, all of one new buffer.
     Raises InputError for shapes or devices that do not fit, and for inplace on a leaf that requires grad or on
     expanded memory.
     """

@@ -64,5 +64,7 @@ def test_references_are_those_of_transformers_and_torch():
         for norm, options in ((llama, {}), (gemma, dict(cast_before_weight=False, offset=1.0))):
             torch.nn.init.normal_(norm.weight)
             norm.to(dtype)
-            assert torch.equal(rms_norm_reference(x, norm.weight, eps=1e-5, **options), norm(x))
+            for gradients in (True, False):
+                with torch.set_grad_enabled(gradients):
+                    assert torch.equal(rms_norm_reference(x, norm.weight, eps=1e-5, **options), norm(x))
         assert torch.equal(layer_norm_reference(x, weight, bias), F.layer_norm(x, (64,), weight, bias))
