@@ -41,6 +41,7 @@ from ligermodels.kernels._triton import accumulator, once_differentiable, use_tr
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
 from ligermodels.kernels.linear import (
+    as_one_layer,
     autocast_dtype,
     bias_gradients,
     input_gradient,
@@ -231,6 +232,9 @@ def _mlp(
 ) -> Tensor:  # fmt: skip
     """Checks and dispatches; layers: how the names of the weight and bias of each begin, those of w1 and of w2."""
     hidden = check_glu(where, "x", x, activation)
+    adapted = adapters is not None and any(adapters)
+    if packed and not adapted and _takes_one_row(x, w1, w2, b1, b2):  # first, since decoding waits for the host
+        return _one_row(x, w1, w2, b1, b2, activation)
     each = zip(w1, b1, layers, strict=False)
     operands = [linear_operands(where, "x", x, hidden, weight, bias, layer) for weight, bias, layer in each]
     w1, b1 = [weight for weight, _ in operands], [bias for _, bias in operands]
@@ -244,15 +248,12 @@ def _mlp(
     x = x.to(autocast_dtype(x) or x.dtype)
     triton = use_triton(x)
     run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
-    adapted = adapters is not None and any(adapters)
     if packed and not adapted and _are_quantized(x, w1, w2, b1, b2):
         return _one_quantized_row(x, w1, w2, b1, b2, activation)
     if adapted or any(isinstance(w, PackedWeight) for w in (*w1, w2)):
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
-    elif packed and takes(x, w1, b1) and takes(x, (w2,), (b2,), columns=inner // 2):  # type: ignore[arg-type]
-        return _one_row(x, w1, w2, b1, b2, activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
@@ -262,8 +263,20 @@ def _mlp(
     return run(x, w1, w2, b1, b2)
 
 
+def _takes_one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None) -> bool:
+    """True if one_row.py runs the gated MLP: of a single row, without gradients, and with operands that fit."""
+    if not takes(x, w1, b1):
+        return False
+    inner = sum(w.shape[0] for w in w1)
+    return inner % 2 == 0 and takes(x, (w2,), (b2,), columns=inner // 2)
+
+
 def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
-    """`gated_mlp` of a single row, without gradients."""
+    """`gated_mlp` where `_takes_one_row`."""
+    if not use_triton(x):
+        layer = as_one_layer(w1, b1)
+        z = map(one_row_linear, (x, x), w1, b1) if layer is None else (one_row_linear(x, *layer),)
+        return one_row_linear(glu_reference(*z, activation=activation), w2, b2)
     if len(w1) == 1:
         w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
     return one_row_linear(one_row_glu(x, *w1, *b1, activation=activation), w2, b2)

@@ -39,12 +39,12 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         return None
-    first, end, rows = tensors[0], None, 0
+    first, end, rows = tensors[0], -1, 0
     for t in tensors:
         if type(t) not in _PLAIN or t.layout is not torch.strided:
             return None
         start = t.data_ptr()
-        if (end is not None and start != end) or not t.is_contiguous() or t.dtype != first.dtype:
+        if (end >= 0 and start != end) or not t.is_contiguous() or t.dtype != first.dtype:
             return None
         end = start + t.nbytes
     if first.is_meta:
@@ -56,11 +56,11 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
         if t.shape[1:] != rest:
             return None
         rows += t.shape[0]
-    try:
-        # Not the strides of the first: a dim of one row may have any.
-        return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
-    except RuntimeError:  # beyond the first one's storage: those of two may be neighbours in memory
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # tensors of two storages may be neighbours in memory
         return None
+    # Not the strides of the first: a dim of one row may have any.
+    return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
 
 
 def lay_together(parameters: Sequence[nn.Parameter]) -> None:
@@ -105,17 +105,21 @@ def _sizes(weights: Sequence[Tensor]) -> list[int]:
 
 def matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
-    whole = _layer(weights, biases)
+    whole = as_one_layer(weights, biases)
     if whole is not None:
-        return _one(x, *whole, out)
-    sizes = _sizes(weights)
-    out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
-    for w, b, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
-        _one(x, w, b, columns)
+        return (one_row_linear if takes(x, whole[:1], whole[1:]) else _by_torch)(x, *whole, out)
+    out = x.new_empty(x.shape[0], sum(_sizes(weights))) if out is None else out
+    return _one_by_one(x, weights, biases, out)
+
+
+def _one_by_one(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor) -> Tensor:
+    run = one_row_linear if takes(x, weights, biases) else _by_torch
+    for w, b, columns in zip(weights, biases, out.split_with_sizes(_sizes(weights), 1), strict=True):
+        run(x, w, b, columns)
     return out
 
 
-def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
     """The weight and the bias of the one linear layer that these are; None where they lie apart."""
     weight = _as_one(weights)
     if weight is None or len(weights) == 1:
@@ -133,9 +137,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return one_row_linear(x, weight, bias) if takes(x, (weight,), (bias,)) else F.linear(x, weight, bias)
 
 
-def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    if takes(x, (weight,), (bias,)):
-        return one_row_linear(x, weight, bias, out)
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -145,11 +147,11 @@ def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) 
     """`matmul` of an x [..., K]: [..., sum N_i], contiguous."""
     if torch.compiler.is_compiling():
         return side_by_side(x, weights, biases)
-    whole = _layer(weights, biases)
+    whole = as_one_layer(weights, biases)
     if whole is not None:
         return product(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
-    matmul(_rows(x), weights, biases, out=_rows(y))
+    _one_by_one(_rows(x), weights, biases, _rows(y))
     return y
 
 

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.kernels import gated_mlp, one_row
-from ligermodels.kernels.linear import linear
+from ligermodels.kernels.linear import linear, packed_linear
 from ligermodels.kernels.one_row import (
     one_row_glu,
     one_row_glu_reference,
@@ -74,6 +76,41 @@ def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, apart):
         else:
             gated_mlp(x, torch.cat([gate, up]), down, torch.cat([b1, b2]), x[0])
     assert launched == ["_glu_kernel", "_linear_kernel"]
+
+
+class Products(TorchDispatchMode):
+    """The names of the products that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        self.names += [name] * (name in ("mv", "addmv", "mm", "addmm", "linear", "matmul"))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("k", [96, 640])
+@pytest.mark.parametrize("lie", ["apart", "with gaps", "as one"])
+def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, without_triton, poison, k, lie):
+    monkeypatch.setattr(one_row, "_has_amx", lambda: True)
+    x, gate, up, b1, b2 = operands("cpu", torch.bfloat16, n=40, k=k)
+    exact = [one_row_linear_reference(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2))]
+    down, weights, biases = torch.randn(7, 40).bfloat16(), [gate, up], [b1, b2]
+    if lie == "with gaps":
+        weights[0] = torch.cat([gate, gate[:, :8]], 1)[:, :k]
+    elif lie == "as one":
+        weights, biases = [torch.cat(weights)], [torch.cat(biases)]
+    with torch.no_grad(), Products() as products:
+        z = packed_linear(x[None], weights, biases)
+        y = gated_mlp(x[None], *((weights, down, biases) if len(weights) > 1 else (weights[0], down, biases[0])))
+    assert products.names == ["addmv"] * len(weights) * 2 + ["mv"]
+    assert_close(z[0], torch.cat(exact, 1), x.dtype, "cpu")
+    h = (F.silu(z[0, :, :40].float()) * z[0, :, 40:].float()).bfloat16()
+    assert_close(y[0], one_row_linear_reference(h.double(), down.double()), x.dtype, "cpu")
+    monkeypatch.setattr(one_row, "_has_amx", lambda: False)
+    assert not takes(x, [gate])
 
 
 def test_a_bias_that_alone_is_trained_gets_its_gradient(device):
