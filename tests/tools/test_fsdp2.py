@@ -1,12 +1,16 @@
 """torch's FSDP2 around blocks and model, on two processes: the gradients of one."""
 
+import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ligermodels.training.offload
 from ligermodels.arch import ARCHS
+from ligermodels.errors import InputError
+from ligermodels.integrations.transformers import AutoModelForCausalLM
 from tests.processes import spawn
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4)
@@ -44,6 +48,13 @@ def on_two_ranks(rank, meeting):
             sharded(mine, labels=mine).loss.backward()
             for found, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
                 torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+    model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    output = model(ids, labels=ids)
+    with pytest.raises(InputError, match="return_logits=True"):
+        output.logits  # noqa: B018
+    both = model(ids, labels=ids, return_logits=True)
+    torch.testing.assert_close(both.loss, output.loss)
     dist.destroy_process_group()
 
 
