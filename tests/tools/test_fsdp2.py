@@ -49,7 +49,7 @@ def on_two_ranks(rank, meeting):
             for found, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
                 torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
     model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
     output = model(ids, labels=ids)
     with pytest.raises(InputError, match="return_logits=True"):
         output.logits  # noqa: B018
