@@ -73,7 +73,7 @@ _NO_LOGITS = (
 class GenerationConfig(Attributes):
     """The contents of generation_config.json, whose values are the defaults of `generate`."""
 
-    fields = frozenset(field.name for field in dataclasses.fields(Options))
+    fields = frozenset(field.name for field in dataclasses.fields(Options)) | {"_from_model_config"}
 
     @classmethod
     def of_file(cls, content: Mapping[str, Any]) -> Self:
@@ -84,6 +84,15 @@ class GenerationConfig(Attributes):
         return dict(self)
 
     to_diff_dict = to_dict  # which transformers' pipelines ask for
+
+    def update(self, *given: Any, defaults_only: bool = False, **values: Any) -> None:
+        """`dict.update`. defaults_only: changes nothing that has a value, as Seq2SeqTrainer asks for it."""
+        new = dict(*given, **values)
+        super().update({name: new[name] for name in new if not defaults_only or self.get(name) is None})
+
+    def _get_default_generation_params(self) -> dict[str, Any]:
+        """What Seq2SeqTrainer, which needs a max_length, puts in place of None: transformers' own default."""
+        return {"max_length": 20}
 
 
 # FSDP and torch.compile find the tensors in an output through pytree, which does not look into dict subclasses.

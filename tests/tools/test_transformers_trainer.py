@@ -96,6 +96,37 @@ def test_predictions_and_metrics_are_those_of_transformers(folder, tmp_path, smo
         assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-5)
 
 
+class Padded(Texts):
+    """Rows padded on the left, as prompts to continue are. The first token is not predicted from padding."""
+
+    def __getitem__(self, index):
+        row = super().__getitem__(index)
+        row = {name: values.roll(index % 3) for name, values in row.items()}
+        return row | {"labels": row["labels"].index_fill(0, torch.tensor(index % 3), -100)}
+
+
+def test_generated_predictions_are_those_of_transformers(folder, tmp_path):
+    def count(predictions):
+        return {"sum": float(np.where(predictions.predictions > 0, predictions.predictions, 0).sum())}
+
+    results = []
+    for make in (ours, AutoModelForCausalLM.from_pretrained, theirs):
+        arguments = transformers.Seq2SeqTrainingArguments(
+            tmp_path, predict_with_generate=True, generation_max_length=18, max_steps=2, eval_strategy="steps",
+            eval_steps=1, learning_rate=1e-2, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Seq2SeqTrainer(
+            make(folder), arguments, train_dataset=Padded(), eval_dataset=Padded(8), compute_metrics=count,
+            processing_class=make_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        results.append((trainer, trainer.predict(Padded(4)).predictions))
+    (expected, tokens) = results.pop()
+    for found, written in results:
+        assert_same_logs(found, expected, "eval_loss", "eval_sum")
+        np.testing.assert_array_equal(written, tokens)
+
+
 def test_forward_returns_what_trainers_take_apart(folder):
     model, expected, ids = ours(folder), theirs(folder), make_ids(2, 7)
     with torch.no_grad():
