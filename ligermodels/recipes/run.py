@@ -193,7 +193,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     processes.from_main(lambda: _save_template(options, tokenizer, out / "adapter", out / "model"))
     if processes.is_main:
         exported = None if options.export == "none" else export.write(options, folder)
-        _finish(options, saved, exported, progress, plan, reporter)
+        _finish(options, saved, exported, progress, plan, data.train.report(), reporter)
         _tell_files(options, sketch, saved, exported, processes)
     return 0
 
@@ -607,13 +607,14 @@ def _finish(
     exported: Path | None,
     progress: Progress,
     plan: Mapping[str, str],
+    counts: Mapping[str, int],
     reporter: report.Reporter,
 ) -> None:
-    """Plot, report and model card."""
+    """Plot, report and model card. counts: of the rows that were read."""
     out = Path(options.out)
     facts = dict(plan)
     facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
-    facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained"
+    facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained{_left_out(counts)}"
     facts["time"] = f"{report.clock(progress.seconds)} in steps"
     facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
     facts["peak memory"] = f"{reporter.gib:.2f} GiB ({reporter.memory})"

@@ -279,6 +279,21 @@ def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
     assert "1 rows skipped that cannot be read" in capsys.readouterr().err
 
 
+def test_rows_that_are_cut_are_told_and_counted(home, tmp_path, capsys):
+    rows = (home / "chats.jsonl").read_text().splitlines()
+    long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
+    (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
+    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0  # --steps: nothing is counted before
+    said = capsys.readouterr().err
+    tokens = len(Tokenizer.from_folder(home / "model").apply_chat_template(json.loads(long)["messages"]))
+    told = f"warning: rows are cut at --length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
+    assert said.count("warning: ") == said.count(told) == 1 and tokens > 99
+    assert "were trained; 2 rows cut at --length |" in (tmp_path / "a" / "report.md").read_text()
+    (tmp_path / "long.jsonl").write_text("\n".join([long] * 8))
+    assert train(home, tmp_path / "b", *FEW, data=tmp_path / "long.jsonl") == 3
+    assert "none of 8 rows trains a token that stops the model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypatch, capfd, ranks):
     """The steps before it are saved, and the command that the error tells ends as a run that skipped it at once."""

@@ -52,8 +52,10 @@ def started(folder, out, status=0, group=False):
 
 
 def parent_of(pid):
+    """None of one that has ended, also where nobody has asked for its status yet."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state == "Z" else int(parent)
     except (FileNotFoundError, ProcessLookupError):
         return None
 
