@@ -225,7 +225,7 @@ def write(folder: Path, tensors: weights.Exported, others: Mapping[str, bytes], 
 
     def write_shard(number: int) -> None:
         made = (repeated(name, tensors.headers[name].shape, values) for name in shards[number])
-        saving._write_file(folder / names[number], tensors.headers, shards[number], made, MARK)
+        saving.write_file(folder / names[number], tensors.headers, shards[number], made, MARK)
         saving.sync(folder / names[number])  # only what is on the disk can leave the page cache
 
     threads = max(1, min(16, len(os.sched_getaffinity(0)) // ranks))
