@@ -16,7 +16,7 @@ TOLERANCE = 2e-5
 order on each side, sqrt(300) * 2^-24 = 1e-6 on average, and of gates the small difference of larger numbers."""
 MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
-an ulp. The roundings are as many and as large, and others; a gate's gradient is one number, and so a single draw."""
+an ulp. The roundings are as many and as large, and others."""
 
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
