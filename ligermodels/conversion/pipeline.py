@@ -81,7 +81,7 @@ def _dtype(options: Options) -> torch.dtype | None:
 def _target(view: View, name: str, options: Options) -> Target:
     """What is to be written, planned. name: the model's, for people."""
     if options.to == "dcp":
-        from ligermodels.conversion.dcp import DcpTarget
+        from ligermodels.conversion.distributed import DcpTarget
 
         return DcpTarget(view)
     if options.to == "gguf":

@@ -16,7 +16,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
-from ligermodels.conversion.dcp import DcpSource
+from ligermodels.conversion.distributed import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
