@@ -5,7 +5,7 @@
   are split off first, and the dummy prefix stands before every text and after every such token.
 Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), which llama.cpp knows by
 name or leaves out, so do these files. Unused tokens after the last used one are not tokens.
-conversion/gguf_tokenizer.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
+conversion/gguf_vocabulary.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
 """
 
 import json
@@ -29,8 +29,6 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UP
 _CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 _WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
 LLAMA_3_PATTERN = rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}"
-LLAMA_4_PATTERN = _CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}"
-"""GPT-4o's."""
 PRE_TOKENIZERS = {
     (LLAMA_3_PATTERN, True): "llama-bpe",
     (LLAMA_3_PATTERN, False): "dbrx",
@@ -38,7 +36,7 @@ PRE_TOKENIZERS = {
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
     # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
-    (LLAMA_4_PATTERN, False): "gpt-4o",
+    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
 }

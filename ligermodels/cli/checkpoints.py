@@ -92,9 +92,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     convert.add_argument(
         "--to",
-        choices=["hf", "meta", "mistral", "dcp", "gguf"],
-        help="layout to write: Hugging Face's, Meta's (Llamas), Mistral's (Mistral, Mixtral), a torch distributed "
-        "checkpoint, or one GGUF file for llama.cpp (default: gguf where DST ends in .gguf, else hf)",
+        choices=["hf", "dcp", "gguf"],
+        help="layout to write: Hugging Face's, a torch distributed checkpoint, or one GGUF file for llama.cpp "
+        "(default: gguf where DST ends in .gguf, else hf)",
     )
     convert.add_argument(
         "--name", help="of the model, for people, in a GGUF file (default: of the repository or folder SRC)"
@@ -105,16 +105,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     division = convert.add_mutually_exclusive_group()
     division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
     division.add_argument("--like", action="store_true", help="shard as SRC is sharded")
-    convert.add_argument(
-        "--ranks", metavar="N", type=int, default=1, help="with --to meta: number of files (default 1)"
-    )
-    convert.add_argument(
-        "--embedding-axis",
-        type=int,
-        choices=[0, 1],
-        help="with --to meta and --ranks: split the embedding by rows, 0, as in Llama 3, or by columns, 1, as in Llama "
-        "2 (default: by rope_theta)",
-    )
     convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
     convert.add_argument("--revision", help="branch, tag or commit of SRC")
     convert.add_argument(

@@ -61,20 +61,12 @@ def run(*, seconds: float, folder: Path) -> bool:
         good &= _compare_kernels(device)
     finally:
         torch.set_num_threads(threads)
-    print_next(
-        "generate {} --prompt 'The Wolf Who' --temperature 0.5",
-        "chat {}    # type a title, such as The Snail and the Race",
-        "inspect {}",
-        folder=folder,
-    )
+    name = shlex.quote(str(folder))
+    print(f"\nThe trained model is in {name}. Next")
+    print(f"ligermodels generate {name} --prompt 'The Wolf Who' --temperature 0.5")
+    print(f"ligermodels chat {name}    # type a title, such as The Snail and the Race")
+    print(f"ligermodels inspect {name}")
     return good
-
-
-def print_next(*commands: str, folder: Path) -> None:
-    """Prints commands to try on the checkpoint in `folder`, which stands where they have {}."""
-    print("\nNext")
-    for command in commands:
-        print(f"ligermodels {command.format(shlex.quote(str(folder)))}")
 
 
 def _train_and_generate(folder: Path, device: str, seconds: float) -> bool:

@@ -2,13 +2,13 @@
 
 - Both rotate neighbouring rows of a head (0, 1), (2, 3), ..., Hugging Face the halves (0, D/2), (1, D/2 + 1), ...: the
   rows of wq and wk are permuted within each head.
-- config.json and generation_config.json are written beside params.json, which does not say all that they do. A
-  config.json that is there is taken as it is where the two agree; where they do not, params.json holds.
+- params.json does not say all that a config.json does. A config.json beside it is taken as it is where the two agree;
+  where they do not, params.json holds.
 """
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint.files import companion_files, json_bytes, read_json
-from ligermodels.checkpoint.weights import TensorInfo, to_halves, to_pairs
+from ligermodels.checkpoint.files import companion_files, read_json
+from ligermodels.checkpoint.weights import to_halves
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.tokenizer_files import hugging_face_files
-from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.text.sentencepiece_backend import is_tiktoken
 
@@ -66,12 +65,6 @@ def place_of(name: str) -> Place:
     pattern, numbers = _split(name)
     place = PLACES.get(pattern)
     return Place(name) if place is None else Place(place.name.format(*numbers), place.axis, place.heads)
-
-
-def their_name(name: str) -> str:
-    """Meta's or Mistral's name of one of Hugging Face's tensors."""
-    pattern, numbers = _split(name)
-    return next(theirs for theirs, place in PLACES.items() if place.name == pattern).format(*numbers)
 
 
 def _split(name: str) -> tuple[str, list[str]]:
@@ -155,44 +148,3 @@ class ConsolidatedSource(Source):
     def _in_halves(self, theirs: str, tensor: Tensor) -> Tensor:
         heads = place_of(theirs).heads
         return to_halves(tensor, self._params.get(heads) or self._params["n_heads"]) if heads else tensor
-
-
-class ConsolidatedTarget:
-    """Base of the two targets: `view` under their names, its rows in their order, with `params` as params.json."""
-
-    def __init__(self, view: View, params: dict[str, Any]):
-        self._view, self._params = view, params
-        self._sources = {their_name(name): name for name in view.headers}
-        self.headers: Mapping[str, TensorInfo] = {
-            theirs: view.headers[source] for theirs, source in self._sources.items()
-        }
-
-    def files(self) -> dict[str, bytes | Path]:
-        """params.json, the source's files, and Llama 3's tokenizer under Meta's name for it."""
-        files = self._view.files()
-        if "original/tokenizer.model" in files:
-            files["tokenizer.model"] = files.pop("original/tokenizer.model")
-        return {**files, PARAMS: json_bytes(self._params)}
-
-    def _read(self, theirs: str) -> Tensor:
-        tensor, heads = self._view.read(self._sources[theirs]), place_of(theirs).heads
-        return to_pairs(tensor, self._params[heads]) if heads else tensor
-
-
-def params_of(config: Any, author: str, odd: Sequence[str]) -> dict[str, Any]:
-    """The fields of params.json that both layouts have. Raises CheckpointError for `odd`, fields that it cannot say."""
-    odd = [*odd, *["hidden_act"] * (config.hidden_act not in ("silu", "swish"))]
-    if odd:
-        raise CheckpointError(
-            f"{author}'s params.json has no place for {', '.join(odd)} of this config.json, and its code does not "
-            "compute it.\n  Next: keep Hugging Face's layout."
-        )
-    return {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
-        "norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_parameters["rope_theta"],
-    }

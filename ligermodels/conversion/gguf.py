@@ -39,7 +39,7 @@ from ligermodels.checkpoint.gguf import FLOATS, package
 from ligermodels.checkpoint.gguf_config import FAMILIES, llama3_divisors
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
 from ligermodels.conversion.comparison import Report, generation_config
-from ligermodels.conversion.gguf_tokenizer import add_tokenizer
+from ligermodels.conversion.gguf_vocabulary import add_tokenizer
 from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
@@ -239,7 +239,7 @@ def check(model: Any, where: str) -> None:
 
 
 def _warn_of_losses(view: View) -> None:
-    """Warns of what the file does not hold; see `check` and gguf_tokenizer.py for the window and NFC."""
+    """Warns of what the file does not hold; see `check` and gguf_vocabulary.py for the window and NFC."""
     lost = []
     if view.model.config.model_type.startswith("gemma"):
         lost.append("GGUF holds Gemma's norm weights as 1 + weight in fp32: read back, they are rounded to 1e-7.")

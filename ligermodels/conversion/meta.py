@@ -1,4 +1,4 @@
-"""Meta's Llama files to Hugging Face's names and back: consolidated.00.pth ... NN.pth, params.json, tokenizer.model.
+"""Meta's Llama files under Hugging Face's names: consolidated.00.pth ... NN.pth, params.json, tokenizer.model.
 
 - Each .pth is one tensor-parallel rank. wq, wk, wv, w1, w3 and output are cut by rows, wo and w2 by columns; norms are
   in every file. tok_embeddings is cut by columns in Llama 2 and by rows in Llama 3: its shape says which.
@@ -8,7 +8,7 @@
 What params.json does not say, and no config.json beside it:
 - the factor of `use_scaled_rope`: by `dim`, as published: 32 for 2048 and 3072 (Llama 3.2-1B, 3B), 8 for 4096, 8192 and
   16384 (3.1, 3.3). These are the factors of config.json on the Hub; Meta's model.py has 8 for all. A field
-  `rope_scaling_factor`, which is written where the table does not hold, or the argument `rope_factor` overrides it;
+  `rope_scaling_factor`, which a user may add, or the argument `rope_factor` overrides it;
 - the longest text: 131072 with scaled rope, 8192 for a rope_theta of 500000 (Llama 3), 16384 for another above
   10000 (Code Llama), else 4096 (Llama 2);
 - the ids of the first and last token: Llama 3's for its vocabulary of 128256, Llama 2's for 32000 and 32016, else none.
@@ -20,10 +20,7 @@ Source: args.py and model.py of meta-llama/llama-models (llama3), example_params
 convert_llama_weights_to_hf.py of transformers' sources.
 """
 
-import errno
 import math
-import mmap
-import os
 import re
 import warnings
 from pathlib import Path
@@ -39,15 +36,12 @@ from ligermodels.conversion.consolidated import (
     EMBEDDING,
     PARAMS,
     ConsolidatedSource,
-    ConsolidatedTarget,
     config_of,
-    params_of,
     place_of,
     read_params,
     with_config_beside,
 )
-from ligermodels.conversion.view import View
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, InputError
 
 ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}
 """dim of a Llama with scaled rope -> its factor."""
@@ -177,74 +171,6 @@ class MetaSource(ConsolidatedSource):
         return {"rope_type": "llama3", "factor": float(factor), **_SCALED_ROPE}
 
 
-class MetaTarget(ConsolidatedTarget):
-    """A Llama as consolidated.00.pth ... and params.json.
-
-    ranks: how many files; must divide heads and key/value heads. embedding_axis: the dim along which tok_embeddings is
-    cut; None: 0 for a rope_theta of 500000 (Llama 3), else 1. A tied head is written as a copy, as Meta does.
-    config.json and generation_config.json lie beside params.json, which has no field for the longest text and the ids.
-    Raises ConfigError (another architecture), CheckpointError (what Meta's code does not compute), InputError (ranks).
-    """
-
-    def __init__(self, view: View, *, ranks: int = 1, embedding_axis: int | None = None):
-        config: Any = view.model.config
-        if config.model_type != LlamaConfig.model_type:
-            raise ConfigError(f"{view.source} is a {config.model_type}; Meta's layout is that of Llamas alone")
-        super().__init__(view, _params(config))
-        self._ranks = ranks
-        if embedding_axis is None:
-            embedding_axis = 0 if self._params["rope_theta"] == _LLAMA3_THETA else 1
-        if config.tie_word_embeddings:
-            self._sources["output.weight"] = self._sources[EMBEDDING]
-            self.headers = {**self.headers, "output.weight": self.headers[EMBEDDING]}
-        self._axes = {theirs: place_of(theirs).axis for theirs in self._sources} | {EMBEDDING: embedding_axis}
-        self._check_ranks(config)
-
-    def write(self, folder: Path) -> None:
-        """The files are made at their full size and filled through a mapping: memory holds one tensor."""
-        ranks = [self._blank(folder / f"consolidated.{rank:02}.pth") for rank in range(self._ranks)]
-        for theirs in self._sources:
-            self._fill(ranks, theirs)
-
-    def _fill(self, ranks: list[dict[str, Tensor]], theirs: str) -> None:
-        """Writes one tensor into the ranks' files."""
-        tensor, axis = self._read(theirs), self._axes[theirs]
-        boxes = [tensor] * len(ranks) if axis is None else tensor.chunk(len(ranks), axis)
-        for rank, box in zip(ranks, boxes, strict=True):
-            rank[theirs].copy_(box)
-
-    def _check_ranks(self, config: Any) -> None:
-        """Raises InputError where the ranks would not be equal, or would cut a head."""
-        ranks = self._ranks
-        if not 1 <= ranks <= 99:
-            raise InputError(f"{ranks} shards (--ranks): expected 1 to 99")
-        cut = [self.headers[theirs].shape[axis] for theirs, axis in self._axes.items() if axis is not None]
-        if any(size % ranks for size in (*cut, config.num_attention_heads, config.num_key_value_heads)):
-            raise InputError(
-                f"{ranks} shards (--ranks) must divide {config.num_attention_heads} heads, "
-                f"{config.num_key_value_heads} key/value heads, an intermediate size of {config.intermediate_size}, "
-                f"and the embedding's {config.vocab_size} rows and {config.hidden_size} columns. Choose fewer."
-            )
-
-    def _blank(self, path: Path) -> dict[str, Tensor]:
-        """One rank's file at its full size, and its tensors, mapped so that writing to them writes to the file."""
-        state = {}
-        for theirs, info in self.headers.items():
-            axis = self._axes[theirs]
-            shape = [size // self._ranks if i == axis else size for i, size in enumerate(info.shape)]
-            state[theirs] = torch.empty(shape, dtype=info.dtype)  # never touched: takes no memory
-        try:
-            with torch.serialization.skip_data():
-                torch.save(state, path)
-        except RuntimeError as error:  # a failed write has no type of its own
-            raise OSError(errno.EIO, f"torch.save: {error}") from error
-        if hasattr(os, "posix_fallocate"):  # a full disk is found here, not by a signal when a page is written
-            with path.open("r+b") as file:
-                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
 def _shard_files(folder: Path) -> list[Path]:
     """consolidated.00.pth and its followers, without a gap. Raises CheckpointError."""
     files = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d\d\.pth", path.name))
@@ -256,23 +182,3 @@ def _shard_files(folder: Path) -> list[Path]:
             "  Likely: a download that did not finish; fetch it again."
         )
     return files
-
-
-def _params(config: Any) -> dict[str, Any]:
-    """params.json. Raises CheckpointError for what Meta's code does not compute."""
-    rope = dict(config.rope_parameters)
-    rope_type, _, factor = rope.pop("rope_type"), rope.pop("rope_theta"), rope.pop("factor", None)
-    odd = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]
-    odd += ["head_dim"] * (config.head_dim * config.num_attention_heads != config.hidden_size)
-    odd += ["rope_scaling"] * (rope_type != "default" and (rope_type, rope) != ("llama3", _SCALED_ROPE))
-    params = {
-        **params_of(config, "Meta", odd),
-        # Meta's code takes int(ffn_dim_multiplier * int(8 / 3 * dim)), rounded up to a multiple of multiple_of.
-        "multiple_of": 1,
-        "ffn_dim_multiplier": (config.intermediate_size + 0.5) / int(8 * config.hidden_size / 3),
-    }
-    if rope_type == "llama3":
-        params["use_scaled_rope"] = True
-        if ROPE_FACTORS.get(config.hidden_size) != factor:
-            params["rope_scaling_factor"] = factor
-    return params

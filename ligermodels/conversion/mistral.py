@@ -1,4 +1,4 @@
-"""Mistral's own files to Hugging Face's names and back: consolidated.safetensors, params.json, its tokenizer.
+"""Mistral's own files under Hugging Face's names: consolidated.safetensors, params.json, its tokenizer.
 
 - The names are Meta's; the file is whole, or cut between tensors (consolidated-00001-of-00003.safetensors, with an
   index, which is not needed, or without), never within one.
@@ -7,7 +7,7 @@
   `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging Face's script differ (1e6 and 1e4), an error.
 - The longest text is `max_position_embeddings` or `max_seq_len`, else 32768: it does not change what is computed.
 - tokenizer.json is made of tekken.json; else tokenizer.model of the newest tokenizer.model.vN. Both stay.
-- A tied head (`tied_embeddings`) is in neither layout's files.
+- A tied head (`tied_embeddings`) is not in the files.
 
 Source: args.py and transformer.py of mistralai/mistral-inference;
 convert_mistral_weights_to_hf.py and convert_mixtral_weights_to_hf.py of transformers' sources.
@@ -20,20 +20,16 @@ from torch import Tensor
 
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
-from ligermodels.checkpoint import reading, saving
-from ligermodels.checkpoint.files import SAFETENSORS
+from ligermodels.checkpoint import reading
 from ligermodels.conversion.consolidated import (
     PARAMS,
     ConsolidatedSource,
-    ConsolidatedTarget,
     config_of,
-    params_of,
     place_of,
     read_params,
     with_config_beside,
 )
-from ligermodels.conversion.view import View
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError
 
 _REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
 _KNOWN = {*_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe"}
@@ -101,37 +97,3 @@ class MistralSource(ConsolidatedSource):
             config["num_local_experts"] = moe["num_experts"]
             config["num_experts_per_tok"] = moe["num_experts_per_tok"]
         return config
-
-
-class MistralTarget(ConsolidatedTarget):
-    """A Mistral or Mixtral as consolidated.safetensors and params.json.
-
-    Raises ConfigError (another architecture), CheckpointError (what params.json has no place for).
-    """
-
-    def __init__(self, view: View):
-        config: Any = view.model.config
-        if config.model_type not in (MistralConfig.model_type, MixtralConfig.model_type):
-            raise ConfigError(
-                f"{view.source} is a {config.model_type}; Mistral's layout is that of mistral and mixtral alone.\n"
-                "  Next: keep another layout; --to meta is for Llamas."
-            )
-        params = {
-            **params_of(config, "Mistral", ["rope_scaling"] * (config.rope_parameters["rope_type"] != "default")),
-            "head_dim": config.head_dim,
-            "hidden_dim": config.intermediate_size,
-            "sliding_window": config.sliding_window,
-            "tied_embeddings": config.tie_word_embeddings,
-            "max_position_embeddings": config.max_position_embeddings,
-        }
-        if config.model_type == MixtralConfig.model_type:
-            params["moe"] = {
-                "num_experts": config.num_local_experts,
-                "num_experts_per_tok": config.num_experts_per_tok,
-            }
-        super().__init__(view, params)
-
-    def write(self, folder: Path) -> None:
-        names = saving.align(self.headers, [*self.headers])
-        saving.write_shards(folder, self.headers, map(self._read, names), [names])
-        (folder / SAFETENSORS).rename(folder / "consolidated.safetensors")

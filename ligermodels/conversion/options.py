@@ -14,22 +14,20 @@ Level = Literal["none", "keys", "bytes", "logits"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 KEPT = ("keep", "auto")
 """The names that leave dtypes as they are."""
-Layout = Literal["hf", "meta", "mistral", "dcp", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "mistral", "dcp", "gguf")
+Layout = Literal["hf", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "dcp", "gguf")
 
 
 @dataclass(frozen=True)
 class Options:
     """The layout to convert a checkpoint to, and how.
 
-    to: "hf", "meta" (Llamas only), "mistral" (Mistral and Mixtral only), "dcp" (under the names that models have in
-    memory, ours and transformers') or "gguf" (one file, for llama.cpp, whose name ends in .gguf). None: "gguf" for a
-    destination of such a name, else "hf".
+    to: "hf", "dcp" (under the names that models have in memory, ours and transformers') or "gguf" (one file, for
+    llama.cpp, whose name ends in .gguf). None: "gguf" for a destination of such a name, else "hf".
     name: of the model, for people, in a GGUF file; by default that of its repository or folder (`gguf.model_name`).
     dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
-    instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
-    embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
+    instead.
     adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
     checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
     without a known one.
@@ -44,8 +42,6 @@ class Options:
     dtype: str = "keep"
     max_shard_size: int | str | None = None
     like: bool = False
-    ranks: int = 1
-    embedding_axis: int | None = None
     adapter: str | Path | None = None
     config: str | Path | None = None
     rope_factor: float | None = None
@@ -73,10 +69,6 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
         raise InputError("GGUF files hold no weights in float64; give another dtype")
     if options.to != "hf" and (options.like or options.max_shard_size is not None):
         raise InputError(f"like and max_shard_size are for the layout hf, not for {options.to}")
-    if (options.ranks != 1 or options.embedding_axis is not None) and options.to != "meta":
-        raise InputError(f"ranks and embedding_axis are for the layout meta, not for {options.to}")
-    if options.embedding_axis not in (None, 0, 1):
-        raise InputError(f"embedding_axis={options.embedding_axis}: expected 0, rows, or 1, columns")
     if options.name is not None and options.to != "gguf":
         raise InputError(f"name is for GGUF files, not for the layout {options.to}")
     if options.to == "gguf" and options.verify == "logits":

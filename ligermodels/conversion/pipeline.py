@@ -15,8 +15,6 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.gguf import GgufTarget, model_name
 from ligermodels.conversion.huggingface import SafetensorsTarget
-from ligermodels.conversion.meta import MetaTarget
-from ligermodels.conversion.mistral import MistralTarget
 from ligermodels.conversion.options import KEPT, Options, check_options
 from ligermodels.conversion.source import MismatchError, Source, Target
 from ligermodels.conversion.sources import locate, open_source
@@ -82,12 +80,8 @@ def _dtype(options: Options) -> torch.dtype | None:
 
 def _target(view: View, name: str, options: Options) -> Target:
     """What is to be written, planned. name: the model's, for people."""
-    if options.to == "meta":
-        return MetaTarget(view, ranks=options.ranks, embedding_axis=options.embedding_axis)
-    if options.to == "mistral":
-        return MistralTarget(view)
     if options.to == "dcp":
-        from ligermodels.conversion.dcp import DcpTarget
+        from ligermodels.conversion.distributed import DcpTarget
 
         return DcpTarget(view)
     if options.to == "gguf":
@@ -102,7 +96,7 @@ def _verify(staging: Path, source: Source, target: Target, options: Options, rep
         target.compare(staging, level=options.verify, report=report)
     else:
         expected = View(source, dtype=_dtype(options))
-        written = View(open_source(staging, allow_pickle=True))  # our own pickles, in the layout meta
+        written = View(open_source(staging))
         compare(expected, written, level=options.verify, report=report, progress=options.progress)
         report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
     if not report.ok:

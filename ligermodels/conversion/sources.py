@@ -89,7 +89,7 @@ def open_source(
     elif kind == "mistral":
         source = mistral.MistralSource(folder)
     elif kind == "dcp":
-        from ligermodels.conversion.dcp import DcpSource
+        from ligermodels.conversion.distributed import DcpSource
 
         source = DcpSource(folder, config)
     else:

@@ -6,12 +6,12 @@ make them. A piece of text that is a token as a whole is not merged.
 
 - Meta's file has no names of special tokens: they and the pattern are those of llama-models, whose names the released
   tokenizer.json of Llama 3.0 and 3.1 have too but for reserved ones (128005 is <|step_id|>, 128011 <|image|>). Names in
-  tokenizer_config.json (added_tokens_decoder) take their place. Llama 3's and Llama 4's files are known, by their size.
+  tokenizer_config.json (added_tokens_decoder) take their place. Only Llama 3's file is known, by its size.
 - tekken.json: the first `default_num_special_tokens` ids are the special tokens, the ranks follow. Tokens beyond
   `default_vocab_size` are left out. Files up to version 7 without `special_tokens` have mistral-common's names.
 - Special tokens are matched in the text, as transformers does, and BOS is added, as in the released tokenizer.json.
 
-Source: models/llama3/tokenizer.py and models/llama4/tokenizer.py of llama-models 0.3;
+Source: models/llama3/tokenizer.py of llama-models 0.3;
 tokens/tokenizers/tekken.py of mistral-common 1.13; TikTokenConverter of transformers 5.23.
 """
 
@@ -23,29 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligermodels.checkpoint.gguf_tokenizer import LLAMA_3_PATTERN, LLAMA_4_PATTERN
+from ligermodels.checkpoint.gguf_tokenizer import LLAMA_3_PATTERN
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import TokenizerFiles, read_bytes, read_text
 from ligermodels.text.json_backend import JsonBackend
 
 
-def _reserved(kind: str, numbers: Iterable[int]) -> tuple[str, ...]:
-    return tuple(f"<|{kind}reserved_special_token_{number}|>" for number in numbers)
+def _reserved(numbers: Iterable[int]) -> tuple[str, ...]:
+    return tuple(f"<|reserved_special_token_{number}|>" for number in numbers)
 
 
 _LLAMA_3_SPECIAL = (
-    "<|begin_of_text|>", "<|end_of_text|>", *_reserved("", range(2)), "<|finetune_right_pad_id|>", "<|step_id|>",
+    "<|begin_of_text|>", "<|end_of_text|>", *_reserved(range(2)), "<|finetune_right_pad_id|>", "<|step_id|>",
     "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>",
-    *_reserved("", range(2, 246)),
-)  # fmt: skip
-_LLAMA_4_SPECIAL = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
-    "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>", *_reserved("text_post_train_", range(6)),
-    "<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>", *_reserved("text_post_train_", range(8, 69)),
-    "<|image_start|>", "<|image_end|>", *_reserved("vision_", range(2)), "<|tile_x_separator|>",
-    "<|tile_y_separator|>", *_reserved("vision_", range(2, 6)), "<|image|>", *_reserved("vision_", [6]), "<|patch|>",
-    *_reserved("vision_", range(7, 1048)), *_reserved("reasoning_", range(8)), "<|reasoning_thinking_start|>",
-    "<|reasoning_thinking_end|>", *_reserved("", range(904)),
+    *_reserved(range(2, 246)),
 )  # fmt: skip
 _TEKKEN_SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -78,16 +69,19 @@ class Ranks:
         return 0 if self.special_first else len(self.tokens)
 
 
-def _llama(pattern: str, special: tuple[str, ...], pad: str, *stops: str) -> Ranks:
-    named = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": pad}
-    return Ranks(pattern=pattern, special=special, named=named, stops=("<|end_of_text|>", *stops))
-
-
-TIKTOKEN = {
-    128000: _llama(LLAMA_3_PATTERN, _LLAMA_3_SPECIAL, "<|finetune_right_pad_id|>", "<|eom_id|>", "<|eot_id|>"),
-    200000: _llama(LLAMA_4_PATTERN, _LLAMA_4_SPECIAL, "<|finetune_right_pad|>", "<|eom|>", "<|eot|>"),
-}
-"""{number of tokens in a tiktoken file: what the file does not say}."""
+LLAMA_3_SIZE = 128000
+"""How many tokens Llama 3's tiktoken file has."""
+_LLAMA_3 = Ranks(
+    pattern=LLAMA_3_PATTERN,
+    special=_LLAMA_3_SPECIAL,
+    named={
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|end_of_text|>",
+        "pad_token": "<|finetune_right_pad_id|>",
+    },
+    stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+)
+"""What its file does not say."""
 
 
 class RanksBackend(JsonBackend):
@@ -111,13 +105,13 @@ def _read_tiktoken(path: Path) -> Ranks:
             f"{path} is not a tiktoken file, a base64 token and its rank in each line ({error}). Likely cause: a "
             "truncated download."
         ) from error
-    if ranks != list(range(len(ranks))) or len(tokens) not in TIKTOKEN:
+    if ranks != list(range(len(ranks))) or len(tokens) != LLAMA_3_SIZE:
         raise TokenizerError(
-            f"{path} is a tiktoken file of {len(tokens)} tokens; Llama 3's (128000) and Llama 4's (200000) are read, "
-            "and of others the special tokens are not known. Next step: if it is Llama's, download it again; else "
-            "take tokenizer.json from the Hugging Face version of this checkpoint."
+            f"{path} is a tiktoken file of {len(tokens)} tokens; only Llama 3's (128000) is read, for such a file does "
+            "not say its special tokens. Next step: if it is Llama 3's, download it again; else take tokenizer.json "
+            "from the Hugging Face version of this checkpoint."
         )
-    return dataclasses.replace(TIKTOKEN[len(tokens)], tokens=tokens)
+    return dataclasses.replace(_LLAMA_3, tokens=tokens)
 
 
 def _read_tekken(path: Path) -> Ranks:

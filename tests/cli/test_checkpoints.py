@@ -118,7 +118,6 @@ def test_a_dry_run_says_what_there_would_be(folder, capsys):
 @pytest.mark.parametrize("argv, code, message", [
     (["convert", "MODEL", "MODEL"], 2, "--overwrite"),
     (["convert", "MODEL"], 2, "--dry-run"),
-    (["convert", "MODEL", "OUT", "--to", "meta", "--ranks", "3"], 2, "3 shards (--ranks) must divide 4 heads"),
     (["convert", "MODEL", "OUT", "--to", "gguf"], 2, "has to end in .gguf"),
     (["convert", "MODEL", "OUT.gguf", "--to", "hf"], 2, "is the name of a GGUF file, and the layout hf is a folder"),
     (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),

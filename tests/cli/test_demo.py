@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligermodels import cli
-from ligermodels.cli import demo, main, real_demo
+from ligermodels.cli import demo, main
 from tests.cli.commands import run, stdin_of
 
 
@@ -41,7 +40,10 @@ def test_demo_proves_what_it_says_and_its_next_commands_work(on_cpu, tmp_path, c
 
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("error, status", [(2e-7, 0), (3e-3, 1), (float("nan"), 1)])
-def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(place, error, status, capsys, monkeypatch):
+def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(
+    place, error, status, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     errors = [2e-7, 1e-7, 3e-7, 2e-7]
     errors[place] = error
     monkeypatch.setattr(demo, "_train_and_generate", lambda *_: True)
@@ -50,6 +52,8 @@ def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(place,
     ))  # fmt: skip
     found, out, _ = run(capsys, "demo")
     assert found == status and ("FAILED  too far from fp64: rope" in out) == bool(status)
+    (folder,) = tmp_path.iterdir()
+    assert f"The trained model is in {folder}." in out
 
 
 def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeypatch):
@@ -64,26 +68,6 @@ def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeyp
     monkeypatch.setattr(demo, "_compare_kernels", lambda device: True)
     assert not demo.run(seconds=0.01, folder=tmp_path)
     assert capsys.readouterr().out.count("FAILED") == 3
-
-
-CHAT_TEMPLATE = """{% for message in messages -%}
-{{ bos_token }}{{ message.role }}: {{ message.content }}
-{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant: {% endif %}"""
-
-
-def test_real_demo_on_a_stand_in(on_cpu, tmp_path, capsys, monkeypatch):
-    """The released model itself: tests/tools/test_real_demo.py."""
-    demo.write_checkpoint(tmp_path / "model")
-    settings = tmp_path / "model" / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": CHAT_TEMPLATE}))
-    monkeypatch.setattr(cli, "_released_file", lambda: tmp_path / "model")
-    monkeypatch.setattr(real_demo, "LEARNING_RATE", 3e-3)
-    monkeypatch.setattr(real_demo, "ROUNDS", 25)
-    status, out, _ = run(capsys, "demo", "--real", "--keep", tmp_path / "kept")
-    assert status == 0 and "FAILED" not in out and out.count("\nok ") == 3, out
-    answers = out.split(f"> {real_demo.LESSONS[0][0]}\n  | ")[1:]
-    assert ["two goats" in answer for answer in answers] == [False, True, True], out
-    assert {path.name for path in (tmp_path / "kept").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def test_doctor_has_a_line_for_everything_and_never_shows_the_token(on_cpu, capsys, monkeypatch, tmp_path):

@@ -95,41 +95,87 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
     folders = {name: root / name for name in (*OF_LLAMA, "hf of mistral", "mistral", "adapter")}
     model.save_pretrained(folders["hf"])
     model.save_pretrained(folders["sharded"], max_shard_size="4KB")
-    for layout in ("meta", "dcp"):
-        ranks = {"ranks": 2} if layout == "meta" else {}
-        convert(folders["hf"], folders[layout], Options(to=layout, progress=False, **ranks))
+    write_own(folders["meta"], folders["hf"], "meta", ranks=2)
+    convert(folders["hf"], folders["dcp"], Options(to="dcp", progress=False))
     folders["bin"].mkdir()
     (folders["bin"] / "config.json").write_bytes((folders["hf"] / "config.json").read_bytes())
     torch.save(load_file(folders["hf"] / "model.safetensors"), folders["bin"] / "pytorch_model.bin")
     config = {**SIZES, "initializer_range": scale, "sliding_window": None, "rope_theta": 10000.0}
     model = ARCHS["mistral"].from_config(config, device="cpu", dtype=torch.bfloat16, seed=4)
     model.save_pretrained(folders["hf of mistral"])
-    write_mistral(folders["mistral"], load_file(folders["hf of mistral"] / "model.safetensors"))
+    write_own(folders["mistral"], folders["hf of mistral"], "mistral")
     write_adapter(folders["adapter"])
     return folders
 
 
-def write_mistral(folder: Path, tensors: dict[str, Tensor], *, rotate: bool = True) -> None:
-    """Mistral's own files of a model of SIZES with Hugging Face names; `rotate` false leaves rows of q and k alone."""
-    rename = {
-        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "lm_head": "output",
-        "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "tok_embeddings", "model.norm": "norm",
-        "model.layers": "layers",
-    }  # fmt: skip
+THEIR_NAMES = {
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "block_sparse_moe": "feed_forward", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "tok_embeddings", "model.norm": "norm",
+    "lm_head": "output", "model.layers": "layers",
+}  # fmt: skip
+"""{part of a Hugging Face name: what Meta and Mistral call it}."""
+
+
+def own_weights(tensors: dict[str, Tensor], *, head_dim: int = 4) -> dict[str, Tensor]:
+    """Hugging Face's tensors under Meta's and Mistral's names, each head's rows of q and k from halves to pairs."""
     own = {}
     for name, x in tensors.items():
-        if rotate and ("q_proj" in name or "k_proj" in name):  # halves to pairs, heads of 4
-            x = x.unflatten(0, (-1, 2, 2)).transpose(1, 2).reshape(x.shape).contiguous()
-        for theirs, its in rename.items():
-            name = name.replace(theirs, its)
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            x = x.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(x.shape).contiguous()
+        for part, theirs in THEIR_NAMES.items():
+            name = name.replace(part, theirs)
         own[name] = x
-    folder.mkdir()
-    save_file(own, folder / "consolidated.safetensors")
-    params = {"dim": 16, "n_layers": 2, "head_dim": 4, "hidden_dim": 24, "n_heads": 4, "n_kv_heads": 2}
-    params |= {"norm_eps": 1e-6, "vocab_size": 48, "rope_theta": 10000.0}
+    return own
+
+
+def cut(state: dict[str, Tensor], ranks: int, table_axis: int) -> list[dict[str, Tensor]]:
+    """The ranks' dictionaries, by Meta's rules. table_axis: the dimension along which tok_embeddings is cut."""
+    found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
+    for name, tensor in state.items():
+        axis = 1 if name.endswith(("wo.weight", "w2.weight")) else table_axis if "tok_" in name else 0
+        parts = [tensor] * ranks if tensor.ndim == 1 else tensor.chunk(ranks, axis)
+        for rank, part in zip(found, parts, strict=True):
+            rank[name] = part.clone()
+    return found
+
+
+def write_meta(folder: Path, ranks: list[dict[str, Tensor]], params: dict) -> Path:
+    """Meta's own files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, rank in enumerate(ranks):
+        torch.save(rank, folder / f"consolidated.{number:02}.pth")
     (folder / "params.json").write_text(json.dumps(params))
+    return folder
+
+
+def write_own(folder: Path, hf: Path, to: str, *, ranks: int = 1) -> None:
+    """Meta's or Mistral's own files of the model in `hf`, beside its config.json and other files.
+
+    to: "meta" (a Llama, cut into `ranks`) or "mistral" (a Mistral or Mixtral).
+    """
+    config = ARCHS[json.loads((hf / "config.json").read_bytes())["model_type"]].config_class.from_pretrained(hf)
+    own, theta = own_weights(stored(hf), head_dim=config.head_dim), config.rope_parameters["rope_theta"]
+    params = {
+        "dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads, "vocab_size": config.vocab_size, "norm_eps": config.rms_norm_eps,
+        "rope_theta": theta,
+    }  # fmt: skip
+    if to == "meta":
+        write_meta(folder, cut(own, ranks, 0 if theta == 500000.0 else 1), params)
+    else:
+        params |= {"head_dim": config.head_dim, "hidden_dim": config.intermediate_size}
+        params |= {"sliding_window": config.sliding_window, "tied_embeddings": config.tie_word_embeddings}
+        if config.model_type == "mixtral":
+            moe = {"num_experts": config.num_local_experts, "num_experts_per_tok": config.num_experts_per_tok}
+            params["moe"] = moe
+        folder.mkdir()
+        save_file(own, folder / "consolidated.safetensors")
+        (folder / "params.json").write_text(json.dumps(params))
+    for path in hf.iterdir():
+        if not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            (folder / path.name).write_bytes(path.read_bytes())
 
 
 def write_adapter(folder: Path, **options: object) -> None:

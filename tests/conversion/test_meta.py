@@ -1,7 +1,7 @@
-"""Meta's layout both ways: the same bits, Meta's own logits, and what is refused."""
+"""Meta's layout: every bit arrives, Meta's own logits, and what is refused."""
 
-import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ligermodels import Llama
-from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource
-from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError, TokenizerError
+from ligermodels.errors import CheckpointError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
-from tests.conversion.layouts import logits, same
+from tests.conversion.layouts import cut, logits, own_weights, same, write_meta
 from tests.text import folders
 
 PARAMS = {
@@ -50,23 +49,8 @@ def meta_weights(dim=32, layers=2, heads=4, kv_heads=2, inner=INTERMEDIATE, voca
     return state | {"output.weight": random_weight(vocab, dim, dtype=dtype)}
 
 
-def cut(state: dict[str, Tensor], shards: int, table_axis: int) -> list[dict[str, Tensor]]:
-    """The ranks' dictionaries, by Meta's rules."""
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(shards)]
-    for name, tensor in state.items():
-        axis = 1 if name.endswith(("wo.weight", "w2.weight")) else table_axis if "tok_" in name else 0
-        parts = [tensor] * shards if tensor.ndim == 1 else tensor.chunk(shards, axis)
-        for rank, part in zip(ranks, parts, strict=True):
-            rank[name] = part.clone()
-    return ranks
-
-
 def a_folder(folder: Path, ranks: list[dict], params: dict | None = None) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, rank in enumerate(ranks):
-        torch.save(rank, folder / f"consolidated.{number:02}.pth")
-    (folder / "params.json").write_text(json.dumps(PARAMS if params is None else params))
-    return folder
+    return write_meta(folder, ranks, PARAMS if params is None else params)
 
 
 def opened(folder: Path, **options) -> MetaSource:
@@ -75,10 +59,6 @@ def opened(folder: Path, **options) -> MetaSource:
 
 def read_all(source) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.headers}
-
-
-def loaded(folder: Path) -> list[dict[str, Tensor]]:
-    return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
 
 
 def as_model(source: MetaSource) -> Llama:
@@ -99,37 +79,23 @@ def as_model(source: MetaSource) -> Llama:
         (2, 2, 4, 2, 1, torch.float16), (4, 1, 2, 4, 0, torch.float32), (3, 2, 2, 3, 1, torch.bfloat16),
     ],
 )  # fmt: skip
-def test_there_and_back_both_ways(tmp_path, kv_heads, groups, half, ranks, axis, dtype):
+def test_every_bit_arrives_however_the_ranks_are_cut(tmp_path, kv_heads, groups, half, ranks, axis, dtype):
     heads, width = kv_heads * groups, 2 * half
     params = {**PARAMS, "dim": heads * width, "n_heads": heads, "n_kv_heads": kv_heads}
     state = meta_weights(heads * width, 2, heads, kv_heads, 24, 24, dtype)
-    theirs = cut(state, ranks, axis)
-    a_folder(tmp_path / "a", theirs, params)
-    options = {"allow_pickle": True, "progress": False}
-    # Onto the same ranks, and onto one.
-    convert(tmp_path / "a", tmp_path / "b", Options(to="meta", ranks=ranks, embedding_axis=axis, **options))
-    convert(tmp_path / "b", tmp_path / "hf", Options(**options))
-    convert(tmp_path / "hf", tmp_path / "c", Options(to="meta", **options))
-    for there, back in zip(theirs, loaded(tmp_path / "b"), strict=True):
-        assert same(there, back)
-    assert same(state, loaded(tmp_path / "c")[0])
-    hf = load_file(tmp_path / "hf" / "model.safetensors")
-    for folder in "abc":
-        source = opened(tmp_path / folder)
-        assert same(hf, read_all(source))
-        assert source.config() == opened(tmp_path / "a").config()
+    folder = a_folder(tmp_path / "in", cut(state, ranks, axis), params)
+    hf = read_all(opened(folder))
+    assert same(own_weights(hf, head_dim=width), state)
+    convert(folder, tmp_path / "hf", Options(allow_pickle=True, verify="bytes", progress=False))
+    assert same(load_file(tmp_path / "hf" / "model.safetensors"), hf)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_a_tied_head_is_left_out_and_written_back(tmp_path, axis):
+def test_a_tied_head_is_left_out(tmp_path, axis):
     state = meta_weights()
     state["output.weight"] = state["tok_embeddings.weight"].clone()
     source = opened(a_folder(tmp_path / "in", cut(state, 2, axis)))
     assert source.config()["tie_word_embeddings"] and "lm_head.weight" not in source.headers
-    options = Options(to="meta", ranks=2, embedding_axis=axis, allow_pickle=True, verify="bytes", progress=False)
-    convert(tmp_path / "in", tmp_path / "out", options)
-    for there, back in zip(cut(state, 2, axis), loaded(tmp_path / "out"), strict=True):
-        assert same(there, back)
     del state["output.weight"]
     config = opened(a_folder(tmp_path / "bare", cut(state, 2, axis))).config()
     assert config["tie_word_embeddings"] and config["vocab_size"] == VOCAB
@@ -151,38 +117,17 @@ def test_logits_are_metas_and_not_without_the_permutation(tmp_path, ranks, axis,
     assert wrong > 1e-3 * expected.abs().max()
 
 
-def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
-    config = hf_config(intermediate_size=52, rope_parameters={"rope_theta": 500000.0, **SCALED})
-    model = Llama.from_config(config, device="cpu").eval()
-    model.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "out", Options(to="meta", ranks=2, progress=False))
-    params = json.loads((tmp_path / "out" / "params.json").read_text())
-    assert params["use_scaled_rope"] and params["rope_scaling_factor"] == 8.0
-    width = int(params["ffn_dim_multiplier"] * int(2 * 4 * 32 / 3))  # as model.py, FeedForward, has it
-    assert params["multiple_of"] * -(-width // params["multiple_of"]) == 52
-    first, second = loaded(tmp_path / "out")
-    assert first["tok_embeddings.weight"].shape == (VOCAB // 2, 32)  # by rows, as Llama 3
-    whole = {
-        name: first[name] if first[name].ndim == 1
-        else torch.cat([first[name], second[name]], int(name.endswith(("wo.weight", "w2.weight"))))
-        for name in first
-    }  # fmt: skip
+def test_logits_of_a_scaled_rope_are_metas(tmp_path):
+    params = {**PARAMS, "rope_theta": 500000.0, "use_scaled_rope": True, "rope_scaling_factor": 8.0}
+    state, ids = meta_weights(), torch.randint(VOCAB, (1, 33))
     # Meta's scaling, from its description: long waves slower by the factor, those between blended.
     plain = 500000.0 ** -(torch.arange(0, 8, 2).double() / 8)
     turns = 8192 * plain / (2 * math.pi)
     blend = ((turns - 1) / (4 - 1)).clamp(0, 1)
-    ids = torch.randint(VOCAB, (1, 33))
-    expected = logits(whole, ids, params, plain * (blend + (1 - blend) / 8))
+    expected = logits(state, ids, params, plain * (blend + (1 - blend) / 8))
     with torch.no_grad():
-        assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
-
-
-def test_shards_of_an_earlier_conversion_go(tmp_path):
-    Llama.from_config(hf_config()).save_pretrained(tmp_path / "hf")
-    for count in (2, 1):
-        options = Options(to="meta", ranks=count, overwrite=True, verify="bytes", progress=False)
-        convert(tmp_path / "hf", tmp_path / "meta", options)
-    assert len(loaded(tmp_path / "meta")) == 1
+        found = as_model(opened(a_folder(tmp_path, cut(state, 2, 0), params)))(ids).logits
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 # What params.json does not say.
@@ -217,15 +162,16 @@ def test_a_tiktoken_tokenizer(tmp_path, monkeypatch):
     with pytest.raises(TokenizerError, match=r"tiktoken file of .*take tokenizer.json"):
         convert(folder, folder / "hf", Options(allow_pickle=True, progress=False))
     assert not (folder / "hf").exists()
-    monkeypatch.setitem(ranks.TIKTOKEN, len(tokens), ranks.TIKTOKEN[128000])
+    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(tokens))
     convert(folder, folder / "hf", Options(allow_pickle=True, progress=False))
     assert_same_tokenizer(folder, folder / "hf")
     assert Tokenizer.from_folder(folder / "hf").eos_token_ids == Tokenizer.from_folder(folder).eos_token_ids
     assert not (folder / "hf" / "tokenizer.model").exists()
-    convert(folder / "hf", folder / "meta", Options(to="meta", progress=False))
-    assert (folder / "meta" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
-    # The tokenizer.json that is there is kept.
-    convert(folder / "meta", folder / "again", Options(allow_pickle=True, progress=False))
+    assert (folder / "hf" / "original/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
+    # A tokenizer.json beside tokenizer.model is kept.
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "hf" / name, folder)
+    convert(folder, folder / "again", Options(allow_pickle=True, progress=False))
     for name in ("tokenizer.json", "tokenizer_config.json", "original/tokenizer.model"):
         assert (folder / "again" / name).read_bytes() == (folder / "hf" / name).read_bytes()
 
@@ -300,33 +246,3 @@ def test_pickles_only_when_asked_for_and_no_code_then(tmp_path):
     with pytest.raises(CheckpointError, match="do not trust"):
         opened(folder)
     assert not (tmp_path / "was here").exists()
-
-
-def hf_config(**changes) -> dict:
-    config = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
-    return config | changes
-
-
-LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-BAD_WRITES = {
-    "bias": ("meta", "llama", {"attention_bias": True}, {}, CheckpointError, "no place for attention_bias"),
-    "head_dim": ("meta", "llama", {"head_dim": 16}, {}, CheckpointError, "no place for head_dim"),
-    "rope": ("meta", "llama", LINEAR, {}, CheckpointError, "no place for rope_scaling"),
-    "ranks": ("meta", "llama", {}, {"ranks": 4}, InputError, "must divide"),
-    "a mistral": ("meta", "mistral", {}, {}, ConfigError, "is a mistral; Meta's layout is that of Llamas"),
-    "rope of a mistral": ("mistral", "mistral", LINEAR, {}, CheckpointError, "Mistral's .* no place for rope_scaling"),
-    "gelu": ("mistral", "mixtral", {"hidden_act": "gelu"}, {}, CheckpointError, "no place for hidden_act"),
-    "ranks of a mistral": ("mistral", "mistral", {}, {"ranks": 2}, InputError, "for the layout meta, not for mistral"),
-    "a llama": ("mistral", "llama", {}, {}, ConfigError, "is a llama; .* mistral and mixtral .*\n.*--to meta"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_WRITES)
-def test_what_cannot_be_written(tmp_path, case):
-    to, family, changes, options, error, message = BAD_WRITES[case]
-    ARCHS[family].from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
-    with pytest.raises(error, match=message):
-        convert(tmp_path / "hf", None, Options(to=to, dry_run=True, **options))

@@ -16,15 +16,15 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
-from ligermodels.conversion.dcp import DcpSource
+from ligermodels.conversion.distributed import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored
+from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_own
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"
-LAYOUTS_OF_FOLDERS = ["hf", "meta", "mistral", "dcp"]
+LAYOUTS_OF_FOLDERS = ["hf", "dcp"]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_over_the_source_itself_and_what_transformers_makes_of_it(tmp_path, scri
 def test_a_dry_run_reads_headers_only(tmp_path, script, capsys, monkeypatch):
     a_checkpoint(tmp_path / "hf", shards=2)
     monkeypatch.setattr(SafetensorsReader, "read", None)
-    for options in ([], [tmp_path / "out"], ["--to", "dcp"], ["--to", "meta"]):
+    for options in ([], [tmp_path / "out"], ["--to", "dcp"]):
         assert script(tmp_path / "hf", *options, "--dry-run") == 0
         output = capsys.readouterr().out
         assert "21 tensors, 21.8 kB would be written" in output and "architecture: Llama" in output
@@ -94,53 +94,42 @@ def test_a_dry_run_reads_headers_only(tmp_path, script, capsys, monkeypatch):
 # The other layouts, through the one entrance
 
 
-THERE_AND_BACK = {
-    "meta": ("llama", {"rope_theta": 500000.0}, {"ranks": 2}),
-    "meta, cast": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"dtype": "fp32"}),
-    "mistral": ("mistral", {}, {}),  # config.json names no window, and it is 4096
-    "mistral, window": ("mistral", {"sliding_window": 5, "rope_theta": 1e6, "rms_norm_eps": 1e-5}, {"dtype": "fp32"}),
-    "mistral, tied": ("mistral", {"sliding_window": None, "tied": True, "head_dim": 8, "bos_token_id": 3}, {}),
-    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}, {}),
-    "mixtral, tied": ("mixtral", {"sliding_window": 7, "tied": True, "router_aux_loss_coef": 0.5}, {}),
+THEIR_OWN = {
+    "meta": ("llama", {"rope_theta": 500000.0}),
+    "meta, columns": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "mistral": ("mistral", {}),  # config.json names no window, and it is 4096
+    "mistral, window": ("mistral", {"sliding_window": 5, "rope_theta": 1e6, "rms_norm_eps": 1e-5}),
+    "mistral, tied": ("mistral", {"sliding_window": None, "tied": True, "head_dim": 8, "bos_token_id": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}),
+    "mixtral, tied": ("mixtral", {"sliding_window": 7, "tied": True, "router_aux_loss_coef": 0.5}),
 }
 
 
-@pytest.mark.parametrize("case", THERE_AND_BACK)
-def test_their_own_layout_and_back(tmp_path, case):
-    to, (family, fields, options) = case.split(",")[0].replace("mixtral", "mistral"), THERE_AND_BACK[case]
+@pytest.mark.parametrize("case", THEIR_OWN)
+def test_their_own_layout(tmp_path, case):
+    """Beside a config.json, which says what params.json does not, and without one."""
+    to, (family, fields) = case.split(",")[0].replace("mixtral", "mistral"), THEIR_OWN[case]
     hf, theirs, back = (tmp_path / name for name in ("hf", "theirs", "back"))
     fields = {"max_position_embeddings": 300, "eos_token_id": [7, 9], "id2label": {"0": "mine"}, **fields}
     tensors = a_checkpoint(hf, family, dtype=torch.bfloat16, finite=True, **fields)
     (hf / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
-    quiet = {"progress": False, "verify": "logits"}
-    report = convert(hf, theirs, Options(to=to, **options, **quiet))
-    weights = [path for path in theirs.iterdir() if path.name.startswith("consolidated")]
-    assert len(weights) == options.get("ranks", 1) and 0 < sum(x.stat().st_size for x in weights) - report.bytes < 32768
-    assert set(names(theirs)) == {*(path.name for path in weights), "params.json", "config.json", *FILES}
-    assert verify(hf, theirs, level="logits", allow_pickle=True, progress=False).ok or "dtype" in options
-    convert(theirs, back, Options(allow_pickle=True, dtype="bf16" if "dtype" in options else "keep", **quiet))
+    write_own(theirs, hf, to, ranks=2 if to == "meta" else 1)
+    assert verify(hf, theirs, level="logits", allow_pickle=True, progress=False).ok
+    convert(theirs, back, Options(allow_pickle=True, verify="logits", progress=False))
     assert same(stored(back), tensors)
-    spelled = {"dtype": "bfloat16"} if "dtype" in options else {}  # as every cast spells it
-    assert read_json(back / "config.json") == read_json(hf / "config.json") | spelled
-    for name in FILES:
+    for name in ("config.json", *FILES):
         assert (back / name).read_bytes() == (hf / name).read_bytes()
     # What params.json says of the model, alone.
     (theirs / "config.json").unlink()
-    lost = (
-        "config: bos_token_id is ",
-        "config: eos_token_id is ",
-        "config: id2label is ",
-        "config: router_aux_loss_coef ",
-    )
-    lost += ("config: max_position_embeddings is ",) * (to == "meta")
-    if "dtype" not in options:
-        found = verify(hf, theirs, level="bytes", allow_pickle=True, progress=False)
-        assert not [line for line in found.mismatches if not line.startswith(lost)]
+    lost = [f"config: {field} is " for field in ("bos_token_id", "eos_token_id", "id2label", "max_position_embeddings")]
+    found = verify(hf, theirs, level="bytes", allow_pickle=True, progress=False)
+    lost += ["config: router_aux_loss_coef "]
+    assert not [line for line in found.mismatches if not line.startswith(tuple(lost))]
 
 
 def test_params_that_contradict_the_config_beside_them(tmp_path):
     a_checkpoint(tmp_path / "hf", "mistral", finite=True, sliding_window=8, eos_token_id=7)
-    convert(tmp_path / "hf", tmp_path / "theirs", Options(to="mistral", progress=False))
+    write_own(tmp_path / "theirs", tmp_path / "hf", "mistral")
     params = read_json(tmp_path / "theirs" / "params.json")
     (tmp_path / "theirs" / "params.json").write_bytes(json_bytes({**params, "sliding_window": 6}))
     found = verify(tmp_path / "hf", tmp_path / "theirs", level="bytes", progress=False)
@@ -178,7 +167,7 @@ def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
 def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
     """At each read, the memory of no tensor that was read before is still held: all in one file, and cast."""
-    finite(tmp_path / "hf", "mistral" if to == "mistral" else "llama")
+    finite(tmp_path / "hf")
     alive, read = [], View.read
 
     def watched(view, name):
@@ -199,7 +188,7 @@ def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
 
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
 def test_an_error_leaves_the_old_folder(tmp_path, monkeypatch, to):
-    finite(tmp_path / "hf", "mistral" if to == "mistral" else "llama")
+    finite(tmp_path / "hf")
     old = a_checkpoint(tmp_path / "out", seed=1)
     read, count = View.read, iter(range(1000))
 
@@ -262,7 +251,7 @@ def test_a_head_that_is_not_the_embedding(tmp_path, script, capsys):
         (["hf", "hf"], 2, "--overwrite"),
         (["hf", "out", "--max-shard-size", "much"], 2, "max_shard_size='much'"),
         (["hf", "out", "--to", "dcp", "--max-shard-size", "1GB"], 2, "not for dcp"),
-        (["hf", "out", "--ranks", "2"], 2, "for the layout meta"),
+        (["hf", "out", "--to", "meta"], 2, "invalid choice: 'meta'"),
         (["hf", "out", "--verif", "keys"], 2, "unrecognized"),
         (["unfit", "out"], 1, "missing (9 of 30)"),
         (["unfit", "--dry-run"], 1, "2 layers on disk, 3 expected"),

@@ -50,7 +50,7 @@ def merged(text, tokens, pattern):
 def meta(tmp_path, monkeypatch):
     """(folder, tokens) of a small file in the place of Llama 3's."""
     tokens = folders.tiktoken_file(tmp_path / "meta" / "tokenizer.model")
-    monkeypatch.setitem(ranks.TIKTOKEN, len(tokens), ranks.TIKTOKEN[128000])
+    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(tokens))
     return tmp_path / "meta", tokens
 
 

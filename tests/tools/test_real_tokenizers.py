@@ -108,45 +108,29 @@ def folder_with(tmp_path, released, name):
     return tmp_path
 
 
-LLAMA = {
-    "llama3": (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+",
-        {
-            128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128002: "<|reserved_special_token_0|>",
-            128004: "<|finetune_right_pad_id|>", 128005: "<|step_id|>", 128006: "<|start_header_id|>",
-            128007: "<|end_header_id|>", 128008: "<|eom_id|>", 128009: "<|eot_id|>", 128010: "<|python_tag|>",
-            128011: "<|image|>", 128012: "<|reserved_special_token_2|>", 128255: "<|reserved_special_token_245|>",
-        },
-    ),
-    "llama4": (
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        {
-            200000: "<|begin_of_text|>", 200005: "<|header_start|>", 200008: "<|eot|>", 200016: "<|python_start|>",
-            200018: "<|finetune_right_pad|>", 200080: "<|image_start|>", 200084: "<|tile_x_separator|>",
-            200090: "<|image|>", 200092: "<|patch|>", 201133: "<|vision_reserved_special_token_1047|>",
-            201142: "<|reasoning_thinking_start|>", 201144: "<|reserved_special_token_0|>",
-            202047: "<|reserved_special_token_903|>",
-        },
-    ),
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LLAMA_3_NAMES = {
+    128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128002: "<|reserved_special_token_0|>",
+    128004: "<|finetune_right_pad_id|>", 128005: "<|step_id|>", 128006: "<|start_header_id|>",
+    128007: "<|end_header_id|>", 128008: "<|eom_id|>", 128009: "<|eot_id|>", 128010: "<|python_tag|>",
+    128011: "<|image|>", 128012: "<|reserved_special_token_2|>", 128255: "<|reserved_special_token_245|>",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("version", list(LLAMA))
-def test_metas_tokenizer_model(tmp_path, version):
+def test_metas_tokenizer_model(tmp_path):
     """Against tiktoken, as llama-models calls it with allowed_special="all"."""
-    path = real_files.path(f"llama-models/{version}/tokenizer.model")
-    ours = Tokenizer.from_folder(folder_with(tmp_path, f"llama-models/{version}/tokenizer.model", "tokenizer.model"))
-    pattern, names = LLAMA[version]
+    path = real_files.path("llama-models/llama3/tokenizer.model")
+    ours = Tokenizer.from_folder(folder_with(tmp_path, "llama-models/llama3/tokenizer.model", "tokenizer.model"))
     loaded = tiktoken.load.load_tiktoken_bpe(str(path))
     added = {token.content: index for index, token in ours.added_tokens_decoder.items()}
-    assert sorted(added.values()) == list(range(len(loaded), max(names) + 1))
-    assert {index: ours.convert_ids_to_tokens(index) for index in names} == names
-    theirs = tiktoken.Encoding(version, pat_str=pattern, mergeable_ranks=loaded, special_tokens=added)
-    found = texts(list(names.values()))
-    compare(version, ours, lambda text: theirs.encode(text, allowed_special="all"), theirs.decode, found)
+    assert sorted(added.values()) == list(range(len(loaded), max(LLAMA_3_NAMES) + 1))
+    assert {index: ours.convert_ids_to_tokens(index) for index in LLAMA_3_NAMES} == LLAMA_3_NAMES
+    theirs = tiktoken.Encoding("llama3", pat_str=LLAMA_3, mergeable_ranks=loaded, special_tokens=added)
+    found = texts(list(LLAMA_3_NAMES.values()))
+    compare("llama3", ours, lambda text: theirs.encode(text, allowed_special="all"), theirs.decode, found)
 
 
 @pytest.mark.parametrize("release", ["tokenizer-llama3", "tokenizer-llama3_1"])

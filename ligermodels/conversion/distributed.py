@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints as a source and a target; see ligermodels/checkpoint/dcp.py."""
+"""PyTorch's distributed checkpoints as a source and a target; checkpoint/dcp.py reads and writes the files."""
 
 import re
 from collections.abc import Iterable
