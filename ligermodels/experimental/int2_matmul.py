@@ -210,7 +210,7 @@ def _options(scale_a: Tensor | None, scale_w: Tensor | None, bias: Tensor | None
 
 
 def _in_words(x: Tensor) -> bool:
-    """Whether rows can be read four bytes at a time. torch.compile cannot ask where x begins: at a word, it is assumed."""
+    """Whether rows can be read four bytes at a time. Under torch.compile x is assumed to begin with a word."""
     if torch.compiler.is_compiling():
         return x.shape[1] % 4 == 0 and x.is_contiguous()
     return x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
