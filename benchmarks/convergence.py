@@ -3,7 +3,7 @@
 Every family at a tiny size with all that sets it apart switched on: softcaps, windows shorter than the sequence,
 biases, experts with their balancing loss, rotary embeddings beyond their original length. The text is the bytes of
 the LICENSE file. In fp32 the curves have to agree; in bf16, where no two programs round alike, ours may be no
-further from transformers' fp32 curve than transformers' own bf16 one. tests/test_convergence.py holds the bounds.
+further from transformers' fp32 curve than transformers' own bf16 one. tests/test_convergence.py has the bounds.
 
     python -m benchmarks.convergence --out benchmarks/results/convergence.json
     python -m benchmarks.convergence --recipes --families llama     # also our AdamW in each form, and recomputation
@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import environment, heading, table, write_json
+from benchmarks import harness
+from benchmarks.harness import Record, Row
 
 TEXT = Path(__file__).parent.parent / "LICENSE"
 STEPS, BATCH, LENGTH, SEEDS = 200, 4, 48, 4
@@ -189,8 +190,8 @@ def recipes() -> dict[str, Recipe]:
     }
 
 
-def compare(family: str, device: str, steps: int, seeds: int, chosen: Mapping[str, Recipe]) -> list[dict[str, Any]]:
-    """For each recipe how far its curve lies from the exact one: rms over all steps, and at the end."""
+def compare(family: str, device: str, steps: int, seeds: int, chosen: Mapping[str, Recipe]) -> list[Row]:
+    """The relative distance of each recipe's curve from the exact one: rms over all steps, and the mean at the end."""
     curves: dict[str, list[Tensor]] = {name: [] for name in chosen}
     for seed in range(seeds):
         with tempfile.TemporaryDirectory() as folder:
@@ -226,52 +227,21 @@ def rms(distances: Sequence[Tensor]) -> float:
     return torch.cat(list(distances)).square().mean().sqrt().item()
 
 
-COLUMNS = {
-    "family": "family",
-    "recipe": "recipe",
-    "last_loss": f"loss, last {LAST} steps",
-    "apart": "apart, rms",
-    "ends_apart": f"last {LAST} steps, mean",
-}
-"""The keys of a row of `compare` and their titles; from the fourth on, relative distances from the first row."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--families", type=harness.names(*FAMILIES), default="all", help="with commas between them")
+    parser.add_argument("--recipes", action="store_true", help="also optimizers and recomputation")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
 
 
-def render(record: Mapping[str, Any]) -> str:
-    """The table of a result."""
-    settings, keys = record["settings"], list(COLUMNS)
-    lines = [[*(row[key] for key in keys[:3]), *(f"{row[key]:.1e}" for key in keys[3:])] for row in record["rows"]]
-    return "\n\n".join(
-        [
-            f"### {settings['steps']} steps of AdamW, {settings['seeds']} seeds",
-            heading(record["environment"]),
-            f"`{record['environment']['command']}`",
-            table(list(COLUMNS.values()), lines),
-        ]
-    )
+def measure(options: argparse.Namespace, record: Record) -> None:
+    steps, seeds = (8, 1) if options.dry else (STEPS, options.seeds)
+    record["settings"] = {"steps": steps, "seeds": seeds, "batch": BATCH, "length": LENGTH, "lr": LEARNING_RATE}
+    chosen = recipes() if options.recipes else MODELS
+    record["rows"] = [row for name in options.families for row in compare(name, options.device, steps, seeds, chosen)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated; default all")
-    parser.add_argument("--recipes", action="store_true", help="also optimizers and recomputation")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", help="JSON file for the result")
-    parser.add_argument("--dry", action="store_true", help="8 steps of one seed on the CPU: does everything run?")
-    options = parser.parse_args(arguments)
-    families = options.families.split(",")
-    if unknown := sorted(set(families) - set(FAMILIES)):
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(FAMILIES)}")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --dry trains 8 steps on the CPU")
-    device, steps, seeds = ("cpu", 8, 1) if options.dry else ("cuda", STEPS, options.seeds)
-    chosen = recipes() if options.recipes else MODELS
-    rows = [row for family in families for row in compare(family, device, steps, seeds, chosen)]
-    settings = {"steps": steps, "seeds": seeds, "batch": BATCH, "length": LENGTH, "lr": LEARNING_RATE}
-    record = {"benchmark": "convergence", "environment": environment(device), "settings": settings, "rows": rows}
-    if options.out:
-        write_json(options.out, record)
-    print(render(record))
-    return 0
+    return harness.main(__doc__, arguments, add_options, measure)
 
 
 if __name__ == "__main__":

@@ -1,409 +1,427 @@
-"""Tokens per second of greedy decoding, beside what the bytes allow, and the time to the first token, beside that of
-its products: ours as a CUDA graph and from the host, and transformers.
+"""Greedy decoding, time to the first token, guesses and rollouts: ours as a CUDA graph and from the host, beside
+transformers.
 
     python -m benchmarks.decode --out benchmarks/results/decode.json
-    python -m benchmarks.decode --models llama-3.1-8b --cases 1x128+256 --trace    # the kernels of one step
-    python -m benchmarks.decode --baselines captured,hf,hf-static                  # beside transformers, which compiles
-    python -m benchmarks.decode --cases 1x32768+64,8x8192+64 --baselines captured,captured-fp8    # the cache in fp8
-    python -m benchmarks.decode --cases "" --first-token 4096 --baselines captured,host,hf    # first tokens alone
-    python -m benchmarks.decode --dry                                              # tiny models, also on a CPU
-    python -m benchmarks.decode --render benchmarks/results/decode-h200.json       # the tables of an earlier run
+    python -m benchmarks.decode --models llama-3.1-8b --weights bf16,int8,fp8,int4 --cases 1x128+256,8x128+256
+    python -m benchmarks.decode --cases 1x32768+64,8x8192+64 --baselines captured,captured-fp8    # the KV cache in fp8
+    python -m benchmarks.decode --cases 1x128+96,1x8192+96 --guesses 4,8 --baselines captured
+    python -m benchmarks.decode --first-token 4096 --baselines captured,host,hf
+    python -m benchmarks.decode --copy SmolLM2-135M-Instruct.Q4_1.gguf --guesses 4,8              # also on a CPU
+    python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b                      # beside TRL
+    python -m benchmarks.decode --dry
 
-A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes, and stay on the GPU. Each row runs twice and the
-second run counts: "first token" is the prompt's time, "tokens/s" that of all tokens after the first, of all rows
-together; every token is read by the host, which looks for a stop id. "of limit" is the share of the tokens/s at which
-the weights, and the keys and values of the mean length, would be read at BANDWIDTH, that of a copy on an H200.
+A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Each row runs twice and the second run counts:
+"first token ms" is the prompt's time, "tokens/s" that of all tokens after the first, of all rows together; the host
+reads every token and looks for a stop id. "of limit" is the share of the tokens/s at which the weights, and the keys
+and values of the mean length, would be read at BANDWIDTH, that of a copy on an H200. hf-static compiles.
 
-Before any figure the captured ids of a shallow model in fp32, rows padded to different lengths, must be those without a
-graph. In bf16 two ids may be equally likely to within its rounding, so there the host reads what the graph wrote, for
-200 prompts, and each id must be the host's choice after those before it, or tie with it, which is counted. Else the
-exit status is 1.
+--guesses K: a step reads K guesses beside the last token. "wrong" guesses are never right, so that "ms a token" is the
+time of a step; "right" ones are what plain decoding wrote, the most that can be gained ("same" is the share of equal
+ids until the first that differs: in bf16 a tie may end it). --copy: prompt lookup of a chat model that renames a
+function in a piece of code.
+
+Parity comes first, and what fails it gets no figures: the exit status is 1. The captured ids of a shallow model in
+fp32, rows padded to different lengths, must be those without a graph. In bf16 two ids may be equally likely to within
+its rounding, so there the host reads what the graph wrote, for 200 prompts: each id must be the host's choice after
+those before it, or tie with it, which is counted.
 
 --first-token: prompts of one row and so many tokens; the median of ten calls. "host" and "hf" are `generate` with
-max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of `generate_iter`, behind
-which the graph's step is under way. "products" are the matrix products of that prompt alone, by cuBLAS: in each block
-q, k and v as one, the output, gate and up as one, and down, and the head of the last token; "attention" are the
-attentions alone. All take turns in one process. Before any figure the first ids of a shallow model in fp32 must be
-those of one forward pass, and transformers' with the same weights must be too.
+max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of `generate_iter`. "matmuls"
+are those of the prompt alone, by cuBLAS: in each block q, k and v as one, the output, gate and up as one, and down, and
+the head of the last token; "attention" are the attentions alone. All take turns in one process. Parity: the first ids
+of a shallow model in fp32 must be those of one forward pass, and transformers' with the same weights must be too.
+
+--rollout PROMPTSxGROUPxPROMPT+NEW: a step of GRPO, of which benchmarks/rollout.py says more.
 """
 
 import argparse
 import contextlib
 import copy
-import gc
 import itertools
-import json
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 import ligermodels
-from benchmarks.common import environment, heading, table, write_json
-from benchmarks.train_cases import MODELS, changed
+from benchmarks import harness
+from benchmarks.harness import Record, Row, synchronize
+from benchmarks.train_cases import MODELS, changed, ours, theirs
+from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
 from ligermodels.generation import generate_iter, graph, release_graphs
+from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.kernels.attention import attention
 from ligermodels.layers import Attention
 from ligermodels.layers.linear import JointProjections
 
 BANDWIDTH = 4.27e12
-CASES = "1x128+256,8x128+256,64x128+256,1x32768+64"
-COLUMNS = (
-    "model",
-    "case",
-    "baseline",
-    "first call s",
-    "first token ms",
-    "tokens/s",
-    "limit",
-    "of limit",
-)
-FIRST_COLUMNS = (
-    "model",
-    "prompt",
-    "baseline",
-    "first token ms",
-    "products ms",
-    "attention ms",
-    "of products",
-)
 CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
-"""Our baselines, and what their keys and values are held in."""
+"""Our baselines, and the format of their keys and values."""
 BATCHES = 8, 64, 64, 64
 TIE = 8
-"""By how much the logits of two ids that tie may differ, in errors of a logit in bf16: the rms difference of a row's
+"""The logits of two ids that tie differ by at most so many errors of a logit in bf16: the rms difference of a row's
 from those in fp32. Two logits in two ways of rounding err by 2 together, and 4 times that is once in 10,000."""
+TASK = '''Rename the function to `total` and change nothing else. Answer with the code alone.
+
+def add_all(numbers, start=0):
+    """Returns the sum of the numbers, beginning with `start`."""
+    result = start
+    for number in numbers:
+        if not isinstance(number, (int, float)):
+            raise TypeError(f"expected a number, got {type(number).__name__}")
+        result = result + number
+    return result
+'''
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="llama-3.2-1b,llama-3.1-8b")
-    parser.add_argument("--cases", default=CASES, help="comma-separated; empty: none")
-    parser.add_argument("--first-token", default="", metavar="TOKENS", help="comma-separated lengths of prompts")
-    parser.add_argument("--baselines", default="captured,host", help="of captured, captured-fp8, host, hf, hf-static")
-    parser.add_argument("--trace", action="store_true", help="print the kernels of a captured step of each case")
-    parser.add_argument("--dry", action="store_true", help="tiny models, few tokens, fp32")
-    parser.add_argument("--out", help="a JSON file for the figures")
-    parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
-    options = parser.parse_args(arguments)
-    if options.render:
-        print(render(json.loads(Path(options.render).read_text())))
-        return 0
-    for baseline in options.baselines.split(","):
-        if baseline not in (*CACHES, "hf", "hf-static") or (options.first_token and baseline == "captured-fp8"):
-            parser.error(f"--baselines: {baseline!r} is unknown{' to --first-token' if baseline in CACHES else ''}")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names, baselines = options.models.split(","), options.baselines.split(",")
-    cases = [tuple(map(int, re.split(r"[x+]", case))) for case in options.cases.split(",") if case]
-    lengths = [int(length) for length in options.first_token.split(",") if length]
-    env = environment(device)
-    print(heading(env), flush=True)
-    rows: list[dict[str, Any]] = []
-    ids: list[dict[str, Any]] = []
-    first: list[dict[str, Any]] = []
-    with on(device):
-        if cases and (red := [name for name in names if not same_ids(name, device, baselines)]):
-            print(f"RED: with a graph {', '.join(red)} writes other ids")
-            return 1
-        for name in names if lengths else ():
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", type=harness.names(*MODELS), default="llama-3.2-1b,llama-3.1-8b")
+    parser.add_argument("--cases", help="with commas between them", default="")
+    parser.add_argument("--baselines", type=harness.names(*CACHES, "hf", "hf-static"), default="captured,host")
+    parser.add_argument("--weights", type=harness.names("bf16", "int8", "fp8", "int4", "nf4"), default="bf16")
+    parser.add_argument("--guesses", type=harness.numbers, default="", metavar="K", help="guesses a step, of one row")
+    parser.add_argument("--copy", metavar="MODEL", help="a chat model that copies: a file, folder or repository")
+    parser.add_argument("--first-token", type=harness.numbers, default="", metavar="TOKENS", help="lengths of prompts")
+    parser.add_argument("--rollout", metavar="CASE", help="a step of GRPO")
+    parser.add_argument("--tokens", type=int, default=12288, help="of a forward in the update of --rollout")
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    record["red"] = red = []
+    if options.copy:
+        record["rows"] = copying(options.copy, options.guesses or [4, 8], options.device)
+        return
+    if options.rollout:
+        from benchmarks.rollout import steps
+
+        record["rows"] = steps(options)
+        return
+    with on(options.device):
+        for name in options.models if options.first_token else ():
             try:
-                first += first_tokens(name, lengths, baselines, device, dry=options.dry)
+                record.setdefault("first token", []).extend(first_tokens(name, options))
             except DifferentIds as error:
-                print(f"RED: {error}")
-                return 1
-            gc.collect()
-        for name in names if cases else ():
-            model = make(name, device, torch.float32 if options.dry else torch.bfloat16, tiny=options.dry)
-            ids.append({"model": name, **choices(model, (2, 3) if options.dry else BATCHES)})
-            print(ids[-1], flush=True)
-            rows += measured(name, model, cases, baselines, dry=options.dry, trace=options.trace)
+                red.append(str(error))
+            harness.free(options.device)
+        default = "" if options.first_token else "1x128+256,8x128+256,64x128+256,1x32768+64"
+        cases = [tuple(map(int, re.split(r"[x+]", case))) for case in (options.cases or default).split(",") if case]
+        if options.dry:
+            cases = [(min(batch, 2), min(prompt, 16), min(new, 8)) for batch, prompt, new in cases]
+        for name, weights in itertools.product(options.models, options.weights) if cases else ():
+            if not same_ids(name, weights, options):
+                red.append(f"{name}, {weights}: the ids with a graph are not those without")
+                continue
+            model = make(name, weights, options)
+            found = choices(model, (2, 3) if options.dry else BATCHES)
+            record.setdefault("ids", []).append({"model": name, "weights": weights, **found})
+            if found["wrong"]:
+                red.append(f"{name}, {weights}: with a graph, {found['wrong']} ids are less likely to the host")
+                continue
+            record.setdefault("rows", []).extend(speeds(model, {"model": name, "weights": weights}, cases, options))
+            release_graphs(model)
             del model
-            gc.collect()
-            for baseline in baselines:
-                if baseline.startswith("hf"):
-                    rows += of_transformers(name, cases, device, static=baseline == "hf-static", dry=options.dry)
-    record = {"environment": env, "rows": rows, "ids": ids, "first token": first}
-    print("\n" + tables(record))
-    if options.out:
-        write_json(options.out, record)
-    if red := [found["model"] for found in ids if found["wrong"]]:
-        print(f"RED: with a graph {', '.join(red)} writes ids that the host finds less likely")
-        return 1
-    return 0
-
-
-def render(record: Mapping[str, Any]) -> str:
-    return f"{heading(record['environment'])}\n{tables(record)}"
-
-
-def tables(record: Mapping[str, Any]) -> str:
-    found = ((COLUMNS, record["rows"]), (FIRST_COLUMNS, record.get("first token")))
-    return "\n\n".join(
-        table(columns, [[row.get(column) for column in columns] for row in rows]) for columns, rows in found if rows
-    )
+            harness.free(options.device)
+        for name, baseline in itertools.product(options.models, options.baselines):
+            if baseline.startswith("hf") and "rows" in record:
+                record["rows"] += of_transformers(name, baseline, cases, options)
 
 
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
     """On a CPU the same steps run, without a graph."""
-    before = set(graph.DEVICES)
-    graph.DEVICES.add(device)
-    try:
+    with mock.patch.object(graph, "DEVICES", graph.DEVICES | {device}):
         yield
-    finally:
-        graph.DEVICES.intersection_update(before)
 
 
-def make(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **changes: Any) -> Any:
-    model = MODELS[name]
-    config = changed(model.config, {**(model.tiny if tiny else {}), **changes})
-    torch.manual_seed(0)
-    model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=dtype, device=device).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():  # larger than they are drawn, so that the text varies
-            if parameter.dim() > 1:
-                parameter.mul_(3)
+def make(name: str, weights: str, options: argparse.Namespace, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    """Our model. weights: the format of its linear weights, quantised as `load(quantization_config=)` does."""
+    dtype = dtype or (torch.float32 if options.dry else torch.bfloat16)
+    model = ours(name, options.device, dtype, tiny=options.dry, **changes)
+    if weights != "bf16":
+        quantizer = quantization.quantizer_of(weights)
+        for place, linear in quantization.linears(model, quantizer).items():
+            bias = None if linear.bias is None else linear.bias.detach()
+            converted = quantizer.convert(linear, linear.weight.detach(), bias, torch.device(options.device))
+            model.set_submodule(place, converted)
+        quantizer.finish(model)
+        quantization.mark(model, quantizer)
     return model
 
 
-def same_ids(name: str, device: str, baselines: Sequence[str] = ()) -> bool:
+def same_ids(name: str, weights: str, options: argparse.Namespace) -> bool:
     """Whether a shallow model in fp32 writes the same with a graph and without, for one row and for several."""
-    kinds = sorted({"auto", *(CACHES[baseline] for baseline in baselines if baseline in CACHES)})
-    model = make(name, device, torch.float32, tiny=device == "cpu", **MODELS[name].shallow)
-    vocabulary = model.config.vocab_size
-    same = True
+    kinds = sorted({"auto", *(CACHES[baseline] for baseline in options.baselines if baseline in CACHES)})
+    model = make(name, weights, options, torch.float32, **MODELS[name].shallow)
+    device, same = options.device, True
     for lengths, kind in itertools.product(([40], [60, 33, 1, 7, 60, 12, 59, 20]), kinds):
         width = max(lengths)
-        ids = torch.randint(3, vocabulary, (len(lengths), width), device=device)
+        ids = random_ids(model, len(lengths), width)
         mask = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
-        options = dict(attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), kv_cache_dtype=kind)
-        found = [model.generate(ids, disable_compile=off, **options) for off in (False, True)]
-        same &= torch.equal(*found)
+        how = dict(attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), kv_cache_dtype=kind)
+        same &= torch.equal(*(model.generate(ids, disable_compile=off, **how) for off in (False, True)))
     release_graphs(model)
     return same
 
 
-def choices(model: Any, batches: Sequence[int], new: int = 32) -> dict[str, Any]:
+def random_ids(model: Any, rows: int, length: int, **options: Any) -> Tensor:
+    return torch.randint(3, model.config.vocab_size, (rows, length), device=model.device, **options)
+
+
+def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
     """How many of the ids that a graph writes are the host's choice after the same text, tie with it, or are wrong.
 
-    And how much likelier the host's choice is than what was written, at most, in the unit of TIE.
+    "largest distance": by how much the host's choice is likelier than what was written, in the unit of TIE.
     """
-    device, vocabulary = model.device, model.config.vocab_size
+    device = model.device
     exact = copy.deepcopy(model).to(torch.float64 if model.dtype == torch.float32 else torch.float32)
-    counts, most = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros((), device=device)
+    counts, largest = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros((), device=device)
     generator = torch.Generator(device).manual_seed(0)
     for rows in batches:
-        ids = torch.randint(3, vocabulary, (rows, 64), device=device, generator=generator)
+        ids = random_ids(model, rows, 64, generator=generator)
         lengths = torch.randint(1, 65, (rows, 1), device=device, generator=generator)
-        options = dict(
-            attention_mask=torch.arange(64, device=device) >= 64 - lengths, max_new_tokens=new, do_sample=False,
-            eos_token_id=(),
-        )  # fmt: skip
-        written = model.generate(ids, **options)
+        mask = torch.arange(64, device=device) >= 64 - lengths
+        how: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=())
+        written = model.generate(ids, **how)
 
-        def follow(text: torch.Tensor, logits: torch.Tensor, written: torch.Tensor = written) -> torch.Tensor:
+        def follow(text: Tensor, logits: Tensor, written: Tensor = written) -> Tensor:
             return torch.full_like(logits, -torch.inf).scatter_(1, written[:, text.shape[1], None], 0.0)
 
-        host, precise = (
-            it.generate(
-                ids, logits_processor=follow, disable_compile=True, output_logits=True, return_dict_in_generate=True,
-                **options,
-            ).logits
-            for it in (model, exact)
-        )  # fmt: skip
-        for id, logits, theirs in zip(written[:, 64:].split(1, 1), host, precise, strict=True):
+        how |= dict(logits_processor=follow, disable_compile=True, output_logits=True, return_dict_in_generate=True)
+        host, precise = (one.generate(ids, **how).logits for one in (model, exact))
+        for id, logits, exact_logits in zip(written[:, 64:].split(1, 1), host, precise, strict=True):
             best, choice = logits.max(-1, keepdim=True)
-            rounding = (logits - theirs).square().mean(-1, keepdim=True).sqrt()
-            same, apart = id == choice, (best - logits.gather(1, id)) / rounding
-            tie = apart <= TIE
+            rounding = (logits - exact_logits).square().mean(-1, keepdim=True).sqrt()
+            same, distance = id == choice, (best - logits.gather(1, id)) / rounding
+            tie = distance <= TIE
             counts += torch.cat([same, tie & ~same, ~(tie | same)], 1).sum(0)
-            most = torch.maximum(most, apart.max())
+            largest = torch.maximum(largest, distance.max())
     release_graphs(model)
-    return {**dict(zip(("the host's", "ties", "wrong"), counts.tolist(), strict=True)), "apart": most.item()}
+    found = dict(zip(("the host's", "ties", "wrong"), counts.tolist(), strict=True))
+    return {**found, "largest distance": largest.item()}
 
 
-def measured(
-    name: str, model: Any, cases: Sequence[tuple[int, ...]], baselines: Sequence[str], *, dry: bool, trace: bool
-) -> list[dict[str, Any]]:
-    dtype, device = model.dtype, model.device.type
+# Tokens per second
+
+
+def stream(model: Any, ids: Tensor, new: int, *, stops: bool = False, **options: Any) -> tuple[list[float], list[int]]:
+    """(seconds from the call to each token, the new ids of the first row). stops: at the model's stop ids."""
+    if not stops:
+        options |= {"eos_token_id": model.config.get_text_config().vocab_size + 7, "pad_token_id": 0}
+    synchronize(ids.device.type)
+    start, times, found = time.perf_counter(), [], []
+    for tokens in generate_iter(
+        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
+    ):
+        times.append(time.perf_counter() - start)
+        found.append(int(tokens[0]))
+    return times, found
+
+
+def rate(times: Sequence[float]) -> float:
+    """Tokens per second after the first."""
+    return (len(times) - 1) / (times[-1] - times[0])
+
+
+def speeds(model: Any, of: Row, cases: Sequence[tuple[int, ...]], options: argparse.Namespace) -> list[Row]:
     config, rows = model.config, []
-    weights = sum(p.nbytes for p in model.parameters())
+    nbytes = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
     if not config.tie_word_embeddings:
-        weights -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
+        nbytes -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
     heads = 2 * config.num_hidden_layers * config.num_key_value_heads
     for batch, prompt, new in cases:
-        if dry:
-            batch, prompt, new = min(batch, 2), min(prompt, 16), min(new, 8)
-        ids = torch.randint(3, config.vocab_size, (batch, prompt), device=device)
-        for baseline in baselines:
-            if baseline.startswith("hf"):
-                continue
-            captured, kind = baseline != "host", CACHES[baseline]
-            per_token = heads * (config.head_dim + 2 if kind == "fp8" else config.head_dim * dtype.itemsize)
-            limit = BANDWIDTH * batch / (weights + batch * (prompt + new / 2) * per_token)
+        ids = random_ids(model, batch, prompt)
+        for baseline in [name for name in options.baselines if name in CACHES]:
+            kind = CACHES[baseline]
+            per_token = heads * (config.head_dim + 2 if kind == "fp8" else config.head_dim * model.dtype.itemsize)
+            limit = BANDWIDTH * batch / (nbytes + batch * (prompt + new / 2) * per_token)
             # Twice as many tokens take the host twice as long, and are as fast.
-            steps = new if captured else min(new, 64)
-            runs = [run(model, ids, steps, captured=captured, kv_cache_dtype=kind) for _ in range(2)]
-            speed = runs[1][1]
+            steps = min(new, 64) if baseline == "host" else new
+            how = {"disable_compile": baseline == "host", "kv_cache_dtype": kind}
+            first, times = (stream(model, ids, steps, **how)[0] for _ in range(2))
             row = {
-                "model": name, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
-                "first call s": runs[0][0] - runs[1][0], "first token ms": runs[1][0] * 1e3, "tokens/s": speed,
-                "limit": limit, "of limit": speed / limit,
+                **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
+                "first call s": first[0] - times[0], "first token ms": times[0] * 1e3,
+                "tokens/s": batch * rate(times), "limit": limit, "of limit": batch * rate(times) / limit,
             }  # fmt: skip
-            if baseline == "captured" and trace and device == "cuda":
-                print_kernels(model, ids, new, f"{name} {row['case']}")
             rows.append(row)
-            print({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}, flush=True)
-    release_graphs(model)
+            harness.announce(row)
+        if batch == 1 and options.guesses:
+            rows += [{**of, "case": row["case"], **guessed} for guessed in guesses(model, ids, new, options.guesses)]
     return rows
 
 
-def run(
-    model: Any, ids: torch.Tensor, new: int, *, captured: bool, kv_cache_dtype: str = "auto"
-) -> tuple[float, float]:
-    """Seconds until the first token, and tokens per second after it."""
-    never = model.config.vocab_size + 7
-    synchronize(ids.device.type)
-    start, times = time.perf_counter(), []
-    for _ in generate_iter(
-        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=never,
-        pad_token_id=0, disable_compile=not captured, kv_cache_dtype=kv_cache_dtype,
-    ):  # fmt: skip
-        times.append(time.perf_counter())
-    return times[0] - start, len(ids) * (new - 1) / (times[-1] - times[0])
+def of_transformers(
+    name: str, baseline: str, cases: Sequence[tuple[int, ...]], options: argparse.Namespace
+) -> list[Row]:
+    """Rows of transformers, whose time after the first token is the difference of two calls."""
+    model, rows = peer(name, options), []
+    for batch, prompt, new in cases:
+        ids = random_ids(model, batch, prompt)
+        seconds = [first_call(model, ids, steps, baseline)[1] for steps in (new, new, 1, 1)]
+        rows.append({
+            "model": name, "case": f"{batch}x{prompt}+{new}", "baseline": baseline,
+            "first call s": seconds[0] - seconds[1], "first token ms": seconds[3] * 1e3,
+            "tokens/s": batch * (new - 1) / (seconds[1] - seconds[3]),
+        })  # fmt: skip
+        harness.announce(rows[-1])
+    return rows
 
 
-def print_kernels(model: Any, ids: torch.Tensor, new: int, what: str, steps: int = 8) -> None:
-    """The kernels of one captured step, and their share of its time."""
-    stream = generate_iter(
-        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-        eos_token_id=model.config.vocab_size + 7, pad_token_id=0,
-    )  # fmt: skip
-    for _ in range(4):
-        next(stream)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        start = time.perf_counter()
-        for _ in range(steps):
-            next(stream)
-        torch.cuda.synchronize()
-        wall = (time.perf_counter() - start) / steps * 1e6
-    stream.close()  # type: ignore[attr-defined]
-    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    total = sum(event.self_device_time_total for event in found) / steps
-    print(f"\n{what}: {wall:.0f} us a step on the clock, {total:.0f} us in kernels")
-    columns = ("us a step", "launches", "us each", "kernel")
-    print(table(columns, [
-        [event.self_device_time_total / steps, event.count / steps, event.self_device_time_total / event.count,
-         event.key[:90]] for event in found[:24]
-    ]), flush=True)  # fmt: skip
+def peer(name: str, options: argparse.Namespace, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+    config = changed(MODELS[name].config, {**(MODELS[name].tiny if options.dry else {}), **changes})
+    return theirs(name, options.device, dtype or (torch.float32 if options.dry else torch.bfloat16), config).eval()
+
+
+def first_call(model: Any, ids: Tensor, new: int = 1, baseline: str = "host") -> tuple[int, float]:
+    """(the last id, seconds) of `generate` of the first row, by our model or by transformers'."""
+    how: dict[str, Any] = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
+    if baseline.startswith("hf"):
+        how["min_new_tokens"] = new
+    else:
+        how["eos_token_id"] = model.config.vocab_size + 7
+    if baseline == "hf-static":
+        how["cache_implementation"] = "static"
+    call = lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **how)  # noqa: E731
+    seconds, found = harness.timed(call, ids.device.type)
+    return int(found[0, -1]), seconds
+
+
+# Guesses
+
+
+def copying(name: str, counts: Sequence[int], device: str) -> list[Row]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = ligermodels.load(name, dtype=dtype, device=device).eval()
+    tokenizer = ligermodels.Tokenizer.from_hub(name)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": TASK}], add_generation_prompt=True)
+    return guesses(model, torch.tensor([chat], device=device), 64, counts, ("lookup",), stops=True)
+
+
+def guesses(
+    model: Any, ids: Tensor, new: int, counts: Sequence[int], kinds: Sequence[str] = ("wrong", "right"),
+    stops: bool = False,
+) -> list[Row]:  # fmt: skip
+    """A row of plain decoding, and one for each kind and number of guesses. kinds: of wrong, right and lookup."""
+    times, text = [stream(model, ids, new, stops=stops) for _ in range(2)][1]
+    plain = 1e3 / rate(times)
+    rows: list[Row] = [{"baseline": "no guesses", "tokens a step": 1.0, "ms a token": plain, "x plain": 1.0}]
+    for kind, count in itertools.product(kinds, counts):
+        with guessing(kind, ids[0].tolist() + text) as steps:
+            for _ in range(2):
+                steps[0] = 0
+                times, written = stream(model, ids, new, stops=stops, prompt_lookup_num_tokens=count)
+        equal = [*(a == b for a, b in zip(text, written, strict=False)), False]
+        rows.append({
+            "baseline": f"{count} guesses, {kind}", "tokens a step": (len(written) - 1) / max(1, steps[0]),
+            "ms a token": 1e3 / rate(times), "x plain": rate(times) * plain / 1e3,
+            "same": equal.index(False) / len(text),
+        })  # fmt: skip
+        harness.announce(rows[-1])
+    return rows
+
+
+@contextlib.contextmanager
+def guessing(kind: str, text: list[int]) -> Iterator[list[int]]:
+    """Guesses of a kind, where `text` is what plain decoding writes. Gives [steps], counted."""
+    lookup, begin, steps = PromptLookup.guess, Speculation.begin, [0]
+
+    def guess(self: PromptLookup) -> list[int]:
+        if kind == "lookup":
+            return lookup(self)
+        ahead = text[len(self.tokens) :][: self.count]
+        return ahead if kind == "right" else [(token + 1) % 3 for token in ahead]
+
+    def counted(self: Speculation, most: float) -> list[int]:
+        steps[0] += 1
+        return begin(self, most)
+
+    with mock.patch.object(PromptLookup, "guess", guess), mock.patch.object(Speculation, "begin", counted):
+        yield steps
+
+
+# The first token
 
 
 class DifferentIds(Exception):
     """First tokens that should be the same are not."""
 
 
-def first_tokens(
-    name: str, lengths: Sequence[int], baselines: Sequence[str], device: str, *, dry: bool, runs: int = 10
-) -> list[dict[str, Any]]:
+def first_tokens(name: str, options: argparse.Namespace) -> list[Row]:
     """A row for each prompt and baseline. Raises DifferentIds before anything is timed."""
-    if dry:
-        lengths, runs = [min(length, 16) for length in lengths], 2
-    shallow = make(name, device, torch.float32, tiny=dry, **MODELS[name].shallow)
-    calls = first_calls(name, shallow, baselines, dry=dry)
-    for length in lengths:
-        for _ in range(4):
-            ids = torch.randint(3, shallow.config.vocab_size, (1, length), device=device)
-            with torch.no_grad():
-                expected = shallow(ids, logits_to_keep=1, use_cache=False).logits[0, -1].argmax().item()
-            found = {baseline: call(ids)[0] for baseline, call in calls.items()}
-            if wrong := {baseline: id for baseline, id in found.items() if id != expected}:
-                raise DifferentIds(f"{name}, {length} tokens: the first token is {expected}, and that of {wrong}")
-    release_graphs(shallow)
-    del calls, shallow
-    gc.collect()
-    print(f"{name}: the first tokens of {', '.join(baselines)} agree in fp32", flush=True)
+    lengths, runs = ([16], 2) if options.dry else (options.first_token, 10)
+    model = make(name, "bf16", options, torch.float32, **MODELS[name].shallow)
+    calls = first_calls(name, model, options)
+    for length in itertools.chain.from_iterable([length] * 4 for length in lengths):
+        ids = random_ids(model, 1, length)
+        with torch.no_grad():
+            expected = model(ids, logits_to_keep=1, use_cache=False).logits[0, -1].argmax().item()
+        if wrong := {baseline: id for baseline, call in calls.items() if (id := call(ids)[0]) != expected}:
+            raise DifferentIds(f"{name}, {length} tokens: the first token is {expected}, and that of {wrong}")
+    release_graphs(model)
+    del calls, model
+    harness.free(options.device)
 
-    model = make(name, device, torch.float32 if dry else torch.bfloat16, tiny=dry)
-    calls, rows = first_calls(name, model, baselines, dry=dry), []
+    model, rows = make(name, "bf16", options), []
+    calls = first_calls(name, model, options)
     for length in lengths:
-        ids = torch.randint(3, model.config.vocab_size, (1, length), device=device)
-        timed: dict[str, Callable[[], float]] = {
-            "products": products(model, length), "attention": attentions(model, length),
+        ids = random_ids(model, 1, length)
+        clocks: dict[str, Callable[[], float]] = {
+            "matmuls": matmuls(model, length), "attention": attentions(model, length),
             **{baseline: lambda call=call, ids=ids: call(ids)[1] for baseline, call in calls.items()},
         }  # fmt: skip
-        times: dict[str, list[float]] = {what: [] for what in timed}
-        for turn in range(3 + runs):  # three to warm up
-            for what, seconds in timed.items():
-                elapsed = seconds()
-                if turn >= 3:
-                    times[what].append(elapsed)
-        milliseconds = {what: statistics.median(each) * 1e3 for what, each in times.items()}
+        turns = [{what: seconds() for what, seconds in clocks.items()} for _ in range(3 + runs)]  # three to warm up
+        ms = {what: statistics.median(turn[what] for turn in turns[3:]) * 1e3 for what in clocks}
         for baseline in calls:
-            row = {
-                "model": name, "prompt": length, "baseline": baseline, "first token ms": milliseconds[baseline],
-                "products ms": milliseconds["products"], "attention ms": milliseconds["attention"],
-                "of products": milliseconds[baseline] / milliseconds["products"],
-            }  # fmt: skip
-            rows.append(row)
-            print({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+            rows.append({
+                "model": name, "prompt": length, "baseline": baseline, "first token ms": ms[baseline],
+                "matmuls ms": ms["matmuls"], "attention ms": ms["attention"],
+                "of matmuls": ms[baseline] / ms["matmuls"],
+            })  # fmt: skip
+            harness.announce(rows[-1])
     release_graphs(model)
     return rows
 
 
-def first_calls(
-    name: str, model: Any, baselines: Sequence[str], *, dry: bool
-) -> dict[str, Callable[[torch.Tensor], tuple[int, float]]]:
+def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str, Callable[[Tensor], tuple[int, float]]]:
     """{baseline: a call of ids [1, T] that gives the first token after them, and the seconds until it was there}."""
-    device, never = model.device.type, model.config.vocab_size + 7
-    given: dict[str, Any] = dict(do_sample=False, pad_token_id=0)
 
-    def captured(ids: torch.Tensor) -> tuple[int, float]:
-        synchronize(device)
-        start = time.perf_counter()
-        stream = generate_iter(
-            model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, eos_token_id=never, **given
-        )
-        id = next(stream)  # on the host
+    def captured(ids: Tensor, kind: str) -> tuple[int, float]:
+        synchronize(options.device)
+        start, never = time.perf_counter(), model.config.vocab_size + 7
+        mask = torch.ones_like(ids)
+        tokens = generate_iter(
+            model, ids, attention_mask=mask, max_new_tokens=8, eos_token_id=never, do_sample=False, pad_token_id=0,
+            kv_cache_dtype=kind,
+        )  # fmt: skip
+        id = int(next(tokens)[0])
         elapsed = time.perf_counter() - start
-        stream.close()  # type: ignore[attr-defined]
-        return int(id[0]), elapsed
+        tokens.close()  # type: ignore[attr-defined]
+        return id, elapsed
 
-    def whole(owner: Any, **options: Any) -> Callable[[torch.Tensor], tuple[int, float]]:
-        def call(ids: torch.Tensor) -> tuple[int, float]:
-            synchronize(device)
-            start = time.perf_counter()
-            found = owner.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, **given, **options)
-            synchronize(device)
-            elapsed = time.perf_counter() - start
-            return int(found[0, -1]), elapsed
-
-        return call
-
-    calls: dict[str, Callable[[torch.Tensor], tuple[int, float]]] = {}
-    theirs: Any = None
-    for baseline in baselines:
+    calls: dict[str, Callable[[Tensor], tuple[int, float]]] = {}
+    for baseline in options.baselines:
+        if baseline.startswith("captured"):
+            calls[baseline] = lambda ids, kind=CACHES[baseline]: captured(ids, kind)
+            continue
+        owner = model
         if baseline.startswith("hf"):
-            if theirs is None:
-                theirs = transformers_model(name, device, model.dtype, dry=dry, layers=model.config.num_hidden_layers)
-                state = dict(export(model, type(model).DISK_NAMES))
-                missing, unexpected = theirs.load_state_dict(state, strict=False)
-                assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head
-            static = {"cache_implementation": "static"} if baseline == "hf-static" else {}
-            calls[baseline] = whole(theirs, min_new_tokens=1, **static)
-        else:
-            calls[baseline] = captured if baseline == "captured" else whole(model, eos_token_id=never)
+            owner = peer(name, options, model.dtype, num_hidden_layers=model.config.num_hidden_layers)
+            state = dict(export(model, type(model).DISK_NAMES))
+            missing, unexpected = owner.load_state_dict(state, strict=False)
+            assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head
+        calls[baseline] = lambda ids, owner=owner, baseline=baseline: first_call(owner, ids, 1, baseline)
     return calls
 
 
-def products(model: Any, length: int) -> Callable[[], float]:
-    """A call that gives the seconds of the products of `length` tokens, one after the other, by torch.mm."""
+def matmuls(model: Any, length: int) -> Callable[[], float]:
+    """A call that gives the seconds of the matmuls of `length` tokens, one after the other, by torch.mm."""
     matrices = []
     for layer in model.decoder.modules():
         if isinstance(layer, JointProjections):
@@ -412,9 +430,9 @@ def products(model: Any, length: int) -> Callable[[], float]:
     head = model.lm_head.weight.detach()
     counted = sum(matrix.numel() for matrix in matrices)
     there = sum(parameter.numel() for parameter in model.decoder.layers.parameters() if parameter.dim() > 1)
-    assert counted == there, f"{type(model).__name__} has products besides those of attention and gated MLPs"
+    assert counted == there, f"{type(model).__name__} has matmuls besides those of attention and gated MLPs"
 
-    def operand(*shape: int) -> torch.Tensor:
+    def operand(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=model.dtype, device=model.device)
 
     inputs = {size: operand(length, size) for size in {matrix.shape[1] for matrix in matrices}}
@@ -426,7 +444,7 @@ def products(model: Any, length: int) -> Callable[[], float]:
             torch.mm(inputs[matrix.shape[1]], matrix.t(), out=outputs[matrix.shape[0]])
         torch.mm(last, head.t(), out=logits)
 
-    return lambda: seconds_of(run, model.device.type)
+    return lambda: harness.timed(torch.no_grad()(run), model.device.type)[0]
 
 
 def attentions(model: Any, length: int) -> Callable[[], float]:
@@ -441,63 +459,14 @@ def attentions(model: Any, length: int) -> Callable[[], float]:
             calls.append((qkv, dict(window=layer.window, softcap=layer.softcap, scale=layer.scale)))
 
     def run() -> None:
-        for (q, k, v), options in calls:
-            attention(q, k, v, **options)
+        for (q, k, v), how in calls:
+            attention(q, k, v, **how)
 
-    return lambda: seconds_of(run, model.device.type)
-
-
-@torch.no_grad()
-def seconds_of(run: Callable[[], None], device: str) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
+    return lambda: harness.timed(torch.no_grad()(run), model.device.type)[0]
 
 
-def transformers_model(name: str, device: str, dtype: torch.dtype, *, dry: bool, layers: int | None = None) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = MODELS[name]
-    changes = {**(model.tiny if dry else {}), **({} if layers is None else {"num_hidden_layers": layers})}
-    config = AutoConfig.for_model(**changed(model.config, changes))
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention).eval()
-
-
-def of_transformers(
-    name: str, cases: Sequence[tuple[int, ...]], device: str, *, static: bool, dry: bool
-) -> list[dict[str, Any]]:
-    """The same by transformers, whose time after the first token is the difference of two calls."""
-    theirs = transformers_model(name, device, torch.float32 if dry else torch.bfloat16, dry=dry)
-    rows = []
-    for batch, prompt, new in cases:
-        if dry:
-            batch, prompt, new = min(batch, 2), min(prompt, 16), min(new, 8)
-        ids, times = torch.randint(3, theirs.config.vocab_size, (batch, prompt), device=device), []
-        options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
-        for steps in (new, new, 1, 1):
-            synchronize(device)
-            start = time.perf_counter()
-            theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
-                pad_token_id=0, **options,
-            )  # fmt: skip
-            synchronize(device)
-            times.append(time.perf_counter() - start)
-        rows.append({
-            "model": name, "case": f"{batch}x{prompt}+{new}", "baseline": "hf-static" if static else "hf",
-            "first call s": times[0] - times[1], "first token ms": times[3] * 1e3,
-            "tokens/s": batch * (new - 1) / (times[1] - times[3]),
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-    return rows
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(__doc__, arguments, add_options, measure, needs_gpu=False)
 
 
 if __name__ == "__main__":

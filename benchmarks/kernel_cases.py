@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels import kernels
 from ligermodels.layers import MoE
-from ligermodels.layers.preference import LinearDPOLoss
 
 Tensors = dict[str, Tensor]
 Call = Callable[[Tensors], Any]
@@ -332,9 +331,8 @@ def linear_cross_entropy(place: Place, tokens: int, size: int, vocab: int, ignor
     )
 
 
-def eager_linear_logprobs(t: Tensors) -> Tensor:
-    logits = upcast(t["x"] @ t["weight"].T)
-    return logits.log_softmax(-1).gather(-1, t["labels"][..., None])[..., 0]
+def eager_linear_logprobs(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return upcast(x @ weight.T).log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
 def eager_jsd(student: Tensor, teacher: Tensor) -> Tensor:
@@ -376,20 +374,17 @@ def linear_jsd(place: Place, tokens: int, size: int, teacher_size: int, vocab: i
 BETA = 0.1
 
 
-def eager_dpo(t: Tensors) -> Tensor:
-    """As TRL writes it, on all logits at once."""
-    reference = {"x": t["ref_x"], "weight": t["ref_weight"], "labels": t["labels"]}
-    ratios = eager_linear_logprobs(t).sum(-1) - eager_linear_logprobs(reference).sum(-1).detach()
-    chosen, rejected = ratios.chunk(2)
+def dpo(t: Tensors, logprobs: Callable[..., Tensor]) -> Tensor:
+    """DPO's loss as TRL writes it, of the first half of the sequences against the second."""
+    with torch.no_grad():
+        reference = logprobs(t["ref_x"], t["ref_weight"], t["labels"]).sum(-1)
+    chosen, rejected = (logprobs(t["x"], t["weight"], t["labels"]).sum(-1) - reference).chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
 def linear_dpo(place: Place, sequences: int, length: int, size: int, vocab: int) -> Case:
     """DPO with a reference model, from the hidden states of both."""
     tokens = sequences * length
-
-    def hidden_states() -> Tensor:
-        return place.randn(sequences, length, size)
 
     def of_liger(t: Tensors) -> Tensor:
         from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
@@ -400,22 +395,15 @@ def linear_dpo(place: Place, sequences: int, length: int, size: int, vocab: int)
     def gemms(t: Tensors) -> tuple[Tensor, ...]:
         return *three_gemms(t["x"].flatten(0, 1), t["weight"]), t["ref_x"].flatten(0, 1) @ t["ref_weight"].T
 
-    def ours(t: Tensors) -> Tensor:
-        reference = {"ref_x": t["ref_x"], "ref_weight": t["ref_weight"]}
-        return LinearDPOLoss(beta=BETA)(t["x"], t["weight"], t["labels"], **reference).loss
-
     return Case(
-        leaves={"x": hidden_states(), "weight": place.head(vocab, size)},
+        leaves={"x": place.randn(sequences, length, size), "weight": place.head(vocab, size)},
         constants={
-            "ref_x": hidden_states(),
+            "ref_x": place.randn(sequences, length, size),
             "ref_weight": place.head(vocab, size),
             "labels": place.labels(tokens, vocab).view(sequences, length),
         },
-        eager=eager_dpo,
-        baselines={
-            "ligermodels": ours,
-            "Liger": of_liger,
-        },
+        eager=functools.partial(dpo, logprobs=eager_linear_logprobs),
+        baselines={"ligermodels": functools.partial(dpo, logprobs=kernels.linear_logprobs), "Liger": of_liger},
         flops=8.0 * tokens * size * vocab,
         gemms=("four GEMMs", gemms),
         scalar_tolerance=place.logits_tolerance(tokens) * BETA * tokens,  # of a sum over tokens

@@ -6,26 +6,25 @@ shown with its error, and is not timed where the error is so large that it must 
 
     python -m benchmarks.kernels --out benchmarks/results/kernels-h200.json
     python -m benchmarks.kernels --ops attention,moe --baselines eager,FlexAttention
-    python -m benchmarks.kernels --render benchmarks/results/kernels-h200.json
-    python -m benchmarks.kernels --dry                        # tiny shapes on the CPU: does everything run?
+    python -m benchmarks.kernels --dry
+
+"of copy" is the fewest bytes that the op can move, over what a large copy moves in that time.
 """
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import environment, heading, table, write_json
+from benchmarks import harness
+from benchmarks.harness import Record, Row, summary
 from benchmarks.kernel_cases import OPS, Call, Case, Place, Tensors
 
 OURS = "ligermodels"
@@ -37,23 +36,12 @@ ROTATED_BYTES = 2**30
 """A call is timed on several copies of its inputs, this much in all, so that no input is in the L2 cache."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ops", default=",".join(OPS), help="comma-separated; default all")
-    parser.add_argument("--baselines", help="comma-separated beginnings of names, beside ours; default all")
-    parser.add_argument("--out", help="JSON file for the result, written after each op")
-    parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU; the times mean nothing")
-    options = parser.parse_args(arguments)
-    if options.render:
-        print(render(json.loads(Path(options.render).read_text())))
-        return 0
-    ops = options.ops.split(",")
-    if unknown := sorted(set(ops) - set(OPS)):
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(OPS)}")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --dry runs tiny shapes on the CPU")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", type=harness.names(*OPS), default="all", help="names with commas between them")
+    parser.add_argument("--baselines", help="beginnings of names, beside ours; default all")
 
+
+def measure(options: argparse.Namespace, record: Record) -> None:
     def wanted(name: str) -> bool:
         if name.startswith(OURS) or not (options.dry or options.baselines):
             return True
@@ -61,54 +49,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return False
         return not options.baselines or name.startswith(tuple(options.baselines.split(",")))
 
-    place = Place("cpu" if options.dry else "cuda", torch.bfloat16)
-    record: dict[str, Any] = {
-        "benchmark": "kernels",
-        "environment": environment(place.device),
-        "ceilings": ceilings(place.device),
-        "parity": [],
-        "rows": [],
-        "red": [],
-    }
-    for op in ops:
+    place = Place(options.device, torch.bfloat16)
+    record["ceilings"] = ceilings(place.device)
+    failed: list[Row] = []
+    red: list[str] = []
+    for op in options.ops:
         started = time.perf_counter()
-        benchmark(op, place, wanted, record)
+        record[op], wrong = benchmark(op, place, wanted, record["ceilings"]["copy TB/s"])
+        failed += wrong
+        red += [
+            f"{op}: {row['note']}" for row in record[op] + wrong if "note" in row and row["baseline"].startswith(OURS)
+        ]
         print(f"{op}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        if options.out:
-            write_json(options.out, record)
-    print(render(record))
-    return 1 if record["red"] else 0
+    record["failed parity"], record["red"] = failed, red
 
 
-def benchmark(op: str, place: Place, wanted: Callable[[str], bool], record: dict[str, Any]) -> None:
-    """Adds an op to the record: parity on all of its shapes, and if ours passed on all of them, the times."""
+def benchmark(op: str, place: Place, wanted: Callable[[str], bool], copy: float) -> tuple[list[Row], list[Row]]:
+    """(rows of times, rows of what failed parity): parity on all shapes of an op, and if ours passed, the times."""
     torch.compiler.reset()  # each op has its own count of recompilations
     build = OPS[op].build
     listed = OPS[op].shapes if place.device == "cuda" else OPS[op].dry
     shapes = {", ".join(f"{name} {value}" for name, value in shape.items()): shape for shape in listed}
-    refused: set[str] = set()
+    errors: dict[tuple[str, str], float] = {}
+    failed: list[Row] = []
     for label, shape in shapes.items():
         torch.manual_seed(0)
         limits = OPS[op].parity_limits
         smaller = {name: min(size, limits[name]) if name in limits else size for name, size in shape.items()}
         for row in check(build(place, **smaller), wanted):
-            record["parity"].append({"op": op, "shape": label, **row})
-            if row["why"]:
-                refused.add(row["baseline"])
-    if any(name.startswith(OURS) for name in refused):
-        record["red"].append(op)
-        return
-    for label, shape in shapes.items():
+            key = label, row["baseline"]
+            errors[key] = max(errors.get(key, 0.0), row.get("error / eager's", 0.0))
+            if row["note"]:
+                failed.append({"op": op, "shape": label, **row})
+    refused = {row["baseline"] for row in failed}
+    rows: list[Row] = []
+    for label, shape in {} if any(name.startswith(OURS) for name in refused) else shapes.items():
         torch.manual_seed(0)
         case = build(place, **shape)
-        for row in measure(case, place.device, lambda name: wanted(name) and name not in refused):
-            record["rows"].append({"op": op, "shape": label, **row})
-            if "note" in row and row["baseline"].startswith(OURS):
-                record["red"].append(op)
+        for row in times(case, place.device, lambda name: wanted(name) and name not in refused, copy):
+            rows.append({"shape": label, **row, "error / eager's": errors.get((label, row["baseline"]))})
         del case
-        gc.collect()
-        if place.device == "cuda":
-            torch.cuda.empty_cache()
+        harness.free(place.device)
+    return rows, failed
 
 
 class Run:
@@ -156,21 +138,21 @@ def cotangents_of(call: Call, case: Case) -> list[Tensor]:
     return [torch.randn_like(x) for x in outputs if x.dim() > 0]
 
 
-def check(case: Case, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """A row for each baseline and result: its rms error against fp64 over eager's, and why it may not be timed."""
+def check(case: Case, wanted: Callable[[str], bool]) -> list[Row]:
+    """A row for each baseline and result: its rms error against fp64 over eager's, and a note if it is not timed."""
     cotangents = cotangents_of(case.eager, case)
     leaves = {name: x.double() for name, x in case.leaves.items()}
     constants = {name: x.double() if x.is_floating_point() else x for name, x in case.constants.items()}
     exact = Run(case.eager, leaves, constants, [x.double() for x in cotangents]).results()
     eager = Run(case.eager, case.leaves, case.constants, cotangents).results()
-    rows = []
+    rows: list[Row] = []
     for name in filter(wanted, case.baselines):
         try:
             copy = name in case.overwrites
             found = Run(case.baselines[name], case.leaves, case.constants, cotangents, copy).results()
         except Exception as error:
             traceback.print_exc()
-            rows.append({"baseline": name, "result": None, "why": _summary(error)})
+            rows.append({"baseline": name, "result": None, "note": summary(error)})
             continue
         for result, actual in found.items():
             slack = case.slack.get(name, 1.0)
@@ -178,7 +160,7 @@ def check(case: Case, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
             error = _rms(actual.double() - exact[result]) / max(_rms(exact[result]), 1e-30)
             if not name.startswith(OURS):
                 why = "" if error <= CALLED_WRONGLY else f"relative rms error {error:.3g}: computes something else"
-            rows.append({"baseline": name, "result": result, "error": error, "over_eager": over_eager, "why": why})
+            rows.append({"baseline": name, "result": result, "error / eager's": over_eager, "note": why})
     return rows
 
 
@@ -210,8 +192,11 @@ def _rms(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def measure(case: Case, device: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
-    """A row of times and memory for each baseline, after one for the GEMMs that the op cannot do without."""
+def times(case: Case, device: str, wanted: Callable[[str], bool], copy: float) -> list[Row]:
+    """A row of times and memory for each baseline, after one for the GEMMs that the op cannot do without.
+
+    copy: TB/s of a large copy on this device.
+    """
     cotangents = cotangents_of(case.baselines["ligermodels"], case)
     nbytes = sum(x.nbytes for x in (*case.leaves.values(), *case.constants.values(), *cotangents))
     copies = max(1, min(64, ROTATED_BYTES // nbytes)) if device == "cuda" else 1
@@ -219,43 +204,43 @@ def measure(case: Case, device: str, wanted: Callable[[str], bool]) -> list[dict
     for _ in range(copies - 1):
         leaves, constants = ({name: x.clone() for name, x in ts.items()} for ts in (case.leaves, case.constants))
         tensors.append((leaves, constants, [x.clone() for x in cotangents]))
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     if case.gemms is not None:
         name, call = case.gemms
         inputs = {**case.leaves, **case.constants}
-        rows.append({"baseline": name, "full_ms": milliseconds([lambda: call(inputs)], device)[0]})
+        rows.append({"baseline": name, "fwd + bwd ms": milliseconds([lambda: call(inputs)], device)[0]})
     for name in filter(wanted, case.baselines):
-        runs = [Run(case.baselines[name], *copy, copy=name in case.overwrites) for copy in tensors]
-        row: dict[str, Any] = {"baseline": name}
+        runs = [Run(case.baselines[name], *given, copy=name in case.overwrites) for given in tensors]
 
         def restore(runs=runs) -> None:
             for run in runs:
                 run.restore()
 
         try:
-            row["forward_ms"], _ = milliseconds([run.forward for run in runs], device, restore)
-            row["full_ms"], row["synchronises"] = milliseconds([run.full for run in runs], device, restore)
-            row["peak_mib"] = peak_mib(runs[0].full, device, restore)
-            row |= rates(case, row)
+            forward, _ = milliseconds([run.forward for run in runs], device, restore)
+            full, synchronises = milliseconds([run.full for run in runs], device, restore)
+            row = {"forward ms": forward, "fwd + bwd ms": full, **rates(case, forward, full, copy)}
+            row["peak MiB"] = peak_mib(runs[0].full, device, restore)
+            if synchronises:
+                row["time"] = "synchronises: the host's is included"
         except Exception as error:
             traceback.print_exc()
-            row["note"] = _summary(error)
-        rows.append(row)
+            row = {"note": summary(error)}
+        rows.append({"baseline": name, **row})
     return rows
 
 
-def rates(case: Case, row: Mapping[str, Any]) -> dict[str, float]:
-    """TB/s of the fewest bytes that the op can move, TFLOP/s of the operations that it cannot leave out."""
-    found, full = {}, row["full_ms"]
+def rates(case: Case, forward: float, full: float, copy: float) -> Row:
+    """Share of the speed of a copy for the fewest bytes, TFLOP/s of the operations that cannot be left out."""
+    found: Row = {}
     if case.bytes:
-        found["tb_per_s"] = case.bytes / full * 1e-9
-    if case.flops:
-        found["tflop_per_s"] = case.flops / full * 1e-9
+        found["of copy"] = case.bytes / full * 1e-9 / copy
     if case.forward_flops:
-        found["forward_tflop_per_s"] = case.forward_flops / row["forward_ms"] * 1e-9
-        if full > row["forward_ms"]:
-            backward = case.flops - case.forward_flops
-            found["backward_tflop_per_s"] = backward / (full - row["forward_ms"]) * 1e-9
+        found["TFLOP/s forward"] = case.forward_flops / forward * 1e-9
+        if full > forward:
+            found["backward"] = (case.flops - case.forward_flops) / (full - forward) * 1e-9
+    if case.flops:
+        found["TFLOP/s"] = case.flops / full * 1e-9
     return found
 
 
@@ -337,56 +322,11 @@ def ceilings(device: str) -> dict[str, float]:
     copy, _ = milliseconds([lambda: [to.copy_(piece) for piece, to in pieces]], device)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
     gemm, _ = milliseconds([lambda: a @ b], device)
-    return {"copy_tb_per_s": 2 * source.nbytes / copy * 1e-9, "gemm_tflop_per_s": 2 * n**3 / gemm * 1e-9}
+    return {"copy TB/s": 2 * source.nbytes / copy * 1e-9, "GEMM TFLOP/s": 2 * n**3 / gemm * 1e-9}
 
 
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:160]
-
-
-COLUMNS = {
-    "shape": "shape",
-    "baseline": "baseline",
-    "forward_ms": "forward ms",
-    "full_ms": "fwd + bwd ms",
-    "share": "of copy bandwidth",
-    "forward_tflop_per_s": "TFLOP/s forward",
-    "backward_tflop_per_s": "backward",
-    "tflop_per_s": "both",
-    "peak_mib": "peak MiB",
-    "over_eager": "error / eager's",
-    "note": "note",
-}
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """The tables of a result: one for each op, and what failed parity."""
-    limits = ", ".join(f"{name} {value:.3g}" for name, value in record["ceilings"].items())
-    parts = [heading(record["environment"]), f"`{record['environment']['command']}`", f"ceilings: {limits}"]
-    worst: dict[tuple[str, str, str], float] = {}
-    for row in record["parity"]:
-        key = (row["op"], row["shape"], row["baseline"])
-        worst[key] = max(worst.get(key, 0.0), row.get("over_eager", 0.0))
-    for op in dict.fromkeys(row["op"] for row in record["rows"]):
-        rows = []
-        for row in record["rows"]:
-            if row["op"] != op:
-                continue
-            share = row.get("tb_per_s", 0) / record["ceilings"]["copy_tb_per_s"]
-            note = row.get("note") or ("synchronises: host time included" if row.get("synchronises") else None)
-            shown = {"share": f"{share:.0%}" if share else None, "note": note}
-            rows.append({**row, **shown, "over_eager": worst.get((op, row["shape"], row["baseline"]))})
-        columns = [name for name in COLUMNS if any(row.get(name) is not None for row in rows)]
-        lines = [[row.get(name) for name in columns] for row in rows]
-        parts.append(f"### {op}\n\n{table([COLUMNS[name] for name in columns], lines)}")
-    if bad := [row for row in record["parity"] if row["why"]]:
-        lines = [[row["op"], row["shape"], row["baseline"], row["result"], row["why"]] for row in bad]
-        parts.append("### Failed parity\n\n" + table(["op", "shape", "baseline", "result", "why"], lines))
-    if record["red"]:
-        parts.append(
-            f"RED: parity failed, and nothing of these was timed, or ours did not run: {', '.join(record['red'])}"
-        )
-    return "\n\n".join(parts)
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(__doc__, arguments, add_options, measure)
 
 
 if __name__ == "__main__":

@@ -1,357 +1,326 @@
-"""How long a model takes from its files to the GPU: ours beside transformers, safetensors and fastsafetensors.
+"""How long a model takes from its files to the GPU, or onto several: ours beside transformers, safetensors and
+fastsafetensors.
 
-    python -m benchmarks.load --scratch /dev/shm                    # Llama 3.1 8B's shapes from memory
-    python -m benchmarks.load --scratch /data --cache warm,cold     # from a disk: from the page cache, and not
-    python -m benchmarks.load --scratch /data --sweep               # other threads, buffers and ways to read
-    python -m benchmarks.load --dry                                 # a tiny model on the CPU: does everything run?
+    python -m benchmarks.load --scratch /dev/shm                   # Llama 3.1 8B's shapes, from memory
+    python -m benchmarks.load --scratch /data --cache warm,cold    # from a disk: from the page cache, and not
+    python -m benchmarks.load --model llama-3.1-70b --gpus 2 --scratch /dev/shm --loaders ligermodels --runs 1
+    python -m benchmarks.load --gpus 2 --mesh dp_shard --save --loaders ligermodels --scratch /dev/shm
+    python -m benchmarks.load --dry
 
-Writes a checkpoint with random weights in bf16 (shards of 5 GB) into a folder of its own in --scratch, which it removes
-at the end, or into --checkpoint, which stays and is taken as it is the next time. Each load has a fresh process, which
-has imported everything, started CUDA and loaded a tiny model before. The median of --runs processes counts; `again` is
-a second load in the same process, whose pinned memory is there already. Every weight is compared with the files by a
-checksum of its bits; a loader that differs gets no figures, and if it is ours, the exit code is 1. Cold: the files are
-dropped from the page cache before; `% disk` is the speed in percent of the disk's, which direct reads of 16 MiB
-measure, by one thread and by eight: the better one counts.
+Each load runs in a fresh process, or under torchrun in one for each GPU, which has imported everything, started CUDA
+and loaded a tiny model before. The median of --runs counts; "again s" is a second load in the same process, whose
+pinned memory exists already. On several GPUs all ranks load one model, split as --mesh says, beside transformers'
+tp_plan="auto"; time and memory are those of the slowest rank and of the one with the most.
 
-Of ours, a variant THREADS:BUFFERS:MIB may end in :mmap (copies out of mapped files), :direct (past the page cache) or
-:reserve (the GPU's memory is allocated in one block before).
+The checkpoint is written into --scratch and removed at the end. Its tensors repeat one block of random values, so that
+every element on every rank is compared with its place in that block: a loader that differs gets no figures, and if it
+is ours, the exit status is 1. Cold: the files are dropped from the page cache before; "% disk" is the speed in percent
+of direct reads of 16 MiB, by one thread or by eight, whichever is faster. --save: our model is saved from all ranks
+and loaded again from there, with the same comparison.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import gc
+import hashlib
 import importlib.util
 import json
-import math
 import mmap
 import os
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.common import environment, heading, table, write_json
+import ligermodels
+from benchmarks import harness
+from benchmarks.harness import Record, Row
 from benchmarks.train_cases import MODELS, changed
+from ligermodels.checkpoint import weights
+from ligermodels.parallel import make_mesh
 
-ROOT = Path(__file__).parent.parent
-LOADERS = ("ligermodels", "transformers", "safetensors", "fastsafetensors")
-SWEEP = (
-    "4:8:16", "8:12:8", "8:16:16", "8:12:32", "16:24:16", "16:32:8", "8:12:16:mmap", "16:24:16:mmap", "8:12:16:direct",
-    "8:12:16:reserve",
-)  # fmt: skip
-HOWS = ("mmap", "direct", "reserve")
 BLOCK = 2**24
+VALUES = 2**27 - 1
+"""Random values that the tensors of a checkpoint repeat: an odd number, so that neighbouring rows differ."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, LOADERS)
-    parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
-    parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.render:
-        print(render(json.loads(Path(options.render).read_text())))
-        return 0
-    if options.worker:
-        print(json.dumps(work(json.loads(options.worker))))
-        return 0
-    caches, loaders, variants = chosen(parser, options, LOADERS)
-    with contextlib.ExitStack() as stack:
-        root = options.checkpoint
-        if root is None:
-            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="load-", dir=options.scratch)))
-        root.mkdir(parents=True, exist_ok=True)
-        if "cold" in caches and _is_in_memory(root):
-            parser.error(f"{root} is in memory: there is no cold load from there")
-        record = measure(options, root.absolute(), caches, loaders, variants)
-    if options.out:
-        write_json(options.out, record)
-    print(render(record), flush=True)
-    return int(any("note" in row and row["loader"] == "ligermodels" for row in record["rows"]))
-
-
-def parser_of(description: str | None, loaders: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS))
-    parser.add_argument("--scratch", help="where the checkpoint is written, e.g. /dev/shm; default the system's")
-    parser.add_argument("--checkpoint", type=Path, help="a folder for the checkpoint, in place of one in --scratch")
-    parser.add_argument("--cache", default="warm", help="comma-separated: warm, cold")
-    parser.add_argument("--loaders", default=",".join(loaders), help="comma-separated")
-    parser.add_argument("--ours", default="", help="comma-separated variants of ours beside the default one")
-    parser.add_argument("--sweep", action="store_true", help=f"these variants: {', '.join(SWEEP)}")
-    parser.add_argument("--runs", type=int, default=3, help="processes for each figure; 1 of several ranks: load once")
+    parser.add_argument("--scratch", help="folder for the checkpoint, e.g. /dev/shm; default the system's")
+    parser.add_argument("--cache", type=harness.names("warm", "cold"), default="warm", help="warm, cold or both")
+    parser.add_argument("--loaders", type=harness.names(*LOADERS), default="all", help="names with commas between them")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--mesh", default="tp", choices=("tp", "dp_shard"), help="what splits a model between GPUs")
+    parser.add_argument("--save", action="store_true", help="also save the model that ours has loaded")
+    parser.add_argument("--runs", type=int, default=3, help="processes for each figure")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a process may take")
-    parser.add_argument("--out", type=Path, help="a JSON file")
-    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; the times mean nothing")
-    return parser
 
 
-def chosen(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, known: Sequence[str]
-) -> tuple[list[str], list[str], list[str]]:
-    """Caches, loaders and variants that are asked for."""
-    caches, loaders = options.cache.split(","), options.loaders.split(",")
-    variants = ["", *filter(None, options.ours.split(",")), *(SWEEP if options.sweep else ())]
-    if unknown := sorted({*caches, *loaders} - {"warm", "cold", *known}):
-        parser.error(f"unknown: {', '.join(unknown)}")
-    for variant in variants:
-        try:
-            _settings(variant)
-        except ValueError as error:
-            parser.error(f"{variant}: {error}")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
-    return caches, loaders, variants
-
-
-def measure(
-    options: argparse.Namespace, root: Path, caches: list[str], loaders: list[str], variants: list[str]
-) -> dict[str, Any]:
-    device = "cpu" if options.dry else "cuda"
-    config = MODELS[options.model].config
+def measure(options: argparse.Namespace, record: Record) -> None:
+    loaders = [name for name in options.loaders if options.gpus == 1 or name in ON_RANKS]
+    config, count = MODELS[options.model].config, VALUES
     tiny = changed(config, MODELS[options.model].tiny)
-    folders = {"device": device, "folder": str(root / "model"), "tiny": str(root / "tiny")}
-    for folder, values in (("tiny", tiny), ("folder", tiny if options.dry else config)):
-        if not Path(folders[folder]).exists():
-            _announce(f"writes {folders[folder]}")
-            spawn({"do": "write", "config": values, **folders, "folder": folders[folder]}, options.timeout)
-    expected = spawn({"do": "sums", **folders}, options.timeout)
-    nbytes = sum(path.stat().st_size for path in _files(folders["folder"]))
-    record: dict[str, Any] = {
-        "environment": environment(device), "model": options.model, "gigabytes": nbytes / 1e9,
-        "scratch": _file_system(root), "disk": {}, "rows": [],
-    }  # fmt: skip
-    if "cold" in caches:
-        for threads in (1, 8):
-            _announce(f"direct reads, {threads} threads")
-            record["disk"][str(threads)] = disk_speed(_files(folders["folder"]), threads)
-    for cache in caches:
-        for loader in loaders:
-            for variant in variants if loader == "ligermodels" else [""]:
-                row: dict[str, Any] = {"loader": loader, "variant": variant, "cache": cache}
+    if options.dry:
+        config, count = tiny, 2**16 - 1
+    with tempfile.TemporaryDirectory(prefix="load-", dir=options.scratch) as root:
+        if "cold" in options.cache and _is_in_memory(Path(root)):
+            raise ValueError(f"{root} is in memory: there is no cold load from there")
+        job = {"device": options.device, "gpus": options.gpus, "mesh": options.mesh, "count": count, "config": config}
+        for name, its_config in (("tiny", tiny), ("folder", config)):
+            job[name] = str(Path(root, name))
+            write(Path(root, name), its_config, block_of(count))
+        files = _files(job["folder"])
+        nbytes = sum(path.stat().st_size for path in files)
+        record |= {
+            "model": options.model,
+            "gpus": options.gpus,
+            "GB": nbytes / 1e9,
+            "scratch": _file_system(Path(root)),
+        }
+        disk = {n: disk_speed(files, n) for n in ((1, 8) if "cold" in options.cache else ())}
+        record["disk, GB/s of direct reads by threads"] = disk
+        record["rows"], record["red"] = [], []
+        for cache in options.cache:
+            for loader in loaders:
+                save = options.save and loader == "ligermodels"
+                one = {**job, "loader": loader, "cache": cache, "save": save}
+                found = [harness.spawn("load", one, options.timeout, ranks=options.gpus) for _ in range(options.runs)]
+                row = {"loader": loader, "cache": cache, **row_of(found, nbytes, disk if cache == "cold" else {})}
                 record["rows"].append(row)
-                job = {"do": "load", "loader": loader, "variant": variant, "cache": cache, **folders}
-                _announce(f"{loader} {variant}, {cache}")
-                try:
-                    found = [spawn(job, options.timeout) for _ in range(options.runs)]
-                except RuntimeError as error:
-                    row["note"] = str(error)
-                    continue
-                row["label"] = found[0].pop("label")
-                if any(each.pop("sums") != expected["sums"] for each in found):
-                    row["note"] = "the weights are not those of the files"
-                    continue
-                row |= {key: statistics.median(each[key] for each in found) for key in found[0]}
-                row["runs"] = [each["seconds"] for each in found]
-                row["gb_per_s"] = nbytes / 1e9 / row["seconds"]
-                if cache == "cold" and (speeds := [x for x in record["disk"].values() if x]):
-                    row["percent_of_disk"] = 100 * row["gb_per_s"] / max(speeds)
-    return record
+                harness.announce(row)
+                if "note" in row and loader == "ligermodels":
+                    record["red"].append(f"{loader}, {cache}: {row['note']}")
 
 
-def spawn(job: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """What `work` returns in a process of its own. Raises RuntimeError with the last line of one that fails."""
-    command = [sys.executable, "-m", "benchmarks.load", "--worker", json.dumps(job)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, env=env)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"took over {timeout:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:200])
-    return json.loads(done.stdout.splitlines()[-1])
+def row_of(found: Sequence[Row], nbytes: int, disk: Mapping[int, float | None]) -> Row:
+    """The row of several runs: medians, or the note of the first that failed."""
+    for run in found:
+        if "note" in run:
+            return {"note": run["note"]}
+    row = {"what": found[0].pop("what")}
+    row |= {name: statistics.median(run[name] for run in found) for name in found[0] if name != "what"}
+    row |= {"runs": [run["s"] for run in found], "GB/s": nbytes / 1e9 / row["s"]}
+    if speeds := [speed for speed in disk.values() if speed]:
+        row["% disk"] = 100 * row["GB/s"] / max(speeds)
+    return row
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    if job["do"] == "write":
-        write(job["config"], job["device"], job["folder"])
-        return {}
-    if job["do"] == "sums":
-        return {"sums": sums(_safetensors(job["folder"], job["device"])[1])}
-    torch.zeros(1, device=job["device"])
-    load = _LOADERS[job["loader"]]
-    with _variant(job["variant"], job) as phases:
-        load(job["tiny"], job["device"])
-        gc.collect()
-        times = []
-        for _ in range(2 if job["cache"] == "warm" else 1):
-            (warm if job["cache"] == "warm" else drop)(_files(job["folder"]))
-            phases.clear()
-            each, tensors = timed(load, job["folder"], job["device"])
-            times.append(each["seconds"])
-            if len(times) == 1:
-                found = {**each, **{f"{name}_s": seconds for name, seconds in phases.items()}, "sums": sums(tensors)}
-            del tensors
-            gc.collect()
-    return {**found, **({"again": times[1]} if len(times) > 1 else {})}
+def work(job: dict[str, Any]) -> Row:
+    """In a process of its own, or in that of each rank: what one load takes. Raises RuntimeError for wrong weights."""
+    device, folder, mesh = job["device"], job["folder"], None
+    if job["gpus"] > 1:
+        mesh = make_mesh(tp=job["gpus"] if job["mesh"] == "tp" else 1, device_type=device)
+    torch.zeros(1, device=device)
+    load = LOADERS[job["loader"]]
+    load(job["tiny"], device, mesh)
+    found: Row = {}
+    for name in ("s", "again s") if job["cache"] == "warm" else ("s",):
+        harness.free(device)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            (warm if job["cache"] == "warm" else drop)(_files(folder))
+        what, seconds, memory, model = timed(load, folder, device, mesh, job)
+        found |= {name: seconds} if found else {"what": what, name: seconds, **memory}
+        if job["save"] and name == "s":
+            _barrier()
+            found["save s"], _ = harness.timed(lambda model=model: model.save_pretrained(f"{folder}-saved"), device)
+            del model
+            timed(load, f"{folder}-saved", device, mesh, job)
+        model = None
+    if mesh is None:
+        return found
+    everyone: list[Row] = [{}] * job["gpus"]
+    dist.all_gather_object(everyone, found)
+    dist.destroy_process_group()
+    return {name: max(each[name] for each in everyone) for name in found}
 
 
-def timed(load: "Loader", folder: str, device: str) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """({label, seconds, memory}, the tensors) of one load."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
+def timed(load: "Loader", folder: str, device: str, mesh: Any, job: Mapping[str, Any]) -> tuple[str, float, Row, Any]:
+    """(what was loaded, seconds, memory, the model if there is one) of one load, whose tensors are compared."""
+    harness.reset_peak(device)
     host = _host_mib("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    begin = time.perf_counter()
-    label, tensors = load(folder, device)
+    _barrier()
+    seconds, (what, tensors, model) = harness.timed(lambda: load(folder, device, mesh), device)
+    memory: Row = {"host MiB": _host_mib("VmHWM") - host}
     if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    found: dict[str, Any] = {"label": label, "seconds": seconds, "host_mib": _host_mib("VmHWM") - host}
-    if device == "cuda":
-        found["gpu_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    return found, tensors
+        memory["GPU GiB"] = torch.cuda.max_memory_reserved() / harness.GIB
+    if wrong := differing(tensors, shapes_of(job["config"]), block_of(job["count"]).to(device)):
+        raise RuntimeError(f"the weights are not those of the files: {', '.join(wrong[:3])}")
+    return what, seconds, memory, model
 
 
-def write(config: Mapping[str, Any], device: str, folder: str) -> None:
-    import ligermodels
-
-    architecture = ligermodels.ARCHS[config["model_type"]]
-    model = architecture.from_config(config, dtype=torch.bfloat16, device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms, else all alike
-                parameter.normal_()
-    model.save_pretrained(folder, max_shard_size="5GB")
-    for path in _files(folder):  # only what is on the disk can leave the page cache
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """{name: a checksum of the bits, in which their order counts}."""
-    found = {}
-    for name, tensor in sorted(tensors.items()):
-        total = 0
-        for k, part in enumerate(tensor.detach().reshape(-1).view(torch.int16).split(2**26)):
-            places = torch.arange(1, len(part) + 1, device=part.device).remainder_(65521)
-            total += (k + 1) * int((part.long() * places).sum())
-        found[name] = total % 2**61
-    return found
+# Loaders: (folder, device, mesh or None) -> (what it loads, {name on disk: tensor}, the model)
 
 
-# Loaders: (folder, device) -> (what it did, {name on disk: tensor})
+def _ours(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
+    where: dict[str, Any] = {"device": device} if mesh is None else {"mesh": mesh}
+    model = ligermodels.load(folder, progress=False, **where)
+    boxes = weights.export(model, type(model).DISK_NAMES).boxes
+    if divided := [name for name, (_, index) in boxes.items() if index]:
+        raise RuntimeError(f"{divided[0]} is a part of a parameter: only whole ones are compared")
+    return "a model", {name: tensor for name, (tensor, _) in boxes.items()}, model
 
 
-def _ours(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
-    import ligermodels
-    from ligermodels.checkpoint import weights
-
-    model = ligermodels.load(folder, device=device, progress=False)
-    return "a model", dict(weights.export(model, type(model).DISK_NAMES))
-
-
-def _transformers(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
+def _transformers(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     from transformers import AutoModelForCausalLM
 
-    if device == "cpu":
-        label, model = "a model", AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    elif importlib.util.find_spec("accelerate"):
-        label = "a model (device_map)"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
-    else:
-        label = "a model (.to, no accelerate)"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
-    return label, {name: parameter for name, parameter in model.named_parameters()}
+    if mesh is not None and mesh["tp"].size() == 1:
+        raise RuntimeError("transformers has no loader onto FSDP; --mesh tp compares the two")
+    options: dict[str, Any] = {}
+    if mesh is not None:
+        options["tp_plan"] = "auto"
+    elif device == "cuda" and importlib.util.find_spec("accelerate"):
+        options["device_map"] = device
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    if not options:
+        model.to(device)
+    return " ".join(["a model", *options]), dict(model.named_parameters()), model
 
 
-def _safetensors(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
+def _safetensors(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     from safetensors.torch import load_file
 
-    return "tensors", {name: x for path in _files(folder) for name, x in load_file(path, device=device).items()}
+    return "tensors", {name: x for path in _files(folder) for name, x in load_file(path, device=device).items()}, None
 
 
-def _fastsafetensors(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
+def _fastsafetensors(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     from fastsafetensors import fastsafe_open
 
     place = "cuda:0" if device == "cuda" else device
     with fastsafe_open([str(path) for path in _files(folder)], device=place, nogds=True) as files:
-        names = files.keys()
-        return "tensors", {name: files.get_tensor(name) for name in names}  # which hold the memory
+        return "tensors", {name: files.get_tensor(name) for name in files.keys()}, None  # noqa: SIM118
 
 
-Loader = Callable[[str, str], tuple[str, Mapping[str, Tensor]]]
-_LOADERS: dict[str, Loader] = {
+Loader = Callable[[str, str, Any], tuple[str, Mapping[str, Tensor], Any]]
+LOADERS: dict[str, Loader] = {
     "ligermodels": _ours, "transformers": _transformers, "safetensors": _safetensors,
     "fastsafetensors": _fastsafetensors,
 }  # fmt: skip
+ON_RANKS = ("ligermodels", "transformers")
 
 
-def _settings(variant: str) -> tuple[dict[str, Any], str]:
-    """(fields of transfer.Settings, how) of THREADS:BUFFERS:MIB[:HOW]. Raises ValueError."""
-    if not variant:
-        return {}, ""
-    threads, buffers, mebibytes, *how = variant.split(":")
-    if len(how) > 1 or any(each not in HOWS for each in how):
-        raise ValueError(f"expected THREADS:BUFFERS:MIB, and one of {', '.join(HOWS)}")
-    fields = {"threads": int(threads), "buffers": int(buffers), "buffer_bytes": int(mebibytes) * 2**20}
-    return {**fields, "direct": how == ["direct"]}, "".join(how)
+# The checkpoint, and whether a rank has it
 
 
-@contextlib.contextmanager
-def _variant(variant: str, job: Mapping[str, Any]) -> Iterator[dict[str, float]]:
-    """Ours loads as the variant says. Gives {phase: seconds} of the load; they overlap where they run together."""
-    phases: dict[str, float] = {}
-    if job["loader"] != "ligermodels":
-        yield phases
-        return
-    from unittest import mock
+def shapes_of(config: Mapping[str, Any]) -> dict[str, torch.Size]:
+    model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
 
-    import numpy as np
 
-    from ligermodels.arch.pretrained import Pretrained
-    from ligermodels.checkpoint import transfer, weights
+def block_of(count: int) -> Tensor:
+    """The values [count] that every tensor repeats."""
+    return torch.empty(count, dtype=torch.bfloat16).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
 
-    fields, how = _settings(variant)
-    mapped: dict[Path, Any] = {}
-    allocate, run, construct = weights.allocate, transfer.run, Pretrained._on_meta.__func__
 
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            phases[name] = phases.get(name, 0.0) + time.perf_counter() - begin
-            return result
+def start(name: str, count: int) -> int:
+    """Where in the block a tensor begins."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6]) % count
 
-        return wrapper
 
-    def allocating(model: Any, *args: Any, **kwargs: Any) -> None:
-        if how == "reserve":
-            size = sum(math.ceil(parameter.nbytes / 2**21) * 2**21 for parameter in model.parameters())
-            torch.empty(size, dtype=torch.uint8, device=job["device"])  # torch keeps it, and cuts it up
-        allocate(model, *args, **kwargs)
+def repeated(name: str, shape: Sequence[int], values: Tensor) -> Tensor:
+    """The tensor: element e, counted row by row, is values[(start + e) % count]."""
+    begin, numel = start(name, len(values)), torch.Size(shape).numel()
+    first = values[begin : begin + numel]
+    times, rest = divmod(numel - len(first), len(values))
+    return torch.cat([first, *[values] * times, values[:rest]]).view(*shape)
 
-    def running(*args: Any) -> Iterator[Any]:
-        begin = time.perf_counter()
-        yield from run(*args)
-        phases["copy"] = phases.get("copy", 0.0) + time.perf_counter() - begin
 
-    def fill_from_map(number: int, block: Any, buffer: Any, settings: Any) -> None:
-        if block.file.path not in mapped:
-            mapped[block.file.path] = np.memmap(block.file.path, dtype=np.uint8, mode="r")
-        np.copyto(buffer.view[: block.nbytes], mapped[block.file.path][block.start : block.end])
+def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
+    """Writes a checkpoint in bf16 with many threads. Raises ValueError where the file system has no space for it."""
+    folder.mkdir(parents=True)
+    shapes, shards, size = shapes_of(config), [], 0
+    most = 5 * 10**9 if len(values) == VALUES else 10**5
+    for name, shape in shapes.items():
+        nbytes = 2 * shape.numel()
+        if not shards or size + nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    needed, there = 2 * sum(shape.numel() for shape in shapes.values()), shutil.disk_usage(folder).free
+    if needed > there:
+        raise ValueError(f"{folder} needs {needed / 1e9:.0f} GB, and {there / 1e9:.0f} GB are free")
+    files = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(
+            pool.map(
+                lambda n: _write_shard(folder / files[n], {x: shapes[x] for x in shards[n]}, values), range(len(files))
+            )
+        )
+    index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": needed}, "weight_map": index})
+    )
+    model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
+    (folder / "config.json").write_text(json.dumps({**model.config.to_hf(), "dtype": "bfloat16"}))
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in (
-            (weights, "allocate", timed("allocate", allocating)),
-            (transfer, "run", running),
-            (Pretrained, "_on_meta", classmethod(timed("construct", construct))),
-            (transfer, "SETTINGS", transfer.Settings(**fields)),
-            (transfer, "_fill", fill_from_map if how == "mmap" else transfer._fill),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, value))
-        yield phases
+
+def _write_shard(path: Path, shapes: Mapping[str, torch.Size], values: Tensor) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * shape.numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            file.write(repeated(name, shape, values).view(torch.int16).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())  # only what is on the disk can leave the page cache
+
+
+@torch.no_grad()
+def differing(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], values: Tensor) -> list[str]:
+    """The names whose part on this rank is missing or not that of the files."""
+    wrong = []
+    for name, shape in shapes.items():
+        if name not in tensors:
+            wrong.append(name)
+            continue
+        local, at = part_here(tensors[name].detach(), shape)
+        rows, columns = local.reshape(len(local), -1), torch.Size(shape[1:]).numel()
+        across = torch.arange(rows.shape[1], device=values.device) + (at[1] if len(at) > 1 else 0)
+        step = max(1, 2**26 // max(1, rows.shape[1]))
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step]
+            down = torch.arange(first, first + len(some), device=values.device) + at[0]
+            places = (down[:, None] * columns + across + start(name, len(values))).remainder_(len(values))
+            if not torch.equal(values[places], some):
+                wrong.append(name)
+                break
+    return wrong
+
+
+def part_here(tensor: Any, shape: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """(the rows and columns of a tensor of `shape` on this rank, where they begin in each dim)."""
+    if len(shape) > 2:
+        raise RuntimeError(f"a weight of shape {list(shape)}: only matrices and vectors are compared")
+    if hasattr(tensor, "full_tensor"):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        local = tensor.to_local()
+        expected, at = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        assert tuple(tensor.shape) == tuple(shape) and tuple(local.shape) == tuple(expected), (shape, local.shape)
+        return local, list(at)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return tensor, [0 if here == whole else rank * here for here, whole in zip(tensor.shape, shape, strict=True)]
 
 
 # The page cache and the disk
@@ -375,10 +344,9 @@ def is_cached(path: Path) -> bool | None:
 
 
 def warm(files: Sequence[Path]) -> None:
-    if files and _is_in_memory(files[0].parent):
-        return
+    """Reads the files into the page cache."""
     for path in files:
-        if not is_cached(path):
+        if not _is_in_memory(path.parent) and not is_cached(path):
             with path.open("rb", buffering=0) as file:
                 buffer = bytearray(BLOCK)
                 while file.readinto(buffer):
@@ -386,7 +354,7 @@ def warm(files: Sequence[Path]) -> None:
 
 
 def drop(files: Sequence[Path]) -> None:
-    """Has the page cache let go of the files. Raises RuntimeError where they stay."""
+    """Drops the files from the page cache. Raises RuntimeError where they stay."""
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -395,7 +363,7 @@ def drop(files: Sequence[Path]) -> None:
 
 
 def disk_speed(files: Sequence[Path], threads: int, limit: int = 2**33) -> float | None:
-    """GB/s of direct reads of 16 MiB, at most `limit` bytes in all; None where the file system has none."""
+    """GB/s of direct reads of 16 MiB, of `limit` bytes at most; None where the file system has no direct reads."""
     blocks = [(path, at) for path in files for at in range(0, path.stat().st_size - BLOCK, BLOCK)][: limit // BLOCK]
     if not blocks:
         return None
@@ -405,15 +373,13 @@ def disk_speed(files: Sequence[Path], threads: int, limit: int = 2**33) -> float
         return None
 
     def read(share: list[tuple[Path, int]]) -> None:
-        with mmap.mmap(-1, BLOCK) as memory:  # begins with a page
+        with mmap.mmap(-1, BLOCK) as memory:  # aligned to a page
             for path, at in share:
                 os.preadv(numbers[path], [memory], at)
 
     drop(files)
-    begin = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, [blocks[k::threads] for k in range(threads)]))
-    seconds = time.perf_counter() - begin
+        seconds, _ = harness.timed(lambda: list(pool.map(read, [blocks[k::threads] for k in range(threads)])), "cpu")
     for number in numbers.values():
         os.close(number)
     return len(blocks) * BLOCK / 1e9 / seconds
@@ -432,30 +398,8 @@ def _host_mib(field: str) -> float:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
 
-def _announce(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-# The table
-
-
-def render(record: Mapping[str, Any]) -> str:
-    lines = [heading(record["environment"])]
-    ranks = f", onto {record['ranks']} ranks ({record['mesh']})" if "ranks" in record else ""
-    lines.append(f"{record['model']}, {record['gigabytes']:.2f} GB in safetensors on {record['scratch']}{ranks}")
-    for threads, speed in record["disk"].items():
-        lines.append(f"disk, direct reads, threads {threads}: {f'{speed:.2f} GB/s' if speed else 'not there'}")
-    columns = {
-        "seconds": "s", "again": "again s", "gb_per_s": "GB/s", "percent_of_disk": "% disk",
-        "construct_s": "construct s", "allocate_s": "allocate s", "copy_s": "copy s", "host_mib": "host MiB",
-        "gpu_gib": "GPU GiB", "note": "note",
-    }  # fmt: skip
-    shown = {key: title for key, title in columns.items() if any(key in row for row in record["rows"])}
-    rows = [
-        [row["loader"], row["variant"] or row.get("label", ""), row["cache"], *(row.get(key) for key in shown)]
-        for row in record["rows"]
-    ]
-    return "\n".join([*lines, "", table(["loader", "what", "cache", *shown.values()], rows)])
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(__doc__, arguments, add_options, measure, work)
 
 
 if __name__ == "__main__":

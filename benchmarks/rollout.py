@@ -1,31 +1,30 @@
-"""Seconds of a step of GRPO, rollout and update apart: ours, beside TRL's GRPOTrainer or transformers' generate.
+"""A step of GRPO, rollout and update timed separately: ours beside TRL's GRPOTrainer.
 
-    python -m benchmarks.rollout --out benchmarks/results/rollout.json
-    python -m benchmarks.rollout --baselines ours,hf     # where TRL is not installed: its rollout alone
-    python -m benchmarks.rollout --dry                   # a tiny model, also on a CPU
+    python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b --out benchmarks/results/rollout.json
 
 A case is PROMPTSxGROUPxPROMPT+NEW. Weights are random, of the config's sizes, in bf16, so that one token in a
-vocabulary stops a completion: nearly all have NEW tokens. Everyone takes two steps, of which the second
-counts. "update" is loss, backward and AdamW over all tokens of the rollout; ours packs rows of --tokens tokens, and TRL
-pads --tokens / (PROMPT + NEW) completions a forward, in the same bf16 weights. tokens/s count new tokens in the
-rollout, and all tokens in the update.
+vocabulary stops a completion: nearly all have NEW tokens. Each takes two steps, of which the second counts. "update" is
+loss, backward and AdamW over all tokens of the rollout; ours packs rows of --tokens tokens, and TRL pads
+--tokens / (PROMPT + NEW) completions a forward, in the same bf16 weights. tokens/s count new tokens in the rollout, and
+all tokens in the update.
 """
 
 import argparse
-import gc
+import importlib.util
 import random
 import re
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.common import environment, heading, table, write_json
-from benchmarks.decode import make, synchronize
+from benchmarks import harness
+from benchmarks.harness import Row, synchronize, timed
 from benchmarks.train_cases import MODELS, changed
+from benchmarks.train_cases import ours as our_model
+from benchmarks.train_cases import theirs as their_model
 from ligermodels.generation import release_graphs
 from ligermodels.recipes.grpo import PolicyLoss, policy_counts
 from ligermodels.recipes.loop import Batch, on_device
@@ -35,52 +34,32 @@ from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, Sampler, policy_batch, sample
 from ligermodels.training import AdamW
 
-COLUMNS = (
-    "model", "case", "baseline", "rollout s", "rollout tokens/s", "update s", "update tokens/s", "step s", "peak GiB",
-)  # fmt: skip
 STOP = 5
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.2-1b")
-    parser.add_argument("--case", default="64x8x128+256")
-    parser.add_argument("--tokens", type=int, default=12288, help="of a forward in the update")
-    parser.add_argument("--baselines", default="ours,trl", help="of ours, trl, hf")
-    parser.add_argument("--dry", action="store_true", help="a tiny model, few tokens, fp32")
-    parser.add_argument("--out", help="a JSON file for the figures")
-    options = parser.parse_args(arguments)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    prompts, group, prompt, new = map(int, re.split(r"[x+]", options.case))
-    tokens = options.tokens
+def steps(options: argparse.Namespace) -> list[Row]:
+    """The rows of ours and TRL's."""
+    prompts, group, prompt, new = case = tuple(map(int, re.split(r"[x+]", options.rollout)))
+    tokens, device, rows = options.tokens, options.device, []
     if options.dry:
-        prompts, group, prompt, new, tokens = 2, 2, 8, 8, 32
-    env = environment(device)
-    print(heading(env))
-    rows: list[dict[str, Any]] = []
-    for name in options.baselines.split(","):
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        rollout, update = BASELINES[name](options.model, (prompts, group, prompt, new), tokens, device, options.dry)
-        row = {
-            "model": options.model, "case": f"{prompts}x{group}x{prompt}+{new}", "baseline": name,
-            "rollout s": rollout, "rollout tokens/s": prompts * group * new / rollout,
-        }  # fmt: skip
-        if update is not None:
-            row |= {
-                "update s": update, "update tokens/s": prompts * group * (prompt + new) / update,
-                "step s": rollout + update,
-            }  # fmt: skip
-        if device == "cuda":
-            row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        prompts, group, prompt, new = case = 2, 2, 8, 8
+        tokens = 32
+    for name, baseline in ((name, baseline) for name in options.models for baseline in (ours, trl)):
+        row = {"model": name, "case": f"{prompts}x{group}x{prompt}+{new}", "baseline": baseline.__name__}
         rows.append(row)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    print("\n" + table(COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows]))
-    if options.out:
-        write_json(options.out, {"environment": env, "rows": rows})
-    return 0
+        if baseline is trl and importlib.util.find_spec("trl") is None:
+            row["note"] = "trl is not installed"
+            continue
+        harness.reset_peak(device)
+        rollout, update = baseline(name, case, tokens, device, options.dry)
+        row |= {
+            "rollout s": rollout, "rollout tokens/s": prompts * group * new / rollout, "update s": update,
+            "update tokens/s": prompts * group * (prompt + new) / update, "step s": rollout + update,
+            "peak GiB": harness.peak_gib(device),
+        }  # fmt: skip
+        harness.announce(row)
+        harness.free(device)
+    return rows
 
 
 Case = tuple[int, int, int, int]
@@ -88,7 +67,7 @@ Case = tuple[int, int, int, int]
 
 def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[float, float]:
     prompts, group, length, new = case
-    model = make(name, device, torch.float32 if dry else torch.bfloat16, tiny=dry).train()
+    model = our_model(name, device, torch.float32 if dry else torch.bfloat16, tiny=dry).train()
     options = GRPOOptions(
         model=name, data="-", out="-", reward=("-",), prompts=prompts, group=group, max_new_tokens=new,
         length=length + new, batch_tokens=tokens,
@@ -134,37 +113,6 @@ def reward(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:
-    synchronize(device)
-    start = time.perf_counter()
-    found = work()
-    synchronize(device)
-    return time.perf_counter() - start, found
-
-
-def theirs(name: str, device: str, dry: bool) -> Any:
-    """transformers' model of random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(**changed(MODELS[name].config, MODELS[name].tiny if dry else {}))
-    config.eos_token_id = config.pad_token_id = STOP
-    how: dict[str, Any] = dict(dtype=torch.float32 if dry else torch.bfloat16)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=MODELS[name].attention, **how)
-
-
-def hf(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[float, None]:
-    """transformers' generate as TRL calls it."""
-    prompts, group, length, new = case
-    model = theirs(name, device, dry).eval()
-    ids = torch.randint(6, model.config.vocab_size, (prompts, length), device=device).repeat_interleave(group, 0)
-    how: dict[str, Any] = dict(do_sample=True, top_k=0, max_new_tokens=new, eos_token_id=STOP, pad_token_id=STOP)
-    for _ in range(2):
-        with torch.no_grad():
-            seconds, _ = timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **how), device)
-    return seconds, None
-
-
 def trl(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[float, float]:
     """TRL's trainer, whose rollout is transformers' generate. Its own work between the two counts as update."""
     import datasets
@@ -173,7 +121,11 @@ def trl(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[flo
     import trl
 
     prompts, group, length, new = case
-    model, draw = theirs(name, device, dry), random.Random(0)
+    config = changed(
+        MODELS[name].config, {**(MODELS[name].tiny if dry else {}), "eos_token_id": STOP, "pad_token_id": STOP}
+    )
+    model = their_model(name, device, torch.float32 if dry else torch.bfloat16, config)
+    draw = random.Random(0)
     words = {f"w{n}": n for n in range(model.config.vocab_size)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -216,11 +168,3 @@ def trl(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[flo
         trainer.add_callback(Ends())
         trainer.train()
     return rolled[-1], ends[-1] - ends[-2] - rolled[-1]
-
-
-BASELINES: dict[str, Callable[[str, Case, int, str, bool], tuple[float, float | None]]] = {
-    "ours": ours, "trl": trl, "hf": hf,
-}  # fmt: skip
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
-"""What `benchmarks.train_step` trains: models by their config.json, and one table of cases at the end.
+"""The models of the benchmarks by their config.json, and the table of cases of `benchmarks.train_step`.
 
-A case is a row of comparisons: one model, batch, sequence length, recomputation and optimizer for everyone in it. A
-baseline's name may add to that, and then stands in the table under its own name: see `benchmarks.train_step --help`.
+A case compares baselines on one model, batch, sequence length, recomputation and optimizer. The name of a baseline may
+add to that: see `benchmarks.train_step --help`.
 """
 
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
+RANK, ALPHA = 16, 32
+"""Of all adapters."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,10 @@ class Model:
 @dataclass(frozen=True)
 class Case:
     """recompute: what everyone computes again in backward, "none" or "block". The optimizer is torch's fused AdamW with
-    states in bf16, where a baseline does not name another."""
+    states in bf16, where a baseline does not name another. accumulation: micro-batches a step.
+
+    whole: whole runs of `ligermodels train sft`, on packed rows of `seq` tokens.
+    """
 
     model: str
     batch: int
@@ -43,6 +48,36 @@ class Case:
     recompute: str
     baselines: tuple[str, ...]
     steps: int = 10
+    accumulation: int = 1
+    whole: bool = False
+
+
+def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **changes: Any) -> Any:
+    """Our model with random weights, three times as large as they are initialised, so that the text that it writes
+    varies."""
+    import ligermodels
+
+    model = MODELS[name]
+    config = changed(model.config, {**(model.tiny if tiny else {}), **changes})
+    torch.manual_seed(0)
+    made = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=dtype, device=device).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return made
+
+
+def theirs(name: str, device: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Any:
+    """transformers' model of a config.json, with weights as it initialises them."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = AutoModelForImageTextToText if MODELS[name].image else AutoModelForCausalLM
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return kind.from_config(made, dtype=dtype, attn_implementation=MODELS[name].attention)
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +178,10 @@ MODELS: dict[str, Model] = {
     ),
 }  # fmt: skip
 
+_RUNS = (
+    *("sft", "sft+capture", "trl+liger", "sft+masters+capture", "sft+fp32+capture", "trl+liger+fp32"),
+    *(f"{base}+{kind}" for kind in ("lora", "nf4") for base in ("sft", "sft+capture", "trl+liger")),
+)
 _OURS_AND_PEERS = ("ligermodels", "ligermodels+adamw+in_backward", "hf", "hf+liger")
 CASES: dict[str, Case] = {
     "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
@@ -179,6 +218,9 @@ CASES: dict[str, Case] = {
     "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
     # 74 x 74 patches are 1369 tokens; two more around them, and 512 of text
     "qwen2-vl-2b": Case("qwen2-vl-2b", 4, 1883, "none", _OURS_AND_PEERS),
+    "sft-smollm2-135m": Case("smollm2-135m", 1, 8192, "none", _RUNS, steps=40, whole=True),
+    "sft-llama-1b-small": Case("llama-3.2-1b", 1, 1024, "none", _RUNS, steps=40, whole=True),
+    "sft-llama-1b": Case("llama-3.2-1b", 1, 16384, "none", _RUNS, steps=40, whole=True),
 }  # fmt: skip
 """Where a row says "block", the peers' best setting is that too: they have no other that recomputes less."""
 

@@ -1,38 +1,35 @@
-"""A training step of a whole model: tokens/s and peak memory of ours beside transformers, Liger and torch.compile.
+"""Training of a whole model: tokens/s and peak memory of ours beside transformers, Liger, PEFT, torch.compile and TRL.
 
-Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
-checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
-the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit code
-is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
-
-    python -m benchmarks.train_step --case llama-1b,llama-8b --out benchmarks/results
+    python -m benchmarks.train_step --case llama-1b,llama-8b --out result.json
     python -m benchmarks.train_step --case gemma-2-2b --baselines ligermodels,hf+liger:none
     python -m benchmarks.train_step --case llama-8b-lora,llama-8b-qlora --scratch /dev/shm
     python -m benchmarks.train_step --longest 24 --recompute block     # the longest sequence that trains in 24 GiB
-    python -m benchmarks.train_step --render benchmarks/results/step-llama-1b.json
-    python -m benchmarks.train_step --case gemma-2-2b --dry            # a tiny model on the CPU: does everything run?
+    python -m benchmarks.train_step --case sft-llama-1b                # whole runs of the command, beside TRL's trainer
+    python -m benchmarks.train_step --case gemma-2-2b --dry
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
-backward), +captured (the step is one CUDA graph) and +offload (what is saved for backward goes to the host), or `hf`,
-which is transformers, with any of +liger, +compile and +loop (over experts, in place of its grouped matmuls).
-Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits
-(QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes, from one file of adapters that PEFT wrote. PEFT runs
-as TRL runs it: under autocast to bf16, its adapters in fp32, and in bf16 on 4 bits.
-Its recomputation stands after a colon where it is not the case's: `ligermodels:mlp`, `hf+liger:none`.
+backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) and
++offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger, +compile and
++loop (over experts, in place of its grouped matmuls). Either takes +lora, adapters of rank 16 on all linear modules of
+a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes,
+from one file of adapters that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its adapters in fp32, and
+in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`. The
+baselines of cases whose names begin with sft- are in benchmarks/train_runs.py.
+
+Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
+checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
+the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status
+is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
 """
 
 import argparse
 import copy
 import dataclasses
-import gc
 import importlib.util
 import itertools
-import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,27 +40,34 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import environment, heading, table, write_json
-from benchmarks.train_cases import CASES, MODELS, Case, Model, changed, model_inputs
+from benchmarks import harness, train_runs
+from benchmarks.harness import GIB, Record, Row
+from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, changed, model_inputs, theirs
 
-ROOT = Path(__file__).parent.parent
-GIB = 2**30
 LEARNING_RATE, WARMUP = 1e-5, 3
 ADAPTERS = ("lora", "nf4")
-OURS, THEIRS = ("adamw", "in_backward", "captured", "offload", *ADAPTERS), ("liger", "compile", "loop", *ADAPTERS)
-RANK, ALPHA, ADAPTER_B = 16, 32, 0.1
-"""ADAPTER_B: standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
+OPTIONS = {
+    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", *ADAPTERS),
+    "hf": ("liger", "compile", "loop", *ADAPTERS),
+    "sft": ("capture", "masters", "fp32", *ADAPTERS),
+    "trl": ("liger", "flash", "flex", "fp32", *ADAPTERS),
+}
+NEEDS_GPU = {"liger", "compile", "captured"}
+ADAPTER_B = 0.1
+"""Standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Case):
-    """A case as it runs: with the options of the command line. longest: GiB, for the longest sequence in them, of which
-    `least` tokens are tried first."""
+    """A case as it runs: with the options of the command line.
 
-    case: str = ""
+    longest: GiB, for the longest sequence in them, of which `least` tokens are tried first. folder: for checkpoints.
+    """
+
     dry: bool = False
     longest: float | None = None
     least: int = 0
+    folder: str = ""
 
     @property
     def device(self) -> str:
@@ -71,9 +75,7 @@ class Settings(Case):
 
     @property
     def config(self) -> dict[str, Any]:
-        found = MODELS[self.model].config
-        if self.dry:
-            found = changed(found, MODELS[self.model].tiny)
+        found = changed(MODELS[self.model].config, MODELS[self.model].tiny if self.dry else {})
         if self.longest is not None:  # the angles of no model here depend on where it says that it ends
             found = {**found, "max_position_embeddings": 2**22}
         return found
@@ -83,78 +85,17 @@ class Settings(Case):
         return (56, 56) if self.dry and MODELS[self.model].image else MODELS[self.model].image
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="llama-1b", help=f"comma-separated, or all: {', '.join(CASES)}")
-    parser.add_argument("--baselines", help="comma-separated; default the case's")
-    parser.add_argument("--batch", type=int, help="sequences a step; default the case's, as of the next three")
-    parser.add_argument("--seq", type=int, help="tokens a sequence")
-    parser.add_argument("--recompute", choices=("none", "block"), help="of all who do not name their own")
-    parser.add_argument("--steps", type=int, help="timed steps, of which the median counts")
-    parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence that trains in so many GiB")
-    parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
-    parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")
-    parser.add_argument("--out", type=Path, help="folder for a JSON file for each case")
-    parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
-    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; the times mean nothing")
-    parser.add_argument("--worker", nargs=2, metavar=("BASELINE", "FOLDER"), help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.render:
-        print(render(json.loads(Path(options.render).read_text())))
-        return 0
-    if options.worker:
-        work(options.worker[0], Path(options.worker[1]))
-        return 0
-    names = list(CASES) if options.case == "all" else options.case.split(",")
-    if unknown := sorted(set(names) - set(CASES)):
-        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(CASES)}")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
-    try:
-        chosen = [_settings(name, options) for name in names]
-    except ValueError as error:
-        parser.error(str(error))
-    code = 0
-    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as scratch:
-        for settings in chosen:
-            folder = Path(scratch, settings.model)  # the checkpoint of a model is written once for cases in a row
-            for other in set(Path(scratch).iterdir()) - {folder}:
-                shutil.rmtree(other)
-            record = run(settings, options.timeout, folder)
-            if options.out:
-                write_json(options.out / f"step-{settings.case}{'-longest' if settings.longest else ''}.json", record)
-            print(render(record), flush=True)
-            ours = [row for row in record["rows"] if row["baseline"].startswith("ligermodels")]
-            code |= int(any("note" in row for row in ours))
-    return code
-
-
-def _settings(name: str, options: argparse.Namespace) -> Settings:
-    """The case with what the command line says. Raises ValueError for a baseline that there is not."""
-    given = {key: getattr(options, key) for key in ("batch", "seq", "recompute", "steps")}
-    if options.dry:
-        given |= {"batch": 2, "seq": 64, "steps": 2}
-    if options.baselines:
-        given["baselines"] = tuple(options.baselines.split(","))
-    case = dataclasses.replace(CASES[name], **{key: value for key, value in given.items() if value is not None})
-    needs_gpu = {"liger", "compile", "captured"} if options.dry and not options.baselines else set()
-    baselines = tuple(name for name in case.baselines if not needs_gpu & set(name.split(":")[0].split("+")))
-    for baseline in baselines:
-        named = Baseline.of(baseline, case.recompute)
-        if MODELS[case.model].drawn_in_nf4 and not (named.ours and named.adapters == "nf4"):
-            raise ValueError(f"{baseline}: {case.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
-    chosen = {**dataclasses.asdict(case), "baselines": baselines}
-    return Settings(**chosen, case=name, dry=options.dry, longest=options.longest, least=options.least)
-
-
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """What a baseline's name says. options: of `OURS` or `THEIRS`."""
+    """What a baseline's name says. base: of OPTIONS."""
 
-    ours: bool
+    base: str
     options: frozenset[str]
     recompute: str
+
+    @property
+    def ours(self) -> bool:
+        return self.base in ("ligermodels", "sft")
 
     @property
     def adapters(self) -> str:
@@ -162,86 +103,113 @@ class Baseline:
         return max(self.options & {*ADAPTERS}, default="")  # "nf4" is the later one
 
     @classmethod
-    def of(cls, name: str, recompute: str) -> Self:
-        """Raises ValueError for a name that says nothing."""
+    def of(cls, name: str, settings: Case) -> Self:
+        """Raises ValueError for a name that is unknown, or that the case cannot run."""
         kind, _, own = name.partition(":")
         base, *options = kind.split("+")
-        known = {"ligermodels": OURS, "hf": THEIRS}.get(base, ())
+        bases = ("sft", "trl") if settings.whole else ("ligermodels", "hf")
         policies = ("none", "block", "mlp") if base == "ligermodels" else ("none", "block")
-        if not known or not set(options) <= set(known) or (own or recompute) not in policies:
-            raise ValueError(
-                f"unknown baseline {name!r}; known: ligermodels with any of +{', +'.join(OURS)}, and :none, :mlp or "
-                f":block after it; hf with any of +{', +'.join(THEIRS)}, and :none or :block after it"
-            )
-        return cls(base == "ligermodels", frozenset(options), own or recompute)
+        recompute = own or settings.recompute
+        if base not in bases or not set(options) <= set(OPTIONS[base]) or recompute not in policies:
+            known = "; ".join(f"{base} with any of +{', +'.join(OPTIONS[base])}" for base in bases)
+            raise ValueError(f"unknown baseline {name!r}; known: {known}; and :none, :block, or of ours :mlp after it")
+        found = cls(base, frozenset(options), recompute)
+        if MODELS[settings.model].drawn_in_nf4 and not (found.ours and found.adapters == "nf4"):
+            raise ValueError(f"{name}: {settings.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
+        return found
 
 
-def run(settings: Settings, timeout: float, folder: Path) -> dict[str, Any]:
-    """The record of a case: every baseline in a process of its own, one after the other. folder: for checkpoints."""
-    rows = []
-    write_json(folder / "settings.json", dataclasses.asdict(settings))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", type=harness.names(*CASES), default="llama-1b", help=f"all, or of {', '.join(CASES)}")
+    parser.add_argument("--baselines", help="with commas between them; default the case's")
+    parser.add_argument("--recompute", choices=("none", "block"), help="of all who do not name their own")
+    parser.add_argument("--steps", type=int, help="timed steps, of which the median counts")
+    parser.add_argument("--accumulation", type=int, help="micro-batches a step")
+    parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence that trains in so many GiB")
+    parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
+    parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")
+
+
+def measure(options: argparse.Namespace, record: Record) -> None:
+    chosen = {name: settings_of(name, options) for name in options.case}
+    record["red"] = red = []
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as scratch:
+        for name, settings in chosen.items():
+            # the checkpoint of a model is written once for cases in a row
+            folder = Path(scratch, name if settings.whole else settings.model)
+            for other in set(Path(scratch).iterdir()) - {folder}:
+                shutil.rmtree(other)
+            folder.mkdir(exist_ok=True)
+            settings = dataclasses.replace(settings, folder=str(folder))
+            rows = (train_runs.rows_of if settings.whole else rows_of)(settings, options.timeout)
+            what = f"in {settings.longest:g} GiB" if settings.longest else f"{settings.batch} x {settings.seq}"
+            record[f"{name}: {settings.model}, {what}"] = rows
+            figure = "length" if settings.longest else "tokens/s"
+            names = [Baseline.of(row["baseline"], settings) for row in rows]
+            for row, named in zip(rows, names, strict=True):
+                alike = [other for other, n in zip(rows, names, strict=True) if n.ours and n.adapters == named.adapters]
+                if figure in row and alike and figure in alike[0]:
+                    row["ours is"] = f"{alike[0][figure] / row[figure]:.2f}x"
+                if named.ours and "note" in row:
+                    red.append(f"{name}, {row['baseline']}: {row['note']}")
+
+
+def settings_of(name: str, options: argparse.Namespace) -> Settings:
+    """The case with the options of the command line. Raises ValueError for an unknown baseline."""
+    given = {key: getattr(options, key) for key in ("recompute", "steps", "accumulation", "longest", "least", "dry")}
+    if options.dry:
+        given |= {"batch": 1, "seq": 256, "steps": 4} if CASES[name].whole else {"batch": 2, "seq": 64, "steps": 2}
+    if options.baselines:
+        given["baselines"] = tuple(options.baselines.split(","))
+    given = {**dataclasses.asdict(CASES[name]), **{key: value for key, value in given.items() if value is not None}}
+    settings = Settings(**given)
+    named = {baseline: Baseline.of(baseline, settings) for baseline in settings.baselines}
+    if options.dry and not options.baselines:
+        named = {baseline: known for baseline, known in named.items() if not NEEDS_GPU & known.options}
+    return dataclasses.replace(settings, baselines=tuple(named))
+
+
+def rows_of(settings: Settings, timeout: float) -> list[Row]:
+    """The rows of a case: every baseline in a process of its own, one after the other."""
+    # for everyone, where the longest sequence counts: what is lost between tensors would decide otherwise
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if settings.longest else {}
+    rows: list[Row] = []
     for baseline in ("prepare", *settings.baselines):
-        started = time.perf_counter()
-        error = spawn(baseline, folder, timeout, settings.longest is not None)
-        print(f"{baseline}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        result = folder / "result.json"
-        found = json.loads(result.read_text()) if result.exists() else {}
-        result.unlink(missing_ok=True)
+        job = {"baseline": baseline, **dataclasses.asdict(settings)}
+        row = {"baseline": baseline, **harness.spawn("train_step", job, timeout, **variables)}
         if baseline != "prepare":
-            rows.append({"baseline": baseline, **found, **({"note": error} if error else {})})
-        elif error:
-            raise SystemExit(f"transformers could not write the checkpoint: {error}")
-    compare_first_steps(rows)
-    shown = dataclasses.asdict(settings)
-    return {"benchmark": "train_step", "environment": environment(settings.device), "settings": shown, "rows": rows}
+            rows.append(row)
+            harness.announce(row)
+        elif "note" in row:
+            raise SystemExit(f"transformers could not write the checkpoint: {row['note']}")
+    compare_first_steps(rows, settings)
+    return rows
 
 
-def spawn(baseline: str, folder: Path, timeout: float, longest: bool) -> str:
-    """Runs a baseline's process. Why it failed, or "". What it found lies in the folder, if it came so far."""
-    command = [sys.executable, "-m", "benchmarks.train_step", "--worker", baseline, str(folder)]
-    variables = dict(os.environ)
-    if longest:  # for everyone: what is lost between tensors would decide otherwise
-        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=variables, timeout=timeout, stderr=subprocess.PIPE, text=True)
-    except subprocess.TimeoutExpired:
-        return f"did not finish in {timeout:g} s"
-    if done.returncode == 0:
-        return ""
-    print(done.stderr, file=sys.stderr)
-    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:160]
-
-
-def work(name: str, folder: Path) -> None:
-    """In the process of one baseline, or of "prepare": writes what it finds to result.json."""
-    settings, result = Settings(**json.loads((folder / "settings.json").read_text())), folder / "result.json"
+def work(job: dict[str, Any]) -> Row:
+    """In the process of one baseline, or of "prepare"."""
+    if "trl" in job:
+        return train_runs.work(job)
+    name = job.pop("baseline")
+    settings = Settings(**job)
     if name == "prepare":
-        prepare(settings, folder)
-        return
-    baseline = Baseline.of(name, settings.recompute)
-    row: dict[str, Any] = {"recompute": baseline.recompute}
+        prepare(settings)
+        return {}
+    baseline = Baseline.of(name, settings)
+    row: Row = {"recompute": baseline.recompute}
     if not baseline.ours and baseline.adapters == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
-        write_json(result, {**row, "note": "bitsandbytes is not installed"})
-        return
-    if wrong := parity(baseline, settings, folder):
-        write_json(result, {**row, "note": "; ".join(wrong)})
-        return
-    model = build(baseline, settings, folder / "model")
+        return {**row, "note": "bitsandbytes is not installed"}
+    if wrong := parity(baseline, settings):
+        return {**row, "note": "; ".join(wrong)}
+    model = build(baseline, settings, Path(settings.folder, "model"))
     optimizer = optimizer_of(baseline, model)
     if settings.longest is None:
-        row |= time_steps(baseline, settings, model, optimizer)
-    else:  # a search that runs out of time leaves what it has found
-        row |= longest(baseline, settings, model, optimizer, lambda trial: write_json(result, {**row, **trial}))
-    write_json(result, row)
+        return row | time_steps(baseline, settings, model, optimizer)
+    return row | longest(baseline, settings, model, optimizer)
 
 
 # The baselines
-
-
-def auto_class(model: Model) -> Any:
-    import transformers
-
-    return transformers.AutoModelForImageTextToText if model.image else transformers.AutoModelForCausalLM
 
 
 def build(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
@@ -276,11 +244,15 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
     if baseline.adapters == "nf4":
         from transformers import BitsAndBytesConfig
 
-        kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as ours by default
-        kind["bnb_4bit_compute_dtype"] = torch.bfloat16
-        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kind)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,  # as ours by default
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )  # fmt: skip
         options["device_map"] = {"": "cpu" if settings.dry else 0}
-    found = auto_class(MODELS[settings.model]).from_pretrained(folder, dtype=torch.bfloat16, **options)
+    import transformers
+
+    kind = transformers.AutoModelForImageTextToText if settings.image else transformers.AutoModelForCausalLM
+    found: Any = kind.from_pretrained(folder, dtype=torch.bfloat16, **options)
     model = (found if baseline.adapters == "nf4" else found.to(settings.device)).train()
     model.config.use_cache = False
     if "liger" in baseline.options:
@@ -358,17 +330,28 @@ def optimizer_of(baseline: Baseline, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of(
-    baseline: Baseline, model: nn.Module, optimizer: torch.optim.Optimizer, example: Mapping[str, Tensor]
+    baseline: Baseline,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example: Mapping[str, Tensor],
+    accumulation: int,
 ) -> Callable[..., Tensor]:
-    """A function of the model's inputs that trains one step on them and returns the loss."""
+    """A function of the model's inputs that trains one step on them, `accumulation` times the same, and returns the
+    loss."""
     if "captured" in baseline.options:
         from ligermodels.training import CapturedStep
 
         return CapturedStep(model, optimizer, **example)
 
+    if "in_place" in baseline.options:
+        from ligermodels.training import accumulate_in_place
+
+        accumulate_in_place(model)
+
     def step(**inputs: Tensor) -> Tensor:
-        loss = model(**inputs)["loss"]
-        loss.backward()
+        for _ in range(accumulation):
+            loss = model(**inputs)["loss"]
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -408,20 +391,22 @@ RELATIVE = 2**-8
 roundings out, and right models agree more closely; a wrong rotation, mask or residual moves the norm by percents."""
 
 
-def prepare(settings: Settings, folder: Path) -> None:
+def prepare(settings: Settings) -> None:
     """Writes the checkpoints `model` and `parity`, adapters of each where they are asked for, and what transformers
     computes with the latter in fp32. A `model` that an earlier case wrote stays."""
-    case = MODELS[settings.model]
-    kinds = {Baseline.of(name, settings.recompute).adapters for name in settings.baselines}
+    case, folder, device = MODELS[settings.model], Path(settings.folder), settings.device
+    kinds = {Baseline.of(name, settings).adapters for name in settings.baselines}
     wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
     if not case.drawn_in_nf4 and not all(path.exists() for path in wanted):
-        model = _initialised(settings.config, settings)
+        model = theirs(settings.model, device, torch.bfloat16, settings.config)
         model.save_pretrained(folder / "model")
         if any(kinds):
             _with_adapters(model, adapters_of(folder / "model"))
         del model
-        _free(settings.device)
-    model = _initialised(settings.config if settings.dry else changed(settings.config, case.shallow), settings)
+        harness.free(device)
+    model = theirs(
+        settings.model, device, torch.bfloat16, changed(settings.config, {} if settings.dry else case.shallow)
+    )
     _sharpen(model)
     model.save_pretrained(folder / "parity")
     for kind in sorted(kinds):
@@ -441,7 +426,7 @@ def prepare(settings: Settings, folder: Path) -> None:
             errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
         torch.save([{"exact": one, "errors_in_bf16": errors} for one in exact], folder / f"parity-{kind}.pt")
         del found
-        _free(settings.device)
+        harness.free(device)
 
 
 def _with_adapters(model: nn.Module, folder: Path) -> Any:
@@ -468,16 +453,6 @@ def _round_to_nf4(adapted: nn.Module) -> None:
             weight.copy_(dequantize_nf4(*quantize_nf4(weight.detach())))
 
 
-def _initialised(config: Mapping[str, Any], settings: Settings) -> nn.Module:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    torch.manual_seed(0)
-    case = MODELS[settings.model]
-    found = CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    with torch.device(settings.device):
-        return auto_class(case).from_config(found, dtype=torch.bfloat16, attn_implementation=case.attention)
-
-
 @torch.no_grad()
 def _sharpen(model: nn.Module) -> None:
     """Draws the weights of q and k so that scores have a deviation of SHARP_SCORES, and all biases."""
@@ -493,12 +468,13 @@ def _sharpen(model: nn.Module) -> None:
             parameter[:rows].normal_(0, (SHARP_SCORES / parameter.shape[1]) ** 0.5)
 
 
-def parity(baseline: Baseline, settings: Settings, folder: Path) -> list[str]:
+def parity(baseline: Baseline, settings: Settings) -> list[str]:
     """What the baseline has wrong with the shallow model, in words; empty if it agrees with transformers in fp32.
 
     It agrees if it does on more than half of the sequences: the gradient of one in bf16 may lie far off, whoever
     computes it, and what is wrong is so on all of them.
     """
+    folder = Path(settings.folder)
     model = build(baseline, settings, folder / "parity")
     draws = batches(settings, model, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
     expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
@@ -506,7 +482,7 @@ def parity(baseline: Baseline, settings: Settings, folder: Path) -> list[str]:
     found = [disagreement(probe(model, inputs), one, factor) for inputs, one in zip(draws, expected, strict=True)]
     del model
     torch.compiler.reset()
-    _free(settings.device)
+    harness.free(settings.device)
     wrong = [reasons for reasons in found if reasons]
     return wrong[0] if 2 * len(wrong) >= len(found) else []
 
@@ -544,23 +520,22 @@ def typical_error(logits: Tensor, exact: Tensor) -> float:
     return (logits.double() - exact.double()).square().mean(-1).sqrt().median().item()
 
 
-def compare_first_steps(rows: Sequence[dict[str, Any]]) -> None:
-    """All start from the same weights on the same batch: step 1 at full depth must agree with the plainest peer's too
-    that trains the same. A row that does not agree loses its figures and gets a note.
-    """
-    timed = [(Baseline.of(row["baseline"], "none"), row) for row in rows if "losses" in row]
+def compare_first_steps(rows: Sequence[Row], settings: Case) -> None:
+    """Compares step 1 at full depth with that of the plainest peer that trains the same, from the same weights on the
+    same batch. A row that does not agree loses its figures and gets a note."""
+    timed = [(Baseline.of(row["baseline"], settings), row) for row in rows if "losses" in row]
     for baseline, row in timed:
-        theirs = [(peer.options, x) for peer, x in timed if not peer.ours and peer.adapters == baseline.adapters]
-        if not theirs:
+        peers = [(peer.options, x) for peer, x in timed if not peer.ours and peer.adapters == baseline.adapters]
+        if not peers:
             continue
-        _, reference = min(theirs, key=lambda found: len(found[0]))
+        _, reference = min(peers, key=lambda found: len(found[0]))
         for name, found, expected in (
             ("loss", row["losses"][0], reference["losses"][0]),
-            ("gradient norm", row["first_gradient_norm"], reference["first_gradient_norm"]),
+            ("gradient norm", row["first gradient norm"], reference["first gradient norm"]),
         ):
             if not abs(found - expected) <= 2 * RELATIVE * abs(expected):  # both are bf16 and err by one rounding each
                 row["note"] = f"{name} of step 1 is {found:.6g}, {reference['baseline']} has {expected:.6g}"
-                row.pop("tokens_per_s", None)
+                row.pop("tokens/s", None)
 
 
 def first_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
@@ -580,87 +555,64 @@ def first_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
 # Measurements
 
 
-def time_steps(
-    baseline: Baseline, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
+def time_steps(baseline: Baseline, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
     """Losses, tokens/s from the median of the timed steps, and their peak memory."""
-    cuda = settings.device == "cuda"
+    device = settings.device
     inputs = batches(settings, model, WARMUP + settings.steps, settings.batch, settings.seq)
-    step = step_of(baseline, model, optimizer, inputs[0])
-    losses, marks, row = [], [], {}
+    step = step_of(baseline, model, optimizer, inputs[0], settings.accumulation)
+    losses, marks, first_norm = [], [], 0.0
     for n, batch in enumerate(inputs):
         if n == WARMUP:
-            if cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            marks.append(_mark(cuda))
+            harness.reset_peak(device)
+            marks.append(_mark(device))
         losses.append(step(**batch))
         if n == 0:
-            row["first_gradient_norm"] = first_gradient_norm(optimizer)
+            first_norm = first_gradient_norm(optimizer)
         if n >= WARMUP:
-            marks.append(_mark(cuda))
-    if cuda:
-        torch.cuda.synchronize()
+            marks.append(_mark(device))
+    harness.synchronize(device)
+    if device == "cuda":
         times = [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
-        row["peak_gib"] = peak_bytes() / GIB
-        row["pinned_gib"] = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / GIB
     else:
         times = [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
-    row |= {"losses": torch.stack(losses).tolist(), "step_ms": times}
-    row["tokens_per_s"] = settings.batch * settings.seq / statistics.median(times) * 1e3
+    tokens = settings.batch * settings.seq * settings.accumulation
+    row: Row = {
+        "tokens/s": tokens / statistics.median(times) * 1e3, "peak GiB": harness.peak_gib(device),
+        "first gradient norm": first_norm, "losses": torch.stack(losses).tolist(), "ms a step": times,
+    }  # fmt: skip
+    if device == "cuda" and (pinned := torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) / GIB) > 0.1:
+        row["pinned GiB of the host"] = pinned
     return row
 
 
-def _mark(cuda: bool) -> Any:
+def _mark(device: str) -> Any:
     """A point in time on the device's own clock: steps stay queued one after another, as in training."""
-    if not cuda:
+    if device != "cuda":
         return time.perf_counter()
     mark = torch.cuda.Event(enable_timing=True)
     mark.record()
     return mark
 
 
-def peak_bytes() -> int:
-    """The most that was allocated in tensors since the peak was reset, with CUDA graphs counted whole.
+def longest(baseline: Baseline, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
+    """The longest sequence that trains in settings.longest GiB, to within 1024 tokens or a 32nd, and its tokens/s.
 
-    A graph's kernels use memory that its capture took and gave back, which lies in a pool of its own. The allocator's
-    figure counts there what is a tensor still, which is next to nothing; here the pool counts.
+    Each trial is reported, so that a search that runs out of time leaves what it has found.
     """
-    pools = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
-    unseen = sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
-    return torch.cuda.max_memory_allocated() + unseen
-
-
-def longest(
-    baseline: Baseline,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tell: Callable[[Mapping[str, Any]], None],
-) -> dict[str, Any]:
-    """The longest sequence that trains in so many GiB, to within 1024 tokens or a 32nd, and its tokens/s.
-
-    tell: called after each trial, so that a search that runs out of time leaves what it has found.
-    """
-    cuda = settings.device == "cuda"
-    if cuda:
+    device = settings.device
+    if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, settings.longest * GIB / total))
-    step = step_of(baseline, model, optimizer, {})
-    found: dict[str, Any] = {}
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (settings.longest or 0.0) * GIB / total))
+    step = step_of(baseline, model, optimizer, {}, 1)
+    found: Row = {}
 
     def fits(length: int) -> bool:
         try:
             (inputs,) = batches(settings, model, 1, 1, length)
-            if cuda:
-                torch.cuda.reset_peak_memory_stats()
+            harness.reset_peak(device)
             for _ in range(2):  # the second without compiling, and with the optimizer's states in memory
-                started = time.perf_counter()
-                step(**inputs)
-                if cuda:
-                    torch.cuda.synchronize()
-                seconds = time.perf_counter() - started
-                if seconds > 5:  # the second one would tell no more
+                seconds, _ = harness.timed(lambda inputs=inputs: step(**inputs), device)
+                if seconds > 5:  # a second one says no more
                     break
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and so are those of cuBLAS and cuDNN
             if not re.search("out of memory|alloc_failed", str(error), re.IGNORECASE):
@@ -669,21 +621,18 @@ def longest(
         finally:
             inputs = {}
             optimizer.zero_grad(set_to_none=True)
-            _free(settings.device)
-        found.update(length=length, tokens_per_s=length / seconds)
-        if cuda:
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-        tell(found)
+            harness.free(device)
+        found.update({"length": length, "tokens/s": length / seconds, "peak GiB": harness.peak_gib(device)})
+        harness.report(found)
         return True
 
-    grain, most = (1024, 2**21) if cuda else (32, 96)
+    grain, most = (1024, 2**21) if device == "cuda" else (32, 96)
     search(fits, grain, most, settings.least)
     return found or {"note": f"not even {grain} tokens fit"}
 
 
 def search(fits: Callable[[int], bool], grain: int, most: int, least: int = 0) -> int:
-    """The longest length that fits, to within a grain or a 32nd, at most `most`: doubling from
-    `least`, then bisection."""
+    """The longest length that fits, at most `most`, to within a grain or a 32nd: `least` is doubled, then bisected."""
     low, high = 0, max(grain, least)
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -697,46 +646,8 @@ def search(fits: Callable[[int], bool], grain: int, most: int, least: int = 0) -
     return low
 
 
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def render(record: Mapping[str, Any]) -> str:
-    """The table of a result."""
-    settings, rows = record["settings"], record["rows"]
-    title = f"{settings['case']}: {settings['model']}, {settings['batch']} x {settings['seq']}"
-    if settings["longest"]:
-        title = f"{settings['case']}: the longest sequence of {settings['model']} in {settings['longest']:g} GiB"
-    figure = "length" if settings["longest"] else "tokens_per_s"
-    ours = next((row[figure] for row in rows if row["baseline"].startswith("ligermodels") and figure in row), None)
-    lines = []
-    for row in rows:
-        timed = figure in row
-        notes = [row.get("note")]
-        if row.get("pinned_gib", 0) >= 0.1:
-            notes.append(f"{row['pinned_gib']:.1f} GiB of the host")
-        lines.append(
-            [
-                row["baseline"],
-                row.get("recompute"),
-                row.get("length"),
-                round(row["tokens_per_s"]) if "tokens_per_s" in row else None,
-                f"{ours / row[figure]:.2f}x" if ours and timed else None,
-                row.get("peak_gib"),
-                "; ".join(filter(None, notes)),
-            ]
-        )
-    columns = ["baseline", "recomputes", "longest", "tokens/s", "ours is", "peak GiB", "note"]
-    return "\n\n".join(
-        [
-            f"### {title}",
-            heading(record["environment"]),
-            f"`{record['environment']['command']}`",
-            table(columns, lines),
-        ]
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    return harness.main(__doc__, arguments, add_options, measure, work)
 
 
 if __name__ == "__main__":

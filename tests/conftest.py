@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.record is None:
         return
-    from benchmarks.common import environment
+    from benchmarks.harness import environment
 
     found = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     failures = sorted(

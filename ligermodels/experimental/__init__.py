@@ -1,1 +1,1 @@
-"""What no model of the package uses yet; names in here may change without notice."""
+"""Operations that no model of the package uses yet. Names in here may change without notice."""

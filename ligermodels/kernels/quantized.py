@@ -515,7 +515,7 @@ def _launch_int4(
 def _tile(n: int, words: int, glu: bool) -> tuple[int, int, int]:
     """Numbers of y, words of the weight at a time, and warps of a program: a thread has 4 words of each row.
 
-    The best of those that benchmarks.quantized measured on an H200 for the products of an 8B.
+    The best of those that were measured on an H200 for the matmuls of an 8B.
     """
     warps = 1 if words <= 128 else 2 if glu or words <= 256 else 4
     return 4 if glu else 16 if words <= 512 else 8, 128 * warps, warps

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations import bitnet
 
-from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from ligermodels.experimental.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
 SHAPES = [

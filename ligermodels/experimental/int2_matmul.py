@@ -1,18 +1,17 @@
-"""int8 activations times ternary weights, four of which share a byte, as BitNet b1.58 computes a layer. Experimental.
+"""Matmul of int8 activations and ternary weights, four of which share a byte, as in BitNet b1.58. Experimental.
 
     out[m, n] = sum over k of a[m, k] * w[n, k], times scale_a[m] * scale_w[n], plus bias[n]
 
-A packed weight is uint8 [R, K] with R = ceil(N / 4): bits 2i, 2i + 1 of byte (r, k) hold w[i * R + r, k] + 1. It is
-the layout that transformers packs BitNet checkpoints in, so theirs load as they are.
+A quantised weight is uint8 [R, K] with R = ceil(N / 4): bits 2i, 2i + 1 of byte (r, k) hold w[i * R + r, k] + 1. This
+is the layout of transformers' BitNet checkpoints.
 
-What differs from a matmul that unpacks first:
-- A byte is read once and gives four rows of the weight, which meet the same activations.
+- A byte is read once and gives four rows of the weight, which are multiplied by the same activations.
 - Sums are exact, in int32, so that the split of K among programs changes no bit.
 - Scales, bias and the rounding to the output's dtype are applied to the sum in registers.
 
 Bytes read, for few rows: R K of the weight, a quarter of int8's and an eighth of bf16's.
 
-Source: Ma et al. 2024, https://arxiv.org/abs/2402.17764; layout and rounding as in integrations/bitnet.py of
+Source: Ma et al. 2024, https://arxiv.org/abs/2402.17764; layout as in integrations/bitnet.py of
 https://github.com/huggingface/transformers.
 """
 
@@ -22,39 +21,28 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.experimental.bitnet.quantize import has_ptx
+from ligermodels.kernels import _triton
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import (
-    cdiv,
-    last_dim_contiguous,
-    next_power_of_2,
-    num_sms,
-    tl,
-    triton,
-    use_triton,
-)
+from ligermodels.kernels._triton import cdiv, tl, triton
 
 
 def pack_int2(w: Tensor) -> Tensor:
-    """w: [N, K] of -1, 0 and 1, in any integer or floating dtype -> uint8 [ceil(N / 4), K]. w stays as it is.
+    """w: [N, K] of -1, 0 and 1, in any integer or floating dtype -> uint8 [ceil(N / 4), K].
 
-    Raises InputError for another value; it synchronises to look.
+    Raises InputError for another value; the check synchronises.
     """
     if w.dim() != 2:
         raise InputError(f"pack_int2: w has shape {tuple(w.shape)}; expected [N, K], a row per output feature")
     codes = (w + 1).to(torch.uint8)
     if not torch.equal(codes.to(w.dtype) - 1, w) or bool((codes > 2).any()):
-        raise InputError(
-            "pack_int2: w holds values other than -1, 0 and 1; a trained weight is rounded to them first, as "
-            "BitLinear.pack does"
-        )
+        raise InputError("pack_int2: w has values other than -1, 0 and 1; round a trained weight to them first")
     rows, width = -(-w.shape[0] // 4), w.shape[1]
     codes = torch.cat([codes, codes.new_zeros(4 * rows - w.shape[0], width)]).view(4, rows, width)
     return codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
 
 
 def unpack_int2(packed: Tensor, out_features: int | None = None) -> Tensor:
-    """packed: uint8 [R, K] -> int8 [N, K], N being out_features, or 4 R where that is None."""
+    """packed: uint8 [R, K] -> int8 [N, K], where N is out_features, or 4 R where that is None."""
     _check_packed(packed, out_features, "unpack_int2")
     slots = [(packed >> 2 * i & 3).to(torch.int8) - 1 for i in range(4)]
     return torch.cat(slots)[: packed.shape[0] * 4 if out_features is None else out_features]
@@ -68,11 +56,8 @@ def int2_matmul_reference(
     out = a.double() @ unpack_int2(packed, out_features).double().t()
     if out_dtype == torch.int32:
         return out.to(torch.int32)
-    out = out.float()
-    if scale_a is not None:
-        out = out * scale_a.float()[..., None]
-    if scale_w is not None:
-        out = out * scale_w.float()
+    out = out.float() if scale_a is None else out.float() * scale_a.float()[..., None]
+    out = out if scale_w is None else out * scale_w.float()
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
@@ -85,7 +70,7 @@ _UNPACK: tl.constexpr = tl.constexpr(
     )
     + "}"
 )
-"""Four bytes at a time: (byte >> 2i & 3) - 1, with the top bit set meanwhile so that no byte borrows of the next."""
+"""Four bytes at a time: (byte >> 2i & 3) - 1, with the top bit set meanwhile so that no byte borrows from the next."""
 
 
 @triton.jit
@@ -96,12 +81,8 @@ def _slots(w, ASM: tl.constexpr):
             _UNPACK, "=r,=r,=r,=r,r", [w], dtype=(tl.int8, tl.int8, tl.int8, tl.int8), is_pure=True, pack=4
         )
     else:
-        return (
-            (w & 3).to(tl.int8) - 1,
-            (w >> 2 & 3).to(tl.int8) - 1,
-            (w >> 4 & 3).to(tl.int8) - 1,
-            (w >> 6).to(tl.int8) - 1,
-        )
+        w0, w1, w2, w3 = w & 3, w >> 2 & 3, w >> 4 & 3, w >> 6
+        return w0.to(tl.int8) - 1, w1.to(tl.int8) - 1, w2.to(tl.int8) - 1, w3.to(tl.int8) - 1
 
 
 @triton.jit
@@ -141,8 +122,8 @@ def _vector_kernel(
     A: tl.constexpr, W: tl.constexpr, B: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Few rows of a, without tensor cores. a and w are read as int32, four of k in one, each byte of w holding codes:
-    sum a (w + 1), of which the sum of a is then taken off."""
+    """Few rows of a, without tensor cores. a and w are read as int32, four bytes in one. The codes of w are w + 1: the
+    kernel sums a (w + 1) and subtracts the sum of a."""
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     acc0 = tl.zeros([BLOCK_R, BLOCK_M, BLOCK_K], tl.int32)
@@ -173,7 +154,7 @@ def _matmul_kernel(
     A: tl.constexpr, W: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_R packed rows by BLOCK_M of a, on tensor cores, each summing its part of K out of SPLIT."""
+    """Tiles of BLOCK_R rows of w by BLOCK_M rows of a, on tensor cores. Each sums one of SPLIT parts of K."""
     tiles_m, tiles_r = tl.cdiv(M, BLOCK_M), tl.cdiv(R, BLOCK_R)
     pid = tl.program_id(0) % (tiles_m * tiles_r)
     part = tl.program_id(0) // (tiles_m * tiles_r)
@@ -209,7 +190,7 @@ def _finish_kernel(
     out_ptr, partial_ptr, scale_a_ptr, scale_w_ptr, bias_ptr, M, N,
     A: tl.constexpr, W: tl.constexpr, B: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of K, summed and scaled."""
+    """Sums the parts of K, and scales the sum."""
     m = tl.program_id(1) + tl.zeros([BLOCK], tl.int32)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.int32)
@@ -218,13 +199,10 @@ def _finish_kernel(
     _store(out_ptr, acc, m, n, n < N, N, scale_a_ptr, scale_w_ptr, bias_ptr, A, W, B)
 
 
-_VECTORS = 2
-"""Rows of a up to which the vector kernel runs; with 4 the tensor cores are faster."""
-_TILES = ((16, 16, 64, 128, 4, 4), (32, 32, 64, 128, 4, 4), (64, 64, 64, 128, 4, 4))
-"""Rows of a up to which BLOCK_M, BLOCK_R, BLOCK_K, warps and stages hold, with K split so that the programs are twice
-the multiprocessors."""
-_LARGE = (64, 64, 128, 4, 4)
-"""With the whole of K per program."""
+_VECTOR_ROWS = 2
+"""Largest number of rows of a for the vector kernel; with 4 rows the tensor cores are faster."""
+_SPLIT_ROWS = 64
+"""Largest number of rows of a for which K is split, so that there are two programs for each multiprocessor."""
 
 
 def _options(scale_a: Tensor | None, scale_w: Tensor | None, bias: Tensor | None) -> tuple[bool, int, bool]:
@@ -232,8 +210,7 @@ def _options(scale_a: Tensor | None, scale_w: Tensor | None, bias: Tensor | None
 
 
 def _in_words(x: Tensor) -> bool:
-    """Whether rows of bytes can be read four at a time. torch.compile cannot ask where x begins; there, a contiguous x
-    is taken to begin with a word, and one that does not is an error."""
+    """Whether rows can be read four bytes at a time. Under torch.compile x is assumed to begin with a word."""
     if torch.compiler.is_compiling():
         return x.shape[1] % 4 == 0 and x.is_contiguous()
     return x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
@@ -244,29 +221,29 @@ def _matmul(
     width: int, out_dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     n_rows, (R, K) = a.shape[0], packed.shape
-    a, packed = last_dim_contiguous(a), last_dim_contiguous(packed)
+    a, packed = _triton.last_dim_contiguous(a), _triton.last_dim_contiguous(packed)
     out = torch.empty((n_rows, width), dtype=out_dtype, device=a.device)
     if not out.numel():
         return out
-    options, asm = _options(scale_a, scale_w, bias), has_ptx(a)
+    options, asm = _options(scale_a, scale_w, bias), _triton.has_ptx(a)
     scales = tuple(a if t is None else t.contiguous() for t in (scale_a, scale_w, bias))
-    if n_rows <= _VECTORS and _in_words(a) and _in_words(packed):
+    if n_rows <= _VECTOR_ROWS and _in_words(a) and _in_words(packed):
         launch(
             _vector_kernel, (cdiv(R, 2), 1), out, a.view(torch.int32), packed.view(torch.int32), *scales,
             n_rows, width, R, K // 4, a.stride(0) // 4, packed.stride(0) // 4, *options,
-            next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
+            _triton.next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
         )  # fmt: skip
         return out
-    block_m, block_r, block_k, warps, stages = next((tile[1:] for tile in _TILES if n_rows <= tile[0]), _LARGE)
+    block_m, block_r, block_k = max(16, min(64, _triton.next_power_of_2(n_rows))), 64, 128
     tiles = cdiv(n_rows, block_m) * cdiv(R, block_r)
     split = 1
-    if n_rows <= _TILES[-1][0]:
-        split = max(1, min(2 * num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
+    if n_rows <= _SPLIT_ROWS:
+        split = max(1, min(2 * _triton.num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
     parts = out if split == 1 else torch.empty((split, n_rows, width), dtype=torch.int32, device=a.device)
     launch(
         _matmul_kernel, (tiles * split,), parts, a, packed, *scales,
         n_rows, width, R, K, a.stride(0), packed.stride(0), *(options if split == 1 else (False, 0, False)),
-        split, block_m, block_r, block_k, 8, asm, num_warps=warps, num_stages=stages,
+        split, block_m, block_r, block_k, 8, asm, num_warps=4, num_stages=4,
     )  # fmt: skip
     if split > 1:
         launch(
@@ -278,13 +255,10 @@ def _matmul(
 
 def _check_packed(packed: Tensor, out_features: int | None, where: str) -> int:
     if packed.dim() != 2 or packed.dtype != torch.uint8:
-        raise InputError(
-            f"{where}: packed has shape {tuple(packed.shape)} and dtype {packed.dtype}; expected uint8 [R, K], four "
-            "rows of the weight in each, as pack_int2 gives it"
-        )
+        raise InputError(f"{where}: packed is {packed.dtype} {tuple(packed.shape)}; expected uint8 [R, K] of pack_int2")
     width = 4 * packed.shape[0] if out_features is None else out_features
     if not 4 * packed.shape[0] - 4 < width <= 4 * packed.shape[0]:
-        raise InputError(f"{where}: out_features={width} does not fill the {packed.shape[0]} packed rows of four")
+        raise InputError(f"{where}: out_features={width}; the {packed.shape[0]} rows of packed hold four each")
     return operator.index(width)
 
 
@@ -295,16 +269,16 @@ def int2_matmul(
     """a @ unpack_int2(packed, out_features).T * scale_a * scale_w + bias.
 
     a: int8 [..., K]; packed: uint8 [ceil(N / 4), K]; out_features: N, where it is no multiple of 4.
-    scale_a: [...], one per row of a; scale_w: one number, or [N]; bias: [N]; each fp32 in effect, and multiplied in
-    that order. out_dtype: floating, or torch.int32 for the sums themselves, which take no scale and no bias.
+    scale_a: [...], one per row of a; scale_w: one number, or [N]; bias: [N]. All are applied in fp32, in this order.
+    out_dtype: floating, or torch.int32 for the sums themselves, which take no scale and no bias.
     Returns [..., N] of out_dtype, without a gradient.
-    Raises InputError for shapes, dtypes or devices that do not fit, or where a scale or bias wants a gradient.
+    Raises InputError for shapes, dtypes or devices that do not fit.
     """
     width = _check_packed(packed, out_features, "int2_matmul")
     if a.dim() == 0 or a.dtype != torch.int8 or a.shape[-1] != packed.shape[1] or a.device != packed.device:
         raise InputError(
-            f"int2_matmul: a is {a.dtype} {tuple(a.shape)} on {a.device}, packed {tuple(packed.shape)} on "
-            f"{packed.device}; expected int8 [..., {packed.shape[1]}] there. quantize_int8 makes such a tensor."
+            f"int2_matmul: a is {a.dtype} {tuple(a.shape)} on {a.device}; expected int8 [..., {packed.shape[1]}] on "
+            f"{packed.device}"
         )
     if not out_dtype.is_floating_point and (out_dtype != torch.int32 or any(_options(scale_a, scale_w, bias))):
         raise InputError(f"int2_matmul: out_dtype={out_dtype}; floating, or torch.int32 without scales and bias")
@@ -312,14 +286,10 @@ def int2_matmul(
     for name, t, shapes in (
         ("scale_a", scale_a, (rows,)), ("scale_w", scale_w, ((), (1,), (width,))), ("bias", bias, ((width,),)),
     ):  # fmt: skip
-        if t is None:
-            continue
-        if not any(t.shape == torch.Size(shape) for shape in shapes) or t.device != a.device:
+        if t is not None and (tuple(t.shape) not in map(tuple, shapes) or t.device != a.device):
             wanted = " or ".join(str(tuple(shape)) for shape in shapes)
             raise InputError(f"int2_matmul: {name} {tuple(t.shape)} on {t.device}; expected {wanted} on {a.device}")
-        if t.requires_grad and torch.is_grad_enabled():
-            raise InputError(f"int2_matmul: {name} requires a gradient, and there is none; detach it, or use no_grad")
-    if not use_triton(a):
+    if not _triton.use_triton(a):
         return int2_matmul_reference(
             a, packed, scale_a=scale_a, scale_w=scale_w, bias=bias, out_features=width, out_dtype=out_dtype
         )
