@@ -6,9 +6,10 @@ A tiny random model first learns from sums of which half are wrong (`train sft`)
 answers sums by itself, and the function `reward` below says which answers are right (`train grpo`). The same from the
 command line, once FOLDER/sft/model is there:
 
-    ligermodels train grpo FOLDER/sft/model --data FOLDER/sums.jsonl --reward examples/grpo.py:reward --out FOLDER/grpo
+    ligermodels train grpo FOLDER/sft/model --data FOLDER/sums.jsonl --out FOLDER/grpo \\
+        --reward-funcs examples/grpo.py:reward
 
-with the options below as flags: `--lr 1e-3 --group 8` and so on.
+with the options below as flags: `--lr 1e-3 --num-generations 8` and so on.
 """
 
 import argparse
@@ -55,18 +56,19 @@ def main(arguments: list[str] | None = None) -> list[float]:
     out = options.out or Path(tempfile.mkdtemp(prefix="ligermodels-grpo-"))
     out.mkdir(parents=True, exist_ok=True)
     write_data(out)
-    common: dict[str, Any] = dict(precision="fp32", logger="none", save_every=0, show=2)
+    common: dict[str, Any] = dict(precision="fp32", report_to="none", save_steps=0, show=2)
     sft.train(
         SFTOptions(
-            model=str(tiny.write_llama()), data=str(out / "taught.jsonl"), out=str(out / "sft"), length=512,
-            steps=options.sft_steps, accumulation=1, lr=3e-3, **common,
+            model=str(tiny.write_llama()), data=str(out / "taught.jsonl"), output_dir=str(out / "sft"), max_length=512,
+            max_steps=options.sft_steps, accumulation=1, learning_rate=3e-3, **common,
         )
     )  # fmt: skip
     grpo.train(
         GRPOOptions(
-            model=str(out / "sft" / "model"), data=str(out / "sums.jsonl"), out=str(out / "grpo"),
-            reward=(f"{__file__}:reward",), length=64, batch_tokens=4096, prompts=25, group=16, max_new_tokens=3,
-            steps=options.steps, lr=1e-3, schedule="constant", **common,
+            model=str(out / "sft" / "model"), data=str(out / "sums.jsonl"), output_dir=str(out / "grpo"),
+            reward_funcs=(f"{__file__}:reward",), max_length=64, batch_tokens=4096, prompts=25, num_generations=16,
+            max_completion_length=3, max_steps=options.steps, learning_rate=1e-3,
+            lr_scheduler_type="constant_with_warmup", **common,
         )
     )  # fmt: skip
     lines = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()]

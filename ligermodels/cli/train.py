@@ -13,11 +13,11 @@ _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jso
 )
 _MORE = {
     "distill": " --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "grpo": " --reward rewards.py:right",
+    "grpo": " --reward-funcs rewards.py:right",
 }
 _EPILOG = """\
-A file of options, for --config, has a line for each: `lr: 1e-5`. The command line wins over it. DIR/options.yaml holds
-what a run had, so that `ligermodels train RECIPE --config DIR/options.yaml --resume` goes on with it.
+A file of options, for --config, has a line for each: `learning_rate: 1e-5`. The command line wins over it.
+DIR/options.yaml holds what a run had: `ligermodels train RECIPE --config DIR/options.yaml --resume` goes on with it.
 Several GPUs: torchrun --nproc-per-node 8 -m ligermodels train ...
 Exit status: 0 done, 2 wrong options or values of options, 3 another error, such as one of data or model, 130 stopped by
 Ctrl-C or SIGTERM, after the step and a checkpoint.
@@ -41,7 +41,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
             description=kind.__doc__,
             epilog=f"example:\n  {_example(name)}\n{_EPILOG}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            usage=f"ligermodels train {name} MODEL --data FILE --out DIR [--config FILE] [OPTION ...]",
+            usage=f"ligermodels train {name} MODEL --data FILE --output-dir DIR [--config FILE] [OPTION ...]",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )

@@ -266,15 +266,16 @@ class Batches(Iterator[Batch]):
         if left_out > self._max_untrained * (counts["rows"] - counts["bad"]):
             raise InputError(
                 f"{left_out} of {counts['rows']} rows have no token to train: in {counts['untrained']} there is none, "
-                f"in {counts['cut_away']} none before length={self._length}, where they are cut.{self._left_out()}\n"
-                "  Next: --dry-run --show 3 shows what is trained; raise --length, or mend the rows"
+                f"in {counts['cut_away']} none before --max-length {self._length}, where they are cut."
+                f"{self._left_out()}\n"
+                "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
             )
         if counts["asked"] and not counts["ends"] and counts["rows"] >= min(_ENOUGH, len(self._rows)):
             if counts["ends_cut"]:
                 raise InputError(
                     f"none of {counts['asked']} rows trains a token that stops the model, which would never stop: "
-                    f"{counts['ends_cut']} have one, and are cut before it at --length {self._length}. Next step: "
-                    f"raise --length. {self._cut_rows()}".removesuffix(". ")
+                    f"{counts['ends_cut']} have one, and are cut before it at --max-length {self._length}. Next step: "
+                    f"raise --max-length. {self._cut_rows()}".removesuffix(". ")
                 )
             raise InputError(
                 f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
@@ -293,7 +294,7 @@ class Batches(Iterator[Batch]):
         """The first rows that are left out, and why; "" without any."""
         why = {
             "untrained": "nothing in it is to be trained (no answer, an empty one, or train false)",
-            "cut_away": f"nothing before --length {self._length}, where it is cut, is to be trained",
+            "cut_away": f"nothing before --max-length {self._length}, where it is cut, is to be trained",
         }
         return "".join(f"\n  {row}: {why[what]}" for what in why for row, _ in self._named.get(what, ()))
 
@@ -309,8 +310,8 @@ class Batches(Iterator[Batch]):
         told = {}
         if rows := self._cut_rows():
             told["cut"] = (
-                f"rows are cut at --length {self._length}, such as: {rows}. What is behind is not trained, nor the "
-                "token that ends the answer. To train them whole, raise --length"
+                f"rows are cut at --max-length {self._length}, such as: {rows}. What is behind is not trained, nor the "
+                "token that ends the answer. To train them whole, raise --max-length"
             )
         if rows := self._left_out():
             told["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
@@ -355,7 +356,7 @@ class Batches(Iterator[Batch]):
             changes = ", ".join(told) or "the contents of its files have changed"
             raise InputError(
                 f"the data cannot go on where the checkpoint left off: {changes}. Next step: restore what was before "
-                "(rows that cannot be read are left out with --skip-bad), or start a new run with another --out"
+                "(rows that cannot be read are left out with --skip-bad), or start a new run with another --output-dir"
             )
         batch = int(state["batch"])
         if batch and state["ranks"] != self._ranks:

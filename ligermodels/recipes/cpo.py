@@ -13,12 +13,12 @@ __all__ = ["RECIPE", "CPOOptions", "train"]
 
 
 def make_loss(options: CPOOptions, *unused: Any) -> PairLoss:
-    how: dict[str, Any] = dict(beta=options.beta, loss_type=options.loss, label_smoothing=options.label_smoothing)
+    how: dict[str, Any] = dict(beta=options.beta, loss_type=options.loss_type, label_smoothing=options.label_smoothing)
 
     def losses(chosen: Tensor, rejected: Tensor, *zeros: Tensor) -> Tensor:
         return cpo_loss(chosen, rejected, **how)
 
-    return PairLoss(losses, options.beta, per_token=options.loss in PER_TOKEN, nll_weight=options.sft_weight)
+    return PairLoss(losses, options.beta, per_token=options.loss_type in PER_TOKEN, nll_weight=options.sft_weight)
 
 
 RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss)
@@ -26,5 +26,5 @@ RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss
 
 def train(options: CPOOptions) -> int:
     """Tunes a model to prefer the chosen answers to the rejected ones. Returns the exit status."""
-    check_options(options.loss, options.beta, options.label_smoothing)
+    check_options(options.loss_type, options.beta, options.label_smoothing)
     return run(options, RECIPE)

@@ -82,13 +82,13 @@ class Data:
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         o, tokenizer = self._options, self._encoder.tokenizer
-        assert o.length is not None
+        assert o.max_length is not None
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         config = tokenizer.files.folder / "config.json"
         if config.is_file() and "vision_config" in files.read_json(config):
             options |= {"window": _WINDOW_OF_IMAGES, "workers": 0}
         return Batches(
-            rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
+            rows, self._encoders[id(rows)], length=o.max_length, tokens_per_batch=o.batch_tokens, packing=o.packing,
             seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",
             skip_bad=o.skip_bad, digest=self._digest, **options,
         )  # fmt: skip

@@ -55,7 +55,7 @@ _PROBE = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉�
 
 def train(options: DistillOptions) -> int:
     """Trains a model to predict what its teacher predicts. Returns the exit status."""
-    make_feed = _make_feed if options.on_policy else None
+    make_feed = _make_feed if options.lmbda else None
     return run(
         options,
         Recipe(open_data=_open_data, sizes=_sizes, make_loss=_make_loss, make_feed=make_feed),  # type: ignore[arg-type]
@@ -144,12 +144,12 @@ def _open_data(options: DistillOptions, tokenizer: Tokenizer, multiple: int = 1)
         raise InputError(
             f"{options.teacher} has logits for {config.vocab_size} tokens, and the tokenizer has {tokenizer.vocab_size}"
         )
-    if options.length is not None and options.length > config.max_position_embeddings:
+    if options.max_length is not None and options.max_length > config.max_position_embeddings:
         raise InputError(
-            f"length={options.length} is more than the {config.max_position_embeddings} positions that the teacher "
-            f"was made for; give --length {config.max_position_embeddings}"
+            f"max_length={options.max_length} is more than the {config.max_position_embeddings} positions that the "
+            f"teacher was made for; give --max-length {config.max_position_embeddings}"
         )
-    return (OnPolicyData if options.on_policy else Data)(options, tokenizer, multiple)
+    return (OnPolicyData if options.lmbda else Data)(options, tokenizer, multiple)
 
 
 def _sizes(options: DistillOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
@@ -166,7 +166,7 @@ def _make_loss(options: DistillOptions, model: Any, data: Data, processes: Proce
     teacher.requires_grad_(False).eval()
     how: dict[str, Any] = dict(beta=options.beta, temperature=options.temperature, hard_weight=options.hard_weight)
     loss = functools.partial(distill_loss, teacher=teacher, **how)
-    if not options.on_policy:
+    if not options.lmbda:
         return loss
     assert isinstance(data, OnPolicyData)
     return OnPolicyLoss(options, data.encoder, processes, loss, teacher.vocab_size)
@@ -193,7 +193,7 @@ class OnPolicyEncoder(PromptEncoder):
         prompt = super().__call__(row if self.format is None else self._asked(row))
         own = None if self.examples is None else self.examples(row)
         if own is not None and not own.trained:
-            raise InputError("the row has no completion, on which some steps train; mend it, or give --on-policy 1")
+            raise InputError("the row has no completion, on which some steps train; mend it, or give --lmbda 1")
         return dataclasses.replace(prompt, where=getattr(row, "where", ""), own=own)
 
     def _asked(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,18 +211,18 @@ class OnPolicyData(PromptData):
     _options: DistillOptions
 
     def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
-        share, first, examples = self._options.on_policy, rows[0], None
+        share, first, examples = self._options.lmbda, rows[0], None
         has_prompt = first.get("prompt") is not None
         if share < 1 or rows is self._eval:
             if has_prompt and first.get("completion") is None:
-                what = "the evaluation" if rows is self._eval else f"a step that does not sample (on_policy={share:g})"
+                what = "the evaluation" if rows is self._eval else f"a step that does not sample (lmbda={share:g})"
                 raise InputError(f"{rows.where(0)}: the row has no completion, and {what} is on rows' own completions")
             examples = Data._encoder_of(self, rows, tokenizer)
         if rows is self._eval:
             return examples
         format = None if has_prompt else detect(rows)
         chat = not has_prompt or isinstance(first["prompt"], list)
-        return self._that_ends(OnPolicyEncoder(tokenizer, chat, self._options.max_new_tokens, format, examples))
+        return self._that_ends(OnPolicyEncoder(tokenizer, chat, self._options.max_completion_length, format, examples))
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         return (Data if rows is self._eval else PromptData)._batches(self, rows, **options)
@@ -233,8 +233,8 @@ class OnPolicyData(PromptData):
 
     def plan(self, counts: Mapping[str, int] | None) -> dict[str, str]:
         lines = super().plan(counts)
-        share = f", in {self._options.on_policy:.0%} of the steps; the others train on the rows' own"
-        return lines | {"samples": lines["samples"] + share * (self._options.on_policy < 1)}
+        share = f", in {self._options.lmbda:.0%} of the steps; the others train on the rows' own"
+        return lines | {"samples": lines["samples"] + share * (self._options.lmbda < 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,7 @@ class OnPolicyLoss:
 
     def rollout(self, model: Any, prompts: Sequence[Prompt], number: int) -> Sequence[Completion | Example]:
         """What a step trains on: on-policy ones are spread evenly, the first is one."""
-        share = self.options.on_policy
+        share = self.options.lmbda
         if math.ceil((number + 1) * share) == math.ceil(number * share):
             return [prompt.own for prompt in prompts if prompt.own is not None]
         return complete(model, prompts, number, self.options, self.encoder, self.processes, self.vocab_size)

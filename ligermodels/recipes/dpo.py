@@ -15,12 +15,12 @@ __all__ = ["RECIPE", "DPOOptions", "train"]
 
 
 def make_loss(options: DPOOptions, model: Any, data: Data, processes: Processes, load: Callable[[], Any]) -> PairLoss:
-    how: dict[str, Any] = dict(beta=options.beta, loss_type=options.loss, label_smoothing=options.label_smoothing)
+    how: dict[str, Any] = dict(beta=options.beta, loss_type=options.loss_type, label_smoothing=options.label_smoothing)
     return PairLoss(
         functools.partial(dpo_loss, **how),
         options.beta,
         Reference(options, model, data, processes, load),
-        per_token=options.loss in PER_TOKEN,
+        per_token=options.loss_type in PER_TOKEN,
         nll_weight=options.sft_weight,
     )
 
@@ -30,5 +30,5 @@ RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss
 
 def train(options: DPOOptions) -> int:
     """Tunes a model to prefer the chosen answers to the rejected ones. Returns the exit status."""
-    check_options(options.loss, options.beta, options.label_smoothing, discopop_tau=0.05)
+    check_options(options.loss_type, options.beta, options.label_smoothing, discopop_tau=0.05)
     return run(options, RECIPE)

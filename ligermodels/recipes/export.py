@@ -34,10 +34,10 @@ def write(options: TrainOptions, folder: Path) -> Path:
     from ligermodels import conversion
     from ligermodels.conversion.gguf import model_name
 
-    out = Path(options.out)
+    out = Path(options.output_dir)
     how = conversion.Options(to="gguf", overwrite=True, name=f"{model_name(options.model)}-{out.resolve().name}")
     source = out / "model"
-    if options.lora and not options.merge:
+    if options.lora_r and not options.merge:
         source, how = folder, dataclasses.replace(how, adapter=out / "adapter")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -46,17 +46,17 @@ class PolicyLoss:
             logp, entropy = (values.reshape(-1)[places] for values in found)
             # The first step of a rollout: what was sampled from is what is trained.
             old_logp = batch.setdefault("old_logprobs", logp.detach())
-            ratio = policy.ratios(o.loss, logp, old_logp, mask)
-            losses = policy.token_losses(o.loss, logp, ratio, advantages, **clip)
+            ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
+            losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **clip)
             tokens = mask.sum()
             if ref_logp is not None:
                 kl = policy.kl_losses(logp, ref_logp, ratio)
                 losses = losses + o.beta * kl
                 sums["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-            is_clipped = policy.clipped(o.loss, ratio.detach(), advantages, **clip) & mask
+            is_clipped = policy.clipped(o.loss_type, ratio.detach(), advantages, **clip) & mask
             sums["clipped"] = is_clipped.sum(), tokens
             sums["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-            return policy.reduced(o.loss, losses, mask, counts, o.max_new_tokens)
+            return policy.reduced(o.loss_type, losses, mask, counts, o.max_completion_length)
 
         total = next_token_loss(model, _inputs(batch) | {"loss_function": loss}, counts.tokens)
         for name, row in zip(told_names(self.sampler.rewards), batch["told"].unbind(), strict=True):
@@ -106,7 +106,7 @@ def _without_adapters(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 def _open_data(options: GRPOOptions, tokenizer: Tokenizer, multiple: int = 1) -> PromptData:
     """The prompts, once the rewards have judged an empty completion, so that errors come before anything is written."""
-    rewards, data = Rewards.load(options.reward, options.reward_weights), PromptData(options, tokenizer, multiple)
+    rewards, data = Rewards.load(options.reward_funcs, options.reward_weights), PromptData(options, tokenizer, multiple)
     if not options.skip_bad:
         empty = Completion(data.first(), [data.encoder.stop_ids[0]], "", truncated=False)
         Sampler(options, data.encoder, rewards, Processes(torch.device("cpu"))).judge([empty])
@@ -121,7 +121,7 @@ def _sizes(options: GRPOOptions, sizes: memory.Sizes, sketch: Any) -> memory.Siz
 def _make_loss(
     options: GRPOOptions, model: Any, data: PromptData, processes: Processes, load: Callable[[], Any]
 ) -> PolicyLoss:
-    rewards = Rewards.load(options.reward, options.reward_weights)
+    rewards = Rewards.load(options.reward_funcs, options.reward_weights)
     return PolicyLoss(
         options, Sampler(options, data.encoder, rewards, processes), load() if options.frozen_copies else None
     )

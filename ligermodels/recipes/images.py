@@ -188,7 +188,8 @@ def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) ->
         # to those that only fill the row up.
         raise InputError(
             f"rows of one batch have {sorted(set(map(len, tiles)))} images; Llama-3.2-Vision computes a row otherwise "
-            "beside rows with more images. Next step: one row a batch (--batch-tokens as --length), or data of one kind"
+            "beside rows with more images. Next step: one row a batch (--batch-tokens as --max-length), or data "
+            "of one kind"
         )
     from ligermodels.vision.mllama import cross_attention_mask
 

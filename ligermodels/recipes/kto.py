@@ -26,14 +26,14 @@ class UnpairedLoss:
 
     def __call__(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Sums]:
         o, kl = self.options, None
-        if o.loss == "kto":
+        if o.loss_type == "kto":
             with torch.no_grad():  # in a forward of its own, on all ranks, also where a row is alone
                 kl = kto_kl(logps(model, batch, prefix="kl_").sums, self.reference.logps(batch, prefix="kl_"))
             kl = kl if len(batch["desirable"]) > 1 else torch.zeros_like(kl)
         before = self.reference.logps(batch)
         own, desirable = logps(model, batch), batch["desirable"]
         losses = kto_loss(
-            own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss, desirable_weight=o.desirable_weight,
+            own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type, desirable_weight=o.desirable_weight,
             undesirable_weight=o.undesirable_weight,
         )  # fmt: skip
         counted = own.lengths > 0

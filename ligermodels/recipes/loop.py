@@ -53,13 +53,13 @@ def rate(step: int, steps: int, *, schedule: str, warmup: float, decay: float = 
     """The learning rate of step `step`, from 0, of `steps`, as a share of the highest.
 
     It rises over `warmup` steps (below 1: over that share of all), and then
-    constant: stays; linear, cosine: falls to `final` at the end; wsd: stays, and falls in a line over the last `decay`
-    steps (a share below 1) to `final`.
+    constant_with_warmup: stays; linear, cosine: falls to `final` at the end; wsd: stays, and falls in a line over
+    the last `decay` steps (a share below 1) to `final`.
     """
     rise = _steps(warmup, steps)
     if step < rise:
         return (step + 1) / rise
-    if schedule == "constant":
+    if schedule == "constant_with_warmup":
         return 1.0
     begin = max(rise, steps - _steps(decay, steps)) if schedule == "wsd" else rise
     part = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
@@ -342,15 +342,15 @@ class Loop:
         progress, options = self.progress, self.options
         with Signals() as signals:
             while True:
-                if self._is_due(options.eval_every) and progress.evaluated < progress.step and self.evaluation:
+                if self._is_due(options.eval_steps) and progress.evaluated < progress.step and self.evaluation:
                     self._evaluate()
-                    if options.patience and progress.waited >= options.patience:
+                    if options.early_stopping_patience and progress.waited >= options.early_stopping_patience:
                         self.reporter.say(f"stopped: {progress.waited} evaluations without a better one")
                         break
                 if progress.step >= progress.steps:
                     break
                 stop = self._step(signals)
-                if stop or self._is_due(options.save_every):
+                if stop or self._is_due(options.save_steps):
                     self._save_state(wait=stop)
                 if stop:
                     self.stopped = True
@@ -456,7 +456,7 @@ class Loop:
 
     def _rate(self, step: int) -> float:
         o = self.options
-        how: dict[str, Any] = dict(schedule=o.schedule, warmup=o.warmup, decay=o.decay, final=o.final_lr)
+        how: dict[str, Any] = dict(schedule=o.lr_scheduler_type, warmup=o.warmup_steps, decay=o.decay, final=o.final_lr)
         return rate(step, self.progress.steps, **how)
 
     def _stop_at(self, loss: float, norm: float) -> None:
@@ -464,8 +464,9 @@ class Loop:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         raise TrainingError(
             f"step {step} of {self.progress.steps}: {what}. It was not saved; the checkpoints before it are as they "
-            f"were.\n  Likely: a learning rate that is too high (--lr {self.options.peak_lr:g}), or examples of this "
-            "step that are broken.\n  Next: a lower --lr or a longer --warmup, in another --out."
+            f"were.\n  Likely: a learning rate that is too high (--learning-rate {self.options.peak_lr:g}), or "
+            "examples of this step that are broken.\n  Next: a lower --learning-rate or a longer --warmup-steps, in "
+            "another --output-dir."
         )
 
     @torch.no_grad()
@@ -489,7 +490,7 @@ class Loop:
             progress.waited += 1
         self.reporter.evaluation(progress.step, loss, better=better, **sums.means(self.processes))
         if better and progress.step > 0:
-            self.save(Path(self.options.out) / "best")
+            self.save(Path(self.options.output_dir) / "best")
 
 
 def own_part(batches: Sequence[Batch], processes: Processes) -> list[Batch]:

@@ -65,8 +65,8 @@ class Example:
             return self
         if self.images is not None and self.images.token in self.ids[length:]:
             raise InputError(
-                f"the row has {self.size} tokens, and length={length} would cut its images. Next step: a larger "
-                "--length, or a smaller max_pixels in the model's preprocessor_config.json"
+                f"the row has {self.size} tokens, and max_length={length} would cut its images. Next step: a larger "
+                "--max-length, or a smaller max_pixels in the model's preprocessor_config.json"
             )
         return Example(self.ids[:length], self.labels[:length], self.stops, self.images)
 

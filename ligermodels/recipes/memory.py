@@ -194,9 +194,9 @@ def _changes(sizes: Sizes, setting: Setting, adapters: int | None) -> Iterator[t
         if setting.tokens // part >= 128:
             tokens = setting.tokens // part
             changed = dataclasses.replace(small, tokens=tokens)
-            yield "length", f"--length {tokens // setting.sequences} --batch-tokens {tokens}", sizes, changed
+            yield "length", f"--max-length {tokens // setting.sequences} --batch-tokens {tokens}", sizes, changed
     if adapters is not None:
-        yield "lora", "--lora 16", dataclasses.replace(sizes, trained=adapters), dataclasses.replace(small, copies=0)
+        yield "lora", "--lora-r 16", dataclasses.replace(sizes, trained=adapters), dataclasses.replace(small, copies=0)
     if not setting.on_cpu:
         for gpus in (2, 4, 8, 16, 32, 64):
             if gpus > setting.gpus:

@@ -21,7 +21,10 @@ from typing import Any, Self
 from ligermodels.errors import InputError
 from ligermodels.recipes import other_tools
 
-_REQUIRED = ("model", "data", "out")
+_REQUIRED = ("model", "data", "output_dir")
+
+
+_SCHEDULES = ("cosine", "linear", "wsd", "constant_with_warmup")
 
 
 def option(
@@ -33,9 +36,13 @@ def option(
     least: float = -math.inf,
     above: float = -math.inf,
     below: float = math.inf,
+    alias: str = "",
 ) -> Any:
-    """A field of options. text: for --help. least, above, below: bounds of a number, of which only least is allowed."""
-    metadata = dict(group=group, text=text, choices=tuple(choices), least=least, above=above, below=below)
+    """A field of options. text: for --help. least, above, below: bounds of a number, of which only least is allowed.
+
+    alias: a second, shorter name, which is read but not written.
+    """
+    metadata = dict(group=group, text=text, choices=tuple(choices), least=least, above=above, below=below, alias=alias)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,22 +52,25 @@ class TrainOptions:
 
     recipe: typing.ClassVar[str]
     sequences: typing.ClassVar[int] = 1
-    """Sequences per example, each of at most `length` tokens."""
+    """Sequences per example, each of at most `max_length` tokens."""
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
     data: str = option(
         "",
         "what",
         "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub",
     )
-    out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
+    output_dir: str = option(
+        "", "what", "a new folder for checkpoints, metrics, the report and the tuned model", alias="out"
+    )
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
     eval_share: float = option(0.0, "data", "fraction of --data that is held out to evaluate on", least=0, below=1)
-    length: int | None = option(
+    max_length: int | None = option(
         None,
         "data",
         "maximum sequence length in tokens (default 4096, or the model's context where that is less)",
         least=2,
+        alias="length",
     )
     chat_template: str | None = option(
         None,
@@ -71,12 +81,16 @@ class TrainOptions:
     skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
     show: int = option(1, "data", "number of examples to print first, with what is trained marked", least=0)
 
-    epochs: float | None = option(None, "length of the run", "passes over the data (default 1)", above=0)
-    steps: int | None = option(None, "length of the run", "optimizer steps, instead of --epochs", least=1)
+    num_train_epochs: float | None = option(
+        None, "length of the run", "passes over the data (default 1)", above=0, alias="epochs"
+    )
+    max_steps: int | None = option(
+        None, "length of the run", "optimizer steps, instead of --num-train-epochs", least=1, alias="steps"
+    )
     batch_tokens: int | None = option(
         None,
         "length of the run",
-        "maximum tokens per forward pass on one GPU: the batch size in tokens (default: --length)",
+        "maximum tokens per forward pass on one GPU: the batch size in tokens (default: --max-length)",
         least=2,
     )
     accumulation: int | None = option(
@@ -85,20 +99,23 @@ class TrainOptions:
         "micro-batches per optimizer step, over all ranks (default 8; fewer, where a run would have under 20 steps)",
         least=1,
     )
-    patience: int = option(
+    early_stopping_patience: int = option(
         0, "length of the run", "stop after this many evaluations without a better one; 0: never", least=0
     )
 
-    lr: float | None = option(None, "optimizer", "peak learning rate (default 2e-5, with --lora 2e-4)", above=0)
-    schedule: str = option(
-        "cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant")
+    learning_rate: float | None = option(
+        None, "optimizer", "peak learning rate (default 2e-5, with --lora-r 2e-4)", above=0, alias="lr"
     )
-    warmup: float = option(0.03, "optimizer", "warmup steps, or a fraction of all steps if below 1", least=0)
-    decay: float = option(0.2, "optimizer", "wsd: steps of the decay, or a fraction of all steps if below 1", least=0)
-    final_lr: float = option(0.0, "optimizer", "final learning rate, as a fraction of --lr", least=0)
+    lr_scheduler_type: str = option("cosine", "optimizer", "learning-rate schedule", choices=_SCHEDULES)
+    warmup_steps: float = option(0.03, "optimizer", "warmup steps, or a fraction of all steps if below 1", least=0)
+    decay: float = option(
+        0.2, "optimizer", "wsd: steps of the linear decay, or a fraction of all steps if below 1", least=0
+    )
+    final_lr: float = option(0.0, "optimizer", "final learning rate, as a fraction of --learning-rate", least=0)
     weight_decay: float = option(0.0, "optimizer", "weight decay of matrices; norms and biases have none", least=0)
-    betas: tuple[float, float] = option((0.9, 0.999), "optimizer", "beta1 and beta2 of AdamW", least=0, below=1)
-    clip: float = option(1.0, "optimizer", "maximum gradient norm; 0: no limit", least=0)
+    adam_beta1: float = option(0.9, "optimizer", "beta1 of AdamW", least=0, below=1)
+    adam_beta2: float = option(0.999, "optimizer", "beta2 of AdamW", least=0, below=1)
+    max_grad_norm: float = option(1.0, "optimizer", "maximum gradient norm; 0: no limit", least=0)
     seed: int = option(0, "optimizer", "seed for shuffling and sampling", least=0, below=2**63)
 
     precision: str = option(
@@ -114,14 +131,14 @@ class TrainOptions:
         "activation (gradient) checkpointing: what is recomputed in the backward; auto: the least that fits",
         choices=("auto", "none", "mlp", "block"),
     )
-    lora: int = option(0, "memory", "train LoRA adapters of this rank; 0: all weights", least=0)
+    lora_r: int = option(0, "memory", "train LoRA adapters of this rank; 0: all weights", least=0, alias="lora")
     lora_alpha: float = option(32.0, "memory", "LoRA alpha: adapters are scaled by alpha / rank", above=0)
-    lora_targets: tuple[str, ...] = option(
+    lora_target_modules: tuple[str, ...] = option(
         (), "memory", "target modules of LoRA, such as q_proj,v_proj (default: all projections)"
     )
 
     quantize: str = option(
-        "none", "memory", "with --lora: nf4 holds the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4")
+        "none", "memory", "with --lora-r: nf4 holds the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4")
     )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
 
@@ -133,11 +150,11 @@ class TrainOptions:
     cp: int = option(1, "processes", "context-parallel degree: GPUs that share each row", least=1)
     tp: int = option(1, "processes", "tensor-parallel degree: GPUs that share each layer", least=1)
 
-    save_every: int = option(100, "checkpoints and logs", "steps between checkpoints; 0: only at the end", least=0)
-    keep: int = option(2, "checkpoints and logs", "number of newest checkpoints to keep", least=1)
-    eval_every: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
-    resume: bool = option(False, "checkpoints and logs", "go on with the run in --out")
-    logger: str = option(
+    save_steps: int = option(100, "checkpoints and logs", "steps between checkpoints; 0: only at the end", least=0)
+    save_total_limit: int = option(2, "checkpoints and logs", "number of newest checkpoints to keep", least=1)
+    eval_steps: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
+    resume: bool = option(False, "checkpoints and logs", "go on with the run in --output-dir")
+    report_to: str = option(
         "auto",
         "checkpoints and logs",
         "beside metrics.jsonl; auto: tensorboard where it is installed",
@@ -151,28 +168,32 @@ class TrainOptions:
         for name in _REQUIRED:
             if not getattr(self, name):
                 raise InputError(f"{name} is missing: give {_flag(name)} on the command line, or `{name}:` in a file")
-        if self.steps is not None and self.epochs is not None:
-            raise InputError(f"steps={self.steps} and epochs={self.epochs:g} both say how long to train; give one")
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise InputError(
+                f"max_steps={self.max_steps} and num_train_epochs={self.num_train_epochs:g} both say how long to "
+                "train; give one"
+            )
         if self.eval_data is not None and self.eval_share:
             raise InputError("eval_data and eval_share both say what to evaluate on; give one")
-        if self.patience and not self.evaluates:
-            raise InputError("patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
-        if self.batch_tokens is not None and self.length and self.batch_tokens < self.sequences * self.length:
+        if self.early_stopping_patience and not self.evaluates:
+            raise InputError("early_stopping_patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
+        if self.batch_tokens is not None and self.max_length and self.batch_tokens < self.sequences * self.max_length:
             row = f"{self.sequences} sequences" if self.sequences > 1 else "a row"
             raise InputError(
-                f"batch_tokens={self.batch_tokens} is less than {row} of length={self.length}; lower --length as well"
+                f"batch_tokens={self.batch_tokens} is less than {row} of max_length={self.max_length}; lower "
+                "--max-length as well"
             )
-        for name in ("lora_targets", "merge"):
-            if getattr(self, name) and not self.lora:
-                raise InputError(f"{name} is given, but no rank of adapters: add --lora 16")
-        if self.quantize != "none" and not self.lora:
-            raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora 16")
+        for name in ("lora_target_modules", "merge"):
+            if getattr(self, name) and not self.lora_r:
+                raise InputError(f"{name} is given, but no rank of adapters: add --lora-r 16")
+        if self.quantize != "none" and not self.lora_r:
+            raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
         if self.quantize != "none" and self.merge:
             raise InputError(
                 "merge would round the result to 4 bits again: load the base in bf16, load_adapter and merge"
             )
-        if self.lora and self.tp > 1:
-            raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora")
+        if self.lora_r and self.tp > 1:
+            raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora-r")
         if max(self.tp, self.cp, self.dp_replicate) > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
             raise InputError(
                 f"tp={self.tp}, cp={self.cp}, dp_replicate={self.dp_replicate} spread the model over processes, and "
@@ -185,10 +206,10 @@ class TrainOptions:
 
     @property
     def peak_lr(self) -> float:
-        return self.lr if self.lr is not None else self.default_lr()
+        return self.learning_rate if self.learning_rate is not None else self.default_learning_rate()
 
-    def default_lr(self) -> float:
-        return 2e-4 if self.lora else 2e-5
+    def default_learning_rate(self) -> float:
+        return 2e-4 if self.lora_r else 2e-5
 
     @property
     def frozen_copies(self) -> int:
@@ -199,7 +220,7 @@ class TrainOptions:
     def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
         """Options from flags, over those of a YAML file, over the defaults. Raises InputError."""
         values, given = {} if file is None else cls.load(file), cls._known(flags)
-        for one, other in (("steps", "epochs"), ("eval_data", "eval_share")):
+        for one, other in (("max_steps", "num_train_epochs"), ("eval_data", "eval_share")):
             if (one in given) != (other in given):  # which says the same in another way
                 values.pop(other if one in given else one, None)
         return cls(**{**values, **given})
@@ -213,7 +234,8 @@ class TrainOptions:
         values = _read_yaml(Path(file))
         if (recipe := values.pop("recipe", cls.recipe)) != cls.recipe:
             raise InputError(
-                f"{file} is of `train {recipe}`, and this is `train {cls.recipe}`; run that, or give another --out"
+                f"{file} is of `train {recipe}`, and this is `train {cls.recipe}`; run that, or give another "
+                "--output-dir"
             )
         try:
             known = cls._known(values)
@@ -235,14 +257,17 @@ class TrainOptions:
 
     @classmethod
     def _known(cls, values: Mapping[Any, Any]) -> dict[str, Any]:
-        names = [field.name for field in dataclasses.fields(cls)]
-        found = {str(key).replace("-", "_"): value for key, value in values.items()}
-        if others := [key for key in found if key not in names]:
+        """The values by the names of their fields, of names with dashes or underscores, or aliases."""
+        names = {name: field.name for field in dataclasses.fields(cls) for name in _names(field)}
+        if others := [key for key in map(_underscored, values) if key not in names]:
             raise InputError(unknown(others, cls))
-        given = [str(key).replace("-", "_") for key in values]
-        for key in given:
-            if given.count(key) > 1:
-                raise InputError(f"{key} is there twice, also as {key.replace('_', '-')}")
+        found: dict[str, Any] = {}
+        given: dict[str, Any] = {}
+        for key, value in values.items():
+            name = names[_underscored(key)]
+            if name in found:
+                raise InputError(f"{given[name]} is there twice, also as {key}")
+            found[name], given[name] = value, key
         return found
 
 
@@ -271,7 +296,7 @@ class SFTOptions(TextOptions):
 
     recipe = "sft"
 
-    loss: str = option(
+    loss_type: str = option(
         "nll",
         "loss",
         "per-token loss: cross entropy, or dft (weighted by its probability); evaluation reports cross entropy",
@@ -280,8 +305,8 @@ class SFTOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss == "dft" and self.tp > 1:
-            raise InputError("loss=dft is not supported under tensor parallelism: leave --tp out")
+        if self.loss_type == "dft" and self.tp > 1:
+            raise InputError("loss_type=dft is not supported under tensor parallelism: leave --tp out")
 
 
 @dataclass(kw_only=True)
@@ -291,29 +316,33 @@ class PretrainOptions(TextOptions):
     recipe = "pretrain"
 
     scratch: bool = option(False, "what", "draw the weights at random, by the config.json of MODEL")
-    schedule: str = option(
-        "cosine", "optimizer", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant")
-    )
+    lr_scheduler_type: str = option("cosine", "optimizer", "learning-rate schedule", choices=_SCHEDULES)
     weight_decay: float = option(0.1, "optimizer", "weight decay of matrices; norms and biases have none", least=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "optimizer", "beta1 and beta2 of AdamW", least=0, below=1)
-    lr: float | None = option(
-        None, "optimizer", "peak learning rate (default 2e-5, with --scratch 3e-4, with --lora 2e-4)", above=0
+    adam_beta2: float = option(0.95, "optimizer", "beta2 of AdamW", least=0, below=1)
+    learning_rate: float | None = option(
+        None,
+        "optimizer",
+        "peak learning rate (default 2e-5, with --scratch 3e-4, with --lora-r 2e-4)",
+        above=0,
+        alias="lr",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scratch and self.lora:
-            raise InputError("scratch draws all weights at random, and lora would freeze them; give one of the two")
+        if self.scratch and self.lora_r:
+            raise InputError("scratch draws all weights at random, and lora_r would freeze them; give one of the two")
 
-    def default_lr(self) -> float:
-        return 3e-4 if self.scratch else super().default_lr()
+    def default_learning_rate(self) -> float:
+        return 3e-4 if self.scratch else super().default_learning_rate()
 
 
 @dataclass(kw_only=True)
 class PreferenceOptions(TrainOptions):
     """What the recipes of preferences share. Defaults of the losses are TRL's."""
 
-    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-6, with --lora 1e-5)", above=0)
+    learning_rate: float | None = option(
+        None, "optimizer", "peak learning rate (default 1e-6, with --lora-r 1e-5)", above=0, alias="lr"
+    )
     beta: float = option(
         0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference", above=0
     )
@@ -326,8 +355,8 @@ class PreferenceOptions(TrainOptions):
                 "FSDP shards the model over all processes"
             )
 
-    def default_lr(self) -> float:
-        return 1e-5 if self.lora else 1e-6
+    def default_learning_rate(self) -> float:
+        return 1e-5 if self.lora_r else 1e-6
 
 
 @dataclass(kw_only=True)
@@ -337,22 +366,22 @@ class ReferenceOptions(PreferenceOptions):
     reference: str = option(
         "auto",
         "loss",
-        "the model as it was: adapter-off (auto with --lora), precompute: its log probabilities, before the first step "
-        "(auto for dpo), or model: a frozen copy in memory (auto for kto)",
+        "the model as it was: adapter-off (auto with --lora-r), precompute: its log probabilities, before the first "
+        "step (auto for dpo), or model: a frozen copy in memory (auto for kto)",
         choices=("auto", "adapter-off", "precompute", "model"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reference == "adapter-off" and not self.lora:
-            raise InputError("reference=adapter-off needs adapters to switch off: add --lora 16, or leave it out")
-        if self.reference == "model" and self.lora:
+        if self.reference == "adapter-off" and not self.lora_r:
+            raise InputError("reference=adapter-off needs adapters to switch off: add --lora-r 16, or leave it out")
+        if self.reference == "model" and self.lora_r:
             raise InputError("reference=model: the model without its adapters is the same; leave it out")
 
     @property
     def reference_kind(self) -> str:
         """What "auto" stands for."""
-        chosen = "adapter-off" if self.lora else "model" if self.recipe == "kto" else "precompute"
+        chosen = "adapter-off" if self.lora_r else "model" if self.recipe == "kto" else "precompute"
         return chosen if self.reference == "auto" else self.reference
 
     @property
@@ -374,7 +403,7 @@ class DPOOptions(ReferenceOptions):
     recipe = "dpo"
     sequences = 2
 
-    loss: str = option("sigmoid", "loss", "of a pair; sigmoid_norm and ipo are per token", choices=_PAIRED)
+    loss_type: str = option("sigmoid", "loss", "of a pair; sigmoid_norm and ipo are per token", choices=_PAIRED)
     label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
     sft_weight: float = option(0.0, "loss", f"{_SFT} (RPO)", least=0)
 
@@ -385,7 +414,7 @@ class KTOOptions(ReferenceOptions):
 
     recipe = "kto"
 
-    loss: str = option("kto", "loss", "of an answer", choices=("kto", "apo_zero_unpaired"))
+    loss_type: str = option("kto", "loss", "of an answer", choices=("kto", "apo_zero_unpaired"))
     desirable_weight: float = option(1.0, "loss", "of good answers", least=0)
     undesirable_weight: float = option(1.0, "loss", "of others", least=0)
 
@@ -394,7 +423,7 @@ class KTOOptions(ReferenceOptions):
         if self.reference == "precompute":
             raise InputError(
                 "reference=precompute: KTO also scores answers under the prompts of others, which are drawn anew in "
-                "each epoch; leave it out, or train adapters (--lora 16), whose reference needs no copy"
+                "each epoch; leave it out, or train adapters (--lora-r 16), whose reference needs no copy"
             )
 
 
@@ -413,7 +442,7 @@ class CPOOptions(PreferenceOptions):
     recipe = "cpo"
     sequences = 2
 
-    loss: str = option("sigmoid", "loss", "of a pair", choices=("sigmoid", "hinge", "ipo"))
+    loss_type: str = option("sigmoid", "loss", "of a pair", choices=("sigmoid", "hinge", "ipo"))
     label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
     sft_weight: float = option(1.0, "loss", _SFT, least=0)
 
@@ -425,7 +454,7 @@ class SimPOOptions(PreferenceOptions):
     recipe = "simpo"
     sequences = 2
 
-    gamma: float = option(0.5, "loss", "how much better the chosen answer is to be", least=0)
+    simpo_gamma: float = option(0.5, "loss", "how much better the chosen answer is to be", least=0)
     label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
     sft_weight: float = option(0.0, "loss", _SFT, least=0)
 
@@ -435,7 +464,7 @@ class RolloutOptions(TrainOptions):
     """What the recipes share whose model samples completions of prompts."""
 
     prompts: int = option(8, "rollout", "prompts per step, over all ranks", least=1)
-    max_new_tokens: int = option(256, "rollout", "maximum tokens of a completion", least=1)
+    max_completion_length: int = option(256, "rollout", "maximum tokens of a completion", least=1)
     rollout_rows: int | None = option(
         None, "rollout", "completions that are sampled at a time on each GPU (default: all)", least=1
     )
@@ -449,10 +478,10 @@ class RolloutOptions(TrainOptions):
                 f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
             )
         self.accumulation = self.prompts
-        if self.length is not None and self.max_new_tokens >= self.length:
+        if self.max_length is not None and self.max_completion_length >= self.max_length:
             raise InputError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; give a "
-                "longer --length, or fewer --max-new-tokens"
+                f"max_completion_length={self.max_completion_length} leaves no room for a prompt in "
+                f"max_length={self.max_length}; give a longer --max-length, or fewer --max-completion-length"
             )
         if max(self.cp, self.tp) > 1:
             raise InputError(
@@ -473,7 +502,7 @@ class RolloutOptions(TrainOptions):
         raise NotImplementedError
 
     @property
-    def iterations(self) -> int:
+    def num_iterations(self) -> int:
         """Steps that train on the same completions."""
         return 1
 
@@ -497,8 +526,8 @@ class DistillOptions(RolloutOptions):
     hard_weight: float = option(
         0.0, "loss", "the share of the cross entropy of the examples' own tokens in the loss", least=0, below=1
     )
-    on_policy: float = option(
-        0.0, "rollout", "the share of the steps on completions that the model samples (GKD's lmbda); the options of "
+    lmbda: float = option(
+        0.0, "rollout", "the share of the steps on completions that the model samples ; the options of "
         "this group are for it. At 1, rows need no completion of their own", least=0,
     )  # fmt: skip
     sampling_temperature: float = option(1.0, "rollout", "divides the logits in sampling; 0: greedy", least=0)
@@ -507,26 +536,22 @@ class DistillOptions(RolloutOptions):
         super().__post_init__()
         if not self.teacher:
             raise InputError("teacher is missing: give --teacher on the command line, or `teacher:` in a file")
-        for name in ("beta", "on_policy"):
+        for name in ("beta", "lmbda"):
             if getattr(self, name) > 1:
                 raise InputError(f"{name}={getattr(self, name):g}: expected 1 or less")
         if self.tp > 1:
             raise InputError("a teacher is not supported under tensor parallelism: leave --tp out, FSDP shards both")
-        if self.on_policy and self.hard_weight:
+        if self.lmbda and self.hard_weight:
             raise InputError(
-                f"hard_weight={self.hard_weight:g} would teach the model its own samples; leave it out, or --on-policy"
+                f"hard_weight={self.hard_weight:g} would teach the model its own samples; leave it out, or --lmbda"
             )
         for field in dataclasses.fields(self):
-            if (
-                field.metadata["group"] == "rollout"
-                and not self.on_policy
-                and getattr(self, field.name) != field.default
-            ):
-                raise InputError(f"{field.name} is given, but nothing is sampled: add --on-policy 1")
+            if field.metadata["group"] == "rollout" and not self.lmbda and getattr(self, field.name) != field.default:
+                raise InputError(f"{field.name} is given, but nothing is sampled: add --lmbda 1")
 
     @property
     def copies(self) -> int:
-        return int(self.on_policy > 0)
+        return int(self.lmbda > 0)
 
     @property
     def drawn_at(self) -> float:
@@ -544,18 +569,20 @@ class MedusaOptions(TrainOptions):
     head_decay: float = option(0.8, "loss", "the k-th head's loss counts this to the power k", least=0)
     train_base: bool = option(False, "loss", "train the model as well, by the cross entropy of its own head (Medusa-2)")
     heads_weight: float = option(0.2, "loss", "with --train-base: of the heads' losses beside the model's", least=0)
-    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-3, with --train-base 2e-5)", above=0)
+    learning_rate: float | None = option(
+        None, "optimizer", "peak learning rate (default 1e-3, with --train-base 2e-5)", above=0, alias="lr"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lora:
-            raise InputError("lora: heads are trained on a frozen model, or with all of it (--train-base)")
+        if self.lora_r:
+            raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
         if max(self.cp, self.tp) > 1:
             raise InputError(f"cp={self.cp}, tp={self.tp}: heads are trained under FSDP alone; leave both out")
         if self.export != "none" and not self.train_base:
             raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
 
-    def default_lr(self) -> float:
+    def default_learning_rate(self) -> float:
         return 2e-5 if self.train_base else 1e-3
 
 
@@ -568,7 +595,7 @@ class GRPOOptions(RolloutOptions):
     data: str = option(
         "", "what", "the prompts: rows with `prompt`, a text or messages; other columns go to the rewards"
     )
-    reward: tuple[str, ...] = option(
+    reward_funcs: tuple[str, ...] = option(
         (), "reward", "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers"
     )
     reward_weights: tuple[float, ...] = option((), "reward", "of each reward in their sum (default 1)")
@@ -576,60 +603,73 @@ class GRPOOptions(RolloutOptions):
         "auto", "reward", "what advantages are divided by: the standard deviation of rewards of the same prompt, of "
         "all of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
     )  # fmt: skip
-    group: int = option(8, "rollout", "completions of each prompt, which are compared with each other", least=2)
+    num_generations: int = option(
+        8, "rollout", "completions of each prompt, which are compared with each other", least=2
+    )
     temperature: float = option(1.0, "rollout", "divides the logits, in sampling and in the loss", above=0)
-    iterations: int = option(1, "rollout", "steps that train on the same completions", least=1)
-    drop_truncated: bool = option(False, "rollout", "completions that did not end in --max-new-tokens train nothing")
-    loss: str = option(
+    num_iterations: int = option(1, "rollout", "steps that train on the same completions", least=1)
+    mask_truncated_completions: bool = option(
+        False, "rollout", "completions that did not end in --max-completion-length train nothing"
+    )
+    loss_type: str = option(
         "dapo", "loss", "see docs/training.md", choices=("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
     )
     beta: float = option(
         0.0, "loss", "of the KL divergence to the model as it was, which is added to the loss", least=0
     )
-    clip_low: float | None = option(None, "loss", "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
-    clip_high: float | None = option(
-        None, "loss", "ratios above 1 and this are clipped (0.2; dapo 0.28, gspo 4e-4); of cispo those above this (5)",
-        least=0,
+    epsilon: float | None = option(None, "loss", "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
+    epsilon_high: float | None = option(
+        None, "loss", "ratios above 1 and this are clipped (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); of cispo "
+        "those above this (5)", least=0,
     )  # fmt: skip
-    lr: float | None = option(None, "optimizer", "peak learning rate (default 1e-6, with --lora 1e-5)", above=0)
+    learning_rate: float | None = option(
+        None, "optimizer", "peak learning rate (default 1e-6, with --lora-r 1e-5)", above=0, alias="lr"
+    )
     accumulation: int | None = option(None, "rollout", "the same as --prompts", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.reward:
-            raise InputError("reward is missing: give --reward FILE.py:FUNCTION, or `reward:` in a file")
-        if self.reward_weights and len(self.reward_weights) != len(self.reward):
+        if not self.reward_funcs:
             raise InputError(
-                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward)} rewards; give one each"
+                "reward_funcs is missing: give --reward-funcs FILE.py:FUNCTION, or `reward_funcs:` in a file"
             )
-        if self.rollout_rows is not None and self.rollout_rows < self.group:
-            raise InputError(f"rollout_rows={self.rollout_rows} is less than the group={self.group} of a prompt")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            raise InputError(
+                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards; give one "
+                "each"
+            )
+        if self.rollout_rows is not None and self.rollout_rows < self.num_generations:
+            raise InputError(
+                f"rollout_rows={self.rollout_rows} is less than the num_generations={self.num_generations} of a prompt"
+            )
 
-    def default_lr(self) -> float:
-        return 1e-5 if self.lora else 1e-6
+    def default_learning_rate(self) -> float:
+        return 1e-5 if self.lora_r else 1e-6
 
     @property
     def frozen_copies(self) -> int:
-        return int(self.beta > 0 and not self.lora)
+        return int(self.beta > 0 and not self.lora_r)
 
     @property
     def scale(self) -> str:
         """What "auto" stands for."""
-        chosen = "none" if self.loss == "dr_grpo" else "group"
+        chosen = "none" if self.loss_type == "dr_grpo" else "group"
         return chosen if self.scale_rewards == "auto" else self.scale_rewards
 
     @property
     def low(self) -> float:
-        return self.clip_low if self.clip_low is not None else {"gspo": 3e-4}.get(self.loss, 0.2)
+        return self.epsilon if self.epsilon is not None else {"gspo": 3e-4}.get(self.loss_type, 0.2)
 
     @property
     def high(self) -> float:
-        own = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss, 0.2)
-        return self.clip_high if self.clip_high is not None else own
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        own = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss_type, 0.2)
+        return self.epsilon if self.epsilon is not None else own
 
     @property
     def copies(self) -> int:
-        return self.group
+        return self.num_generations
 
     @property
     def drawn_at(self) -> float:
@@ -673,8 +713,9 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
         elif hint is bool:
             group.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **common)
         else:
+            flags = map(_flag, _names(field))
             metavar = "{" + ",".join(how["choices"]) + "}" if how["choices"] else _metavar(field.name, hint)
-            group.add_argument(_flag(field.name), metavar=metavar, **common)
+            group.add_argument(*flags, metavar=metavar, dest=field.name, **common)
 
 
 def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = False) -> str:
@@ -690,7 +731,7 @@ def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = 
 
 
 def _advice(name: str, options: type[TrainOptions], shown: Callable[..., str]) -> str:
-    names = sorted(field.name for field in dataclasses.fields(options))
+    names = sorted(name for field in dataclasses.fields(options) for name in _names(field))
     if recipes := _recipes_with(name):
         return f"{_and(recipes)} it"
     for theirs, ours, note in other_tools.OPTIONS:
@@ -719,10 +760,21 @@ def _renamed(found: "re.Match[str]", shown: Callable[..., str]) -> str:
 
 
 def _recipes_with(name: str) -> list[str]:
-    return [recipe for recipe, options in RECIPES.items() if name in options.__dataclass_fields__]
+    return [
+        recipe for recipe, options in RECIPES.items() if any(name in _names(one) for one in dataclasses.fields(options))
+    ]
 
 
 # Values
+
+
+def _names(field: "dataclasses.Field[Any]") -> list[str]:
+    """The name of an option, and its alias where it has one."""
+    return [field.name, *[field.metadata["alias"]] * bool(field.metadata["alias"])]
+
+
+def _underscored(name: Any) -> str:
+    return str(name).replace("-", "_")
 
 
 def _flag(name: str) -> str:
@@ -732,7 +784,7 @@ def _flag(name: str) -> str:
 def _metavar(name: str, hint: Any) -> str:
     if name in ("data", "eval_data", "chat_template"):
         return "FILE"
-    return "DIR" if name == "out" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint)[0], "A,B")
+    return "DIR" if name == "output_dir" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint)[0], "A,B")
 
 
 def _shown(value: Any) -> str:
@@ -764,10 +816,8 @@ def _checked(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
         parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             raise InputError(f"{field.name}={value!r}: expected a list, such as {_shown(field.default) or 'a,b'}")
-        inner = typing.get_args(kind)
-        if inner[-1] is not Ellipsis and len(parts) != len(inner):
-            raise InputError(f"{field.name}={value!r}: expected {len(inner)} values, such as {_shown(field.default)}")
-        return tuple(_one(field, part, inner[0]) for part in parts)
+        inner = typing.get_args(kind)[0]
+        return tuple(_one(field, part, inner) for part in parts)
     return _one(field, value, kind)
 
 
@@ -784,7 +834,8 @@ def _one(field: "dataclasses.Field[Any]", value: Any, kind: type) -> Any:
         if not isinstance(value, str):
             raise InputError(f"{name}={value!r}: expected text; put it in quotes")
         if how["choices"] and value not in how["choices"]:
-            near = difflib.get_close_matches(value, how["choices"], 1, 0.5)
+            near = [choice for choice in how["choices"] if value and choice.startswith(value)]
+            near += difflib.get_close_matches(value, how["choices"], 1, 0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise InputError(f"{name}={value!r}: expected one of {', '.join(how['choices'])}{hint}")
         return value
@@ -830,5 +881,5 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise InputError(f"{file} holds no options; expected lines such as `lr: 1e-5`")
+        raise InputError(f"{file} holds no options; expected lines such as `learning_rate: 1e-5`")
     return values

@@ -177,7 +177,9 @@ class PreferenceData(Data):
         return Encoder(tokenizer, found)
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
-        collate = collated(self._options.packing, mismatched=self._options.recipe == "kto", length=self._options.length)
+        collate = collated(
+            self._options.packing, mismatched=self._options.recipe == "kto", length=self._options.max_length
+        )
         look = self._look if self._options.recipe == "kto" and rows is not self._eval else None
         return super()._batches(rows, sequences=self._options.sequences, collate=collate, look=look, **options)
 
@@ -196,12 +198,13 @@ class PreferenceData(Data):
     def _few(self, rows: float) -> str:
         """A warning where a forward pass has few rows."""
         o = self._options
-        if getattr(o, "loss", "") != "kto" or rows >= 4:
+        if getattr(o, "loss_type", "") != "kto" or rows >= 4:
             return ""
-        assert o.length is not None
+        assert o.max_length is not None
         return (
             f"a forward pass has {rows:.1f} answers, and KTO compares the answers of a forward pass with each other "
-            f"(loss=kto). Next step: --batch-tokens {16 * o.length} (16 x --length) or more, or a lower --length"
+            f"(loss_type=kto). Next step: --batch-tokens {16 * o.max_length} (16 x --max-length) or more, or a lower "
+            "--max-length"
         )
 
     def count(self) -> dict[str, int]:
@@ -385,13 +388,13 @@ class Reference:
     def __init__(
         self, options: ReferenceOptions, model: Any, data: Data, processes: Processes, load: Callable[[], Any]
     ):
-        """load: makes the frozen copy. Where log probabilities are computed now, they are kept in --out."""
+        """load: makes the frozen copy. Where log probabilities are computed now, they are kept in --output-dir."""
         kind = options.reference_kind
         self._model = load() if kind == "model" else model
         self._off = kind == "adapter-off"
         self._table: dict[str, float] | None = None
         if kind == "precompute":
-            self._table = _precomputed(Path(options.out) / "reference.json", model, data, processes)
+            self._table = _precomputed(Path(options.output_dir) / "reference.json", model, data, processes)
 
     def logps(self, batch: Batch, prefix: str = "") -> Tensor:
         """[N], the sums over the tokens of the batch's answers."""
@@ -401,7 +404,7 @@ class Reference:
             except KeyError:
                 raise InputError(
                     "reference.json lacks a sequence of the data, which has changed since the run began. Next step: "
-                    "the data as before, or a new --out"
+                    "the data as before, or a new --output-dir"
                 ) from None
             return torch.tensor(found).to(batch["labels"].device, non_blocking=True)
         with torch.no_grad(), _without_adapters(self._model) if self._off else contextlib.nullcontext():

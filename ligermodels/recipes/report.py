@@ -29,7 +29,7 @@ class Reporter:
     ):
         """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last. on_gpu: the
         peak memory is that of tensors on the GPU, and else that of the process."""
-        self.out, self.steps, self._first = Path(options.out), steps, resumed
+        self.out, self.steps, self._first = Path(options.output_dir), steps, resumed
         self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
         self.memory = "tensors" if on_gpu else "process"
         self._bar: Any = None
@@ -125,7 +125,7 @@ class _WandB:
     def __init__(self, options: TrainOptions):
         import wandb
 
-        folder = Path(options.out).resolve()
+        folder = Path(options.output_dir).resolve()
         self._run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
 
     def log(self, line: Mapping[str, float]) -> None:
@@ -143,17 +143,19 @@ def check_logger(logger: str) -> None:
             __import__(packages[logger])
         except ImportError:
             how = "ligermodels[train]" if logger == "tensorboard" else logger
-            raise InputError(f"--logger {logger} needs a package that is not installed: pip install '{how}'") from None
+            raise InputError(
+                f"--report-to {logger} needs a package that is not installed: pip install '{how}'"
+            ) from None
 
 
 def _loggers(options: TrainOptions, resumed: int) -> list[Any]:
-    check_logger(options.logger)
-    if options.logger == "wandb":
+    check_logger(options.report_to)
+    if options.report_to == "wandb":
         return [_WandB(options)]
-    if options.logger == "none":
+    if options.report_to == "none":
         return []
     try:
-        return [_TensorBoard(Path(options.out) / "tensorboard", resumed)]
+        return [_TensorBoard(Path(options.output_dir) / "tensorboard", resumed)]
     except ImportError:
         return []
 
@@ -296,8 +298,8 @@ def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], us
     if is_repository(data := options.data.partition(":")[0]):
         head += f"datasets:\n- {data}\n"
     sees = (folder / "preprocessor_config.json").is_file()
-    tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora), "ligermodels"))
-    losses = [line for line in _lines(Path(options.out) / "metrics.jsonl") if "loss" in line]
+    tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"))
+    losses = [line for line in _lines(Path(options.output_dir) / "metrics.jsonl") if "loss" in line]
     results = (
         {"loss": f"{losses[0]['loss']:.4f} in the first step, {losses[-1]['loss']:.4f} in the last"} if losses else {}
     )

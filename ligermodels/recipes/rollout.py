@@ -64,7 +64,8 @@ class Prompt:
         """With its own completion cut. Raises InputError where one has no room: a question cut short is another."""
         if self.size + self.room > length:
             raise InputError(
-                f"prompt: it has {self.size} tokens, and with max_new_tokens={self.room} more than length={length}"
+                f"prompt: it has {self.size} tokens, and with max_completion_length={self.room} more than "
+                f"max_length={length}"
             )
         return self if self.own is None else dataclasses.replace(self, own=self.own.cut(length))
 
@@ -138,7 +139,7 @@ class PromptData(Data):
                 f"columns for the reward functions. It has {', '.join(first) or 'nothing'}"
             )
         chat = isinstance(first["prompt"], list)
-        return self._that_ends(PromptEncoder(tokenizer, chat, self._options.max_new_tokens))
+        return self._that_ends(PromptEncoder(tokenizer, chat, self._options.max_completion_length))
 
     def _that_ends(self, encoder: PromptEncoder) -> PromptEncoder:
         """The encoder. Raises InputError where completions would not begin or end."""
@@ -171,18 +172,18 @@ class PromptData(Data):
         o = self._options
         return {
             "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
-            "samples": f"{o.copies} of each prompt, of at most {o.max_new_tokens:,} tokens, at temperature "
+            "samples": f"{o.copies} of each prompt, of at most {o.max_completion_length:,} tokens, at temperature "
             f"{o.drawn_at:g}",
-            "steps": f"{o.iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
+            "steps": f"{o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
             f"{o.batch_tokens:,} tokens",
         }
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         o = self._options
-        assert o.length is not None
+        assert o.max_length is not None
         number = o.rows_at_once if rows is self._eval else 1
         return Batches(
-            _Located(rows), self._encoders[id(rows)], length=o.length, rows_per_batch=number, packing=False,
+            _Located(rows), self._encoders[id(rows)], length=o.max_length, rows_per_batch=number, packing=False,
             seed=o.seed, skip_bad=o.skip_bad, collate=_prompts, digest=self._digest, **options,
         )  # fmt: skip
 
@@ -194,8 +195,8 @@ def cache_size(options: RolloutOptions, sketch: Any) -> int:
     """Elements of the KV cache of a rollout of all GPUs."""
     config = sketch.config.get_text_config()
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    assert options.length is not None
-    return int(options.rows_at_once * options.length * per_token)
+    assert options.max_length is not None
+    return int(options.rows_at_once * options.max_length * per_token)
 
 
 def _prompts(prompts: Sequence[Prompt], pad_id: int, multiple: int) -> dict[str, Any]:
@@ -313,7 +314,7 @@ def complete(
     of which all have as many."""
     copies, stops = 1 if rollout is None else options.copies, encoder.stop_ids
     found = sample(
-        model, [prompt.ids for prompt in prompts], copies, max_new_tokens=options.max_new_tokens,
+        model, [prompt.ids for prompt in prompts], copies, max_new_tokens=options.max_completion_length,
         temperature=0.0 if rollout is None else options.drawn_at, stop_ids=stops,
         seeds=_seeds(options.seed, rollout or 0, processes.batch_rank), rows=options.rollout_rows,
         together=processes.mesh is not None, vocab_size=vocab_size,
@@ -338,7 +339,7 @@ class Sampler:
     def __call__(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """A group of each prompt; rollout None: one of each, greedily. Raises the errors of rewards on all ranks."""
         o, p = self.options, self.processes
-        copies = 1 if rollout is None else o.group
+        copies = 1 if rollout is None else o.num_generations
         completions = complete(model, prompts, rollout, o, self.encoder, p)
         given: list[dict[str, float | None]] = []
         error: LigermodelsError | None = None
@@ -365,7 +366,7 @@ class Sampler:
                 "in this step all completions of each prompt have the same reward, so that it teaches nothing, and the "
                 "loss is 0. If steps stay so (`tied` in metrics.jsonl): the reward is constant, too hard or too easy, "
                 "or the completions are all alike. Next step: look at completions.jsonl; then another reward, other "
-                "prompts, a larger --group or a higher --temperature",
+                "prompts, a larger --num-generations or a higher --temperature",
                 stacklevel=2,
             )
         first, deviation = p.batch_rank * len(prompts), float(rewards.std())
@@ -445,7 +446,7 @@ def policy_batch(
     is summed, for the log. Of no completions, all is padding.
     seconds: of the rollout, told with one of its batches.
     """
-    sequences, dropped = [], [one.truncated and options.drop_truncated for one in completions]
+    sequences, dropped = [], [one.truncated and options.mask_truncated_completions for one in completions]
     for one, drop in zip(completions, dropped, strict=True):
         sequences.append(dataclasses.replace(one.example, labels=[IGNORED] * one.size) if drop else one.example)
     batch = forward_of(sequences, options, pad_id)
@@ -493,14 +494,14 @@ class Rollouts:
         self.feed, self.model, self._options, self._sample, self._batch_of = feed, model, options, sample, batch_of
         self._prompts, self._rollout, self._left = feed.state_dict(), 0, 0
         self._batches: list[Batch] = []
-        self._file = Path(options.out) / "completions.jsonl"
+        self._file = Path(options.output_dir) / "completions.jsonl"
         self._is_trimmed = False
 
     def take(self) -> list[Batch]:
         if self._left == 0:
             self._batches = self._sampled()
             self._prompts = self.feed.state_dict()  # not before: where a reward fails, they are sampled again
-            self._rollout, self._left = self._rollout + 1, self._options.iterations
+            self._rollout, self._left = self._rollout + 1, self._options.num_iterations
         self._left -= 1
         return self._batches
 
@@ -531,11 +532,11 @@ class Rollouts:
         seconds = time.perf_counter() - start
         if p.is_main:
             self._write([one for one in found if isinstance(one, Completion)])
-        assert o.batch_tokens is not None and o.length is not None
+        assert o.batch_tokens is not None and o.max_length is not None
         if o.packing:
             bins = best_fit([one.size for one in found], o.batch_tokens)
         else:
-            rows = max(1, o.batch_tokens // o.length)
+            rows = max(1, o.batch_tokens // o.max_length)
             bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
         if p.mesh is not None:  # a forward is one of all ranks
             number = torch.tensor(len(bins), device=p.device)

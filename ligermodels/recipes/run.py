@@ -79,7 +79,7 @@ class Recipe:
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
-    report.check_logger(options.logger)
+    report.check_logger(options.report_to)
     joined = dist.is_initialized()
     processes = Processes.start(options)
     try:
@@ -95,7 +95,7 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
 
 def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: contextlib.ExitStack) -> int:
     """held: the exit stack that holds the lock of the folder."""
-    out = Path(options.out)
+    out = Path(options.output_dir)
     if not options.dry_run:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
     before = processes.from_main(lambda: _options_before(out, options))
@@ -120,12 +120,12 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     _check_targets(options, sketch)
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
-    counts = _counted(data, processes) if options.steps is None else None
-    forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
+    counts = _counted(data, processes) if options.max_steps is None else None
+    forwards = None if counts is None else counts["batches"] * (options.num_train_epochs or 1)
     per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
     sizes = recipe.sizes(options, _sizes(options, sketch), sketch)
     options = _with_memory(dataclasses.replace(options, accumulation=per_step), sizes, processes)
-    steps = options.steps or max(1, round((forwards or 0) / per_step))
+    steps = options.max_steps or max(1, round((forwards or 0) / per_step))
     plan, notes = _plan(options, sketch, sizes, data, steps, counts, processes)
     if processes.is_main:
         text = "\n".join([*(f"{name:14} {value}" for name, value in plan.items()), *notes])
@@ -155,7 +155,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     source = feed if recipe.make_feed is None else recipe.make_feed(feed, model, loss)
     others: dict[str, Any] = dict(data=source, progress=progress)
     frozen = all(parameter.requires_grad for parameter in model.parameters())
-    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints:
+    with Checkpoints(
+        out / "checkpoints", model, optimizer, keep=options.save_total_limit, frozen=frozen, **others
+    ) as checkpoints:
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -202,18 +204,20 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
 
 
 def _check_folder(out: Path, *, resume: bool) -> None:
-    """Raises InputError where --out cannot be used, or has another run."""
+    """Raises InputError where --output-dir cannot be used, or has another run."""
     if out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file; give a folder")
+        raise InputError(f"--output-dir {out} is a file; give a folder")
     if out.is_dir() and any(out.iterdir()):
         if not (out / "options.yaml").is_file():
             what = "holds no run to resume" if resume else "is not empty"
-            raise InputError(f"--out {out} {what}; give a folder that is new")
+            raise InputError(f"--output-dir {out} {what}; give a folder that is new")
         if not resume:
-            raise InputError(f"--out {out} has a run already; pass --resume to go on with it, or give another folder")
+            raise InputError(
+                f"--output-dir {out} has a run already; pass --resume to go on with it, or give another folder"
+            )
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--out {out} cannot be written, since {above} cannot; give another folder")
+        raise InputError(f"--output-dir {out} cannot be written, since {above} cannot; give another folder")
 
 
 def _check_capture(sketch: Any, processes: Processes) -> None:
@@ -265,7 +269,9 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another process is training in --out {out}; wait until it ends, or end it") from None
+            raise InputError(
+                f"another process is training in --output-dir {out}; wait until it ends, or end it"
+            ) from None
         except OSError:  # a file system without locks
             return
         _check_folder(out, resume=options.resume)
@@ -281,13 +287,13 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
 
 
 _SAME = (
-    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "batch_tokens",
-    "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize",
-    "weight_decay", "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight",
+    "model", "data", "eval_data", "eval_share", "chat_template", "max_length", "packing", "batch_tokens", "prompts",
+    "accumulation", "seed", "precision", "lora_r", "lora_alpha", "lora_target_modules", "quantize", "weight_decay",
+    "adam_beta1", "adam_beta2", "scratch", "loss_type", "beta", "simpo_gamma", "label_smoothing", "sft_weight",
     "desirable_weight", "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",
-    "head_layers", "head_decay", "heads_weight", "reward", "reward_weights", "group", "max_new_tokens",
-    "scale_rewards", "clip_low", "clip_high", "iterations", "drop_truncated", "on_policy", "sampling_temperature",
-    "train_base",
+    "head_layers", "head_decay", "heads_weight", "reward_funcs", "reward_weights", "num_generations",
+    "max_completion_length", "scale_rewards", "epsilon", "epsilon_high", "num_iterations",
+    "mask_truncated_completions", "lmbda", "sampling_temperature", "train_base",
 )  # fmt: skip
 """Options that must not change on resume."""
 
@@ -303,13 +309,13 @@ def _check_same(before: Mapping[str, Any], options: TrainOptions) -> list[str]:
     changed = []
     for name, old in before.items():
         new = getattr(options, name)
-        if old == new or name in ("out", "show", "resume", "dry_run", "logger"):
+        if old == new or name in ("output_dir", "show", "resume", "dry_run", "report_to"):
             continue
         if name in _SAME:
-            file = Path(options.out) / "options.yaml"
+            file = Path(options.output_dir) / "options.yaml"
             raise InputError(
-                f"the run in {options.out} had {name}={old}, and this has {name}={new}; resume with --config {file}, "
-                "or give another folder"
+                f"the run in {options.output_dir} had {name}={old}, and this has {name}={new}; resume with "
+                f"--config {file}, or give another folder"
             )
         changed.append(f"{name} {_or_default(old)} -> {_or_default(new)}")
     return changed
@@ -342,7 +348,7 @@ def _set_template(given: str, tokenizer: Tokenizer, sketch: Any) -> None:
 
 def _counted(data: Data, processes: Processes) -> Mapping[str, int]:
     """What a pass over the data has. Each rank counts: waiting for one could time out."""
-    note = threading.Timer(5.0, say, [f"counting the tokens of {data.summary}, which --steps N goes without"])
+    note = threading.Timer(5.0, say, [f"counting the tokens of {data.summary}, which --max-steps N goes without"])
     if processes.is_main:
         note.start()
     try:
@@ -354,10 +360,11 @@ def _counted(data: Data, processes: Processes) -> Mapping[str, int]:
 def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
     """The options with the lengths that None stands for."""
     context = sketch.config.get_text_config().max_position_embeddings
-    length = options.length or min(4096, context)
+    length = options.max_length or min(4096, context)
     if length > context and processes.is_main:
-        say(f"warning: --length {length} is more than the {context} positions that the model was made for")
-    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length * options.sequences)
+        say(f"warning: --max-length {length} is more than the {context} positions that the model was made for")
+    tokens = options.batch_tokens or length * options.sequences
+    return dataclasses.replace(options, max_length=length, batch_tokens=tokens)
 
 
 def _with_memory(options: TrainOptions, sizes: memory.Sizes, processes: Processes) -> TrainOptions:
@@ -374,13 +381,15 @@ def _with_memory(options: TrainOptions, sizes: memory.Sizes, processes: Processe
 def _check_targets(options: TrainOptions, sketch: Any) -> None:
     """Raises InputError for a projection that the model does not have."""
     names = [name.rpartition(".")[2] for name, x in sketch.decoder.layers.named_modules() if isinstance(x, nn.Linear)]
-    if wrong := [name for name in options.lora_targets if name not in names]:
+    if wrong := [name for name in options.lora_target_modules if name not in names]:
         has = ", ".join(dict.fromkeys(names))
         raise InputError(f"lora_targets: the model has no {', '.join(wrong)}; it has {has}")
 
 
 def _sizes(options: TrainOptions, sketch: Any) -> memory.Sizes:
-    adapters = memory.adapter_parameters(sketch, options.lora, options.lora_targets) if options.lora else None
+    adapters = (
+        memory.adapter_parameters(sketch, options.lora_r, options.lora_target_modules) if options.lora_r else None
+    )
     return memory.Sizes.of(sketch, trained=adapters)
 
 
@@ -413,8 +422,8 @@ def _plan(
     """What is about to happen, by name, and warnings."""
     setting = _setting(options, processes)
     share = sizes.trained / sizes.parameters
-    what = f"LoRA of rank {options.lora} on {','.join(options.lora_targets) or 'all projections'}: " * bool(
-        options.lora
+    what = f"LoRA of rank {options.lora_r} on {','.join(options.lora_target_modules) or 'all projections'}: " * bool(
+        options.lora_r
     )
     need, free = memory.estimate(sizes, setting), memory.available(processes.device)
     on_gpu = processes.device.type == "cuda"
@@ -423,17 +432,17 @@ def _plan(
         "trained": f"{what}{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them",
         "data": f"{options.data}: {data.summary}",
         "evaluation": data.evaluation_summary,
-        "tokens": "not counted, since --steps is given"
+        "tokens": "not counted, since --max-steps is given"
         if counts is None
         else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{_left_out(counts)}",
         "steps": f"{_number(steps, 'step')} of {_number(options.accumulation, 'forward pass')}, up to "
         f"{options.batch_tokens:,} tokens each" + f", on {processes.size} processes" * (processes.size > 1),
-        "learning rate": f"{options.peak_lr:g}, {options.schedule}",
+        "learning rate": f"{options.peak_lr:g}, {options.lr_scheduler_type}",
         "precision": f"{options.precision}, activation checkpointing: {options.activations}",
         "saved as": _saved_as(options, sketch, processes),
         "memory": str(need)
         + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
-        "export": f"{Path(options.out) / export.FILE}, for llama.cpp" * (options.export == "gguf"),
+        "export": f"{Path(options.output_dir) / export.FILE}, for llama.cpp" * (options.export == "gguf"),
     }
     if getattr(options, "capture", False):
         how = "each step is a CUDA graph" if on_gpu else "not without a GPU"
@@ -447,13 +456,13 @@ def _plan(
         lines[name] = f"{steps:,}; {text}" if name == "steps" else text
     notes = []
     if free and need.total > memory.MARGIN * free:
-        adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
+        adapters = None if options.lora_r or sizes.heads else memory.adapter_parameters(sketch, 16)
         changes = memory.advice(sizes, setting, free, adapters)
         fits = ". What does:" if changes else ", and no single change helps"
         notes += [f"warning: this does not fit by the estimate{fits}", *(f"  {change}" for change in changes)]
-    if options.steps is None and steps < FEW_STEPS:
-        fewer = "--prompts" if getattr(options, "copies", 0) else "--length or --accumulation"
-        notes.append(f"warning: so few steps ({steps}) teach little: raise --epochs, or lower {fewer}")
+    if options.max_steps is None and steps < FEW_STEPS:
+        fewer = "--prompts" if getattr(options, "copies", 0) else "--max-length or --accumulation"
+        notes.append(f"warning: so few steps ({steps}) teach little: raise --num-train-epochs, or lower {fewer}")
     return {name: value for name, value in lines.items() if value}, notes
 
 
@@ -464,13 +473,13 @@ def _number(count: int | None, what: str) -> str:
 def _saved_as(options: TrainOptions, sketch: Any, processes: Processes) -> str:
     """The dtype in which a model is saved, where it is not that of MODEL."""
     dtype, base = _dtype(options, processes), sketch.config.get_text_config().torch_dtype
-    whole = options.merge or (not options.lora and getattr(options, "train_base", True))
+    whole = options.merge or (not options.lora_r and getattr(options, "train_base", True))
     if not whole or getattr(options, "scratch", False) or dtype == base:
         return ""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     text = f"{names[dtype]}, and the base is {names.get(base, base)}"
     if dtype.itemsize > base.itemsize:
-        model = shlex.quote(str(Path(options.out) / "model"))
+        model = shlex.quote(str(Path(options.output_dir) / "model"))
         text += f": twice its size; `ligermodels convert {model} DST --dtype {names[base]}` halves it"
     return text
 
@@ -478,9 +487,9 @@ def _saved_as(options: TrainOptions, sketch: Any, processes: Processes) -> str:
 def _left_out(counts: Mapping[str, int]) -> str:
     """Examples dropped or truncated."""
     names = {
-        "truncated": "rows cut at --length",
+        "truncated": "rows cut at --max-length",
         "untrained": "rows left out without a token to train",
-        "cut_away": "rows left out whose trained tokens lie behind --length",
+        "cut_away": "rows left out whose trained tokens lie behind --max-length",
         "bad": "rows skipped that cannot be read",
     }
     return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
@@ -499,10 +508,10 @@ def _load(
 ) -> Any:
     """The model, ready to train unless it is not `trained`. extend: that of `Recipe`."""
     gpu = processes.device.type == "cuda"
-    mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
+    mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
     how: dict[str, Any] = dict(dtype=_dtype(options, processes))
     how["activation_checkpointing"] = options.activations
-    whole = processes.mesh is None or options.lora or extend is not None
+    whole = processes.mesh is None or options.lora_r or extend is not None
     if whole:  # adapters are put into a whole model, which is sharded then
         how["device"] = processes.device
     else:
@@ -515,16 +524,16 @@ def _load(
             how["quantization_config"] = options.quantize
         model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
         model.config._name_or_path = model.name_or_path = options.model
-    if options.lora:
+    if options.lora_r:
         from ligermodels.training.lora import add_lora
 
-        targets = list(options.lora_targets) or "all-linear"
-        add_lora(model, r=options.lora, alpha=options.lora_alpha, targets=targets, seed=options.seed)
+        targets = list(options.lora_target_modules) or "all-linear"
+        add_lora(model, r=options.lora_r, alpha=options.lora_alpha, targets=targets, seed=options.seed)
     if extend is not None:
         extend(options, model)
     if whole and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
-    if trained and not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
+    if trained and not options.lora_r and gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
 
@@ -551,10 +560,10 @@ def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) ->
     return AdamW(
         [group for group in groups if group["params"]],
         lr=options.peak_lr,
-        betas=options.betas,
-        master_weights=exact or options.precision == "bf16-masters" or bool(options.lora),
+        betas=(options.adam_beta1, options.adam_beta2),
+        master_weights=exact or options.precision == "bf16-masters" or bool(options.lora_r),
         state_dtype=torch.float32 if exact else None,
-        max_grad_norm=options.clip or math.inf,
+        max_grad_norm=options.max_grad_norm or math.inf,
         seed=options.seed,
         capturable=getattr(options, "capture", False),
     )
@@ -562,7 +571,7 @@ def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) ->
 
 def _save(options: TrainOptions, model: Any, folder: Path) -> None:
     """Writes the model, or its adapters. Called by every rank."""
-    if options.lora:
+    if options.lora_r:
         from ligermodels.training.lora import save_adapter
 
         save_adapter(model, folder)
@@ -586,7 +595,7 @@ def _save_last(
         folder = out / ("model" if whole else options.recipe)
         save(options, model, folder)
         return folder
-    if not options.lora:
+    if not options.lora_r:
         _save(options, model, out / "model")
         return out / "model"
     _save(options, model, out / "adapter")
@@ -611,7 +620,7 @@ def _finish(
     reporter: report.Reporter,
 ) -> None:
     """Plot, report and model card. counts: of the rows that were read."""
-    out = Path(options.out)
+    out = Path(options.output_dir)
     facts = dict(plan)
     facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
     facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained{_left_out(counts)}"
@@ -646,7 +655,7 @@ def _finish(
 
 def _tell_files(options: TrainOptions, sketch: Any, saved: Path, exported: Path | None, processes: Processes) -> None:
     """The last lines; the path of what was trained goes to stdout."""
-    say(f"report: {Path(options.out) / 'report.md'}")
+    say(f"report: {Path(options.output_dir) / 'report.md'}")
     if exported is not None:
         say(f"GGUF: {exported} ({exported.stat().st_size / 1e6:,.1f} MB), for llama.cpp")
     if dtype := _saved_as(options, sketch, processes):

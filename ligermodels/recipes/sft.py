@@ -16,7 +16,7 @@ RECIPE = Recipe()
 
 def train(options: SFTOptions) -> int:
     """Tunes a model on chats, prompts with completions, or instructions. Returns the exit status."""
-    return run(options, Recipe(loss=dft_loss) if options.loss == "dft" else RECIPE)
+    return run(options, Recipe(loss=dft_loss) if options.loss_type == "dft" else RECIPE)
 
 
 def dft_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ __all__ = ["RECIPE", "SimPOOptions", "train"]
 
 
 def make_loss(options: SimPOOptions, *unused: Any) -> PairLoss:
-    how: dict[str, Any] = dict(beta=options.beta, gamma=options.gamma, label_smoothing=options.label_smoothing)
+    how: dict[str, Any] = dict(beta=options.beta, gamma=options.simpo_gamma, label_smoothing=options.label_smoothing)
 
     def losses(chosen: Tensor, rejected: Tensor, *zeros: Tensor) -> Tensor:
         return simpo_loss(chosen, rejected, **how)

@@ -27,7 +27,7 @@ def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
         home / out,
         "--show",
         "0",
-        "--logger",
+        "--report-to",
         "none",
     ]
     return main([str(argument) for argument in (*argv, *flags)])

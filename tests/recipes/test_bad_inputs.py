@@ -47,19 +47,22 @@ FILES = {  # name, content, what the error says
     "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
 }  # fmt: skip
 VALUES = {
-    "negative rate": (("--lr", "-1"), "lr=-1: expected more than 0"),
-    "no rate": (("--lr", "0"), "lr=0: expected more than 0"),
-    "rate that is no number": (("--lr", "nan"), "lr='nan': expected a number"),
-    "rows of one token": (("--length", "1"), "length=1: expected 2 or more"),
+    "negative rate": (("--lr", "-1"), "learning_rate=-1: expected more than 0"),
+    "no rate": (("--lr", "0"), "learning_rate=0: expected more than 0"),
+    "rate that is no number": (("--lr", "nan"), "learning_rate='nan': expected a number"),
+    "rows of one token": (("--length", "1"), "max_length=1: expected 2 or more"),
     "row beyond a forward": (("--length", "64", "--batch-tokens", "32"), "batch_tokens=32 is less than a row of"),
-    "one beta": (("--betas", "0.9"), "betas='0.9': expected 2 values, such as 0.9,0.999"),
+    "beta of one": (("--adam-beta2", "1"), "adam_beta2=1: expected less than 1"),
     "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
-    "patience alone": (("--patience", "2"), "patience needs evaluations: give --eval-data FILE, or --eval-share 0.1"),
+    "patience alone": (
+        ("--early-stopping-patience", "2"),
+        "early_stopping_patience needs evaluations: give --eval-data FILE, or --eval-share 0.1",
+    ),
     "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
-    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora 16"),
+    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora-r 16"),
     "scale of nothing": (("--lora", "4", "--lora-alpha", "0"), "lora_alpha=0: expected more than 0"),
     "near 4 bits": (("--quantize", "nf", "--lora", "4"), "quantize='nf': expected one of none, nf4; did you mean nf4?"),
-    "checkpoints kept": (("--keep", "0"), "keep=0: expected 1 or more"),
+    "checkpoints kept": (("--save-total-limit", "0"), "save_total_limit=0: expected 1 or more"),
 }  # fmt: skip
 FLAGS = {
     "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
@@ -71,7 +74,7 @@ FLAGS = {
     ),
     "evaluation missing": (("--eval-data", "nowhere.jsonl"), "there is no file or folder nowhere.jsonl"),
     "targets": (
-        ("--lora", "2", "--lora-targets", "q_proj,qproj"),
+        ("--lora", "2", "--lora-target-modules", "q_proj,qproj"),
         "the model has no qproj; it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
     ),
     "out in a file": (("--out", "FILE/out"), "cannot be written, since "),
@@ -82,9 +85,9 @@ TEMPLATES = {
     "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
 }
 YAML = {
-    "a list": ("- a\n- b", "holds no options; expected lines such as `lr: 1e-5`"),
+    "a list": ("- a\n- b", "holds no options; expected lines such as `learning_rate: 1e-5`"),
     "twice": ("lr: 1\nlr: 2", "lr is there twice"),
-    "twice, once with a dash": ("eval_every: 1\neval-every: 2", "eval_every is there twice, also as eval-every"),
+    "twice, once with a dash": ("eval_steps: 1\neval-steps: 2", "eval_steps is there twice, also as eval-steps"),
     "no yaml": ("lr: [1", "is not valid YAML"),
     "yes": ("packing: sometimes", "packing='sometimes': expected true or false"),
     "of another recipe": ("scratch: true", "sft has no option scratch"),
@@ -93,7 +96,7 @@ YAML = {
 
 def refused(capsys, out, words, *argv, expected=3):
     """Runs the command, whose error must say `words` and which must write nothing. expected: the exit status."""
-    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--logger", "none")])
+    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--report-to", "none")])
     text = capsys.readouterr().err
     assert status == expected and words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
@@ -145,8 +148,8 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     assert "options.yaml is of `train sft`, and this is `train pretrain`" in capsys.readouterr().err
     assert (out / "options.yaml").read_text() == before
     assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
-    assert "changed since the run began: steps 2 -> 3, lr default -> 0.5\n" in capsys.readouterr().err
-    assert "steps: 3" in (out / "options.yaml").read_text()
+    assert "changed since the run began: max_steps 2 -> 3, learning_rate default -> 0.5\n" in capsys.readouterr().err
+    assert "max_steps: 3" in (out / "options.yaml").read_text()
     assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
     said = capsys.readouterr().err
     assert "resumed after step 3\n" in said and "changed since" not in said and "holds no run" not in said
@@ -209,7 +212,7 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
     argv = ("train", "sft", tmp_path / "model", "--data", data, "--eval-data", evaluation, "--no-packing")
-    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--logger", "none", "--length", "32")
+    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--report-to", "none", "--length", "32")
     assert main([str(argument) for argument in (*argv, *flags)]) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 
@@ -222,7 +225,7 @@ def test_only_bad_rows_are_not_skipped_to_nothing(home, write, tmp_path, capsys)
 
 def test_what_cannot_be_resumed(home, capsys):
     """A folder that holds no run, a checkpoint that is damaged, and data that has grown."""
-    notes, flags = home / "notes", ("--steps", "4", "--save-every", "2", "--length", "64")
+    notes, flags = home / "notes", ("--steps", "4", "--save-steps", "2", "--length", "64")
     notes.mkdir()
     (notes / "notes.txt").write_text("mine")
     assert train(home, "notes", *flags, "--resume") == 3

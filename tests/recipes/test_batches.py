@@ -20,7 +20,7 @@ from ligermodels.recipes.formats import detect
 from ligermodels.recipes.masking import IGNORED, Encoder, Example
 from ligermodels.recipes.rows import open_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --length")
+pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --max-length")
 
 
 class Lengths:
@@ -259,7 +259,7 @@ def test_cut_and_split():
     cut = Batches(row, encode, length=4, epochs=1)
     with pytest.warns(UserWarning) as told:
         assert [documents(batch) for batch in cut] == [[(1, 4)]]
-    assert len(told) == 1 and "rows are cut at --length 4, such as: lengths:1 has 10 tokens. What" in str(
+    assert len(told) == 1 and "rows are cut at --max-length 4, such as: lengths:1 has 10 tokens. What" in str(
         told[0].message
     )
     assert {k: v for k, v in cut.report().items() if v} == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
@@ -276,7 +276,7 @@ def test_a_row_cut_to_nothing_is_counted():
     batches = Batches(Lengths([9] * 19 + [6]), late, length=7, epochs=1)
     assert sum(len(documents(batch)) for batch in batches) == 20
     batches = Batches(Lengths([9, 9]), late, length=5, epochs=1)
-    with pytest.raises(InputError, match=r"2 of 2 rows have no token to train: in 0 .*in 2 none before length=5"):
+    with pytest.raises(InputError, match=r"2 of 2 rows have no token to train: in 0 .*in 2 none before --max-length 5"):
         next(batches)
     batches = Batches(Lengths([9, 9]), late, length=5, epochs=1, max_untrained=1.0)
     with pytest.raises(InputError, match=r"none of the 2 rows can be trained: 0 cannot be read, 2 have no token"):
@@ -312,9 +312,11 @@ def test_every_stop_token_is_cut_away():
         ids = [row["id"]] * row["length"]
         return Example([*ids, 999], [IGNORED, *ids[1:], 999], (999,))
 
-    told = r"none of 100 rows trains a token that stops the model.*: 100 have one, and are cut before it at --length 7"
+    told = (
+        r"none of 100 rows trains a token that stops the model.*: 100 have one, and are cut before it at --max-length 7"
+    )
     options = dict(length=7, window=10, shuffle=False, epochs=1)
-    with pytest.raises(InputError, match=told + r". Next step: raise --length. lengths:1 has 8 tokens, lengths:2"):
+    with pytest.raises(InputError, match=told + r". Next step: raise --max-length. lengths:1 has 8 tokens, lengths:2"):
         list(Batches(Lengths([7] * 299 + [6]), late, **options))
     list(Batches(Lengths([7] * 50 + [6] + [7] * 249), late, **options))
     with pytest.raises(InputError, match=r"none of 8 rows .* 8 have one"):

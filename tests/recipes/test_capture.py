@@ -25,8 +25,8 @@ from tests.recipes.runs import metrics, reached, train
 
 LENGTH = 80
 FLAGS = (
-    "--length", str(LENGTH), "--accumulation", "3", "--steps", "8", "--lr", "3e-3", "--warmup", "2", "--save-every",
-    "2", "--eval-share", "0.2", "--eval-every", "3",
+    "--length", str(LENGTH), "--accumulation", "3", "--steps", "8", "--lr", "3e-3", "--warmup-steps", "2",
+    "--save-steps", "2", "--eval-share", "0.2", "--eval-steps", "3",
 )  # fmt: skip
 SAME = ("loss", "eval_loss", "grad_norm", "lr", "tokens", "trained_tokens")
 
@@ -127,7 +127,7 @@ class Told(CapturedStep):
 
 @pytest.mark.parametrize("more, forwards", [
     (("--lora", "4", "--quantize", "nf4", "--accumulation", "1"), 4),
-    (("--loss", "dft", "--precision", "bf16", "--activations", "block", "--clip", "0"), 12),
+    (("--loss-type", "dft", "--precision", "bf16", "--activations", "block", "--max-grad-norm", "0"), 12),
 ], ids=lambda more: more[0] if isinstance(more, tuple) else "")  # fmt: skip
 def test_other_options_are_captured_too(home, more, forwards, monkeypatch):
     name = more[0].strip("-")
@@ -164,8 +164,8 @@ def test_pretraining_is_captured_and_the_plan_tells_the_padding(home, capsys):
 
 
 def test_a_loss_that_is_no_number_stops_a_captured_run(home, capsys):
-    assert train(home, "nan", *FLAGS, "--capture", "--lr", "1e30", "--clip", "0") == 3
-    assert "a lower --lr" in capsys.readouterr().err
+    assert train(home, "nan", *FLAGS, "--capture", "--lr", "1e30", "--max-grad-norm", "0") == 3
+    assert "a lower --learning-rate" in capsys.readouterr().err
 
 
 def test_what_cannot_be_captured_is_refused_before_the_run(home, capsys):
@@ -204,14 +204,19 @@ def test_images_are_not_captured(tmp_path, capsys):
 def test_where_the_plan_names_it(name, tokens, pays):
     config = json.loads((Path(__file__).parents[1] / "fixtures" / "configs" / f"{name}.json").read_text())
     sketch, processes = ligermodels.Llama.from_config(config, device="meta"), Processes(torch.device("cpu"))
-    sizes, given = memory.Sizes.of(sketch), dict(model="m", data="d", out="o", length=128, batch_tokens=tokens)
+    sizes, given = (
+        memory.Sizes.of(sketch),
+        dict(model="m", data="d", output_dir="o", max_length=128, batch_tokens=tokens),
+    )
     assert run._capture_pays(SFTOptions(**given), sketch, sizes, processes) == pays
     assert not run._capture_pays(SFTOptions(**given, packing=False), sketch, sizes, processes)
     assert not run._capture_pays(SFTOptions(**given), sketch, sizes, Processes(processes.device, 0, 2, mesh=object()))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss", "dft", "--precision", "bf16")])
+@pytest.mark.parametrize(
+    "more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss-type", "dft", "--precision", "bf16")]
+)
 def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     """That of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
     replays, replay = [], torch.cuda.CUDAGraph.replay
@@ -220,7 +225,7 @@ def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     def folder(name):
         return tmp_path / name  # an absolute path is not put under `home`
 
-    flags = (*FLAGS, *more, "--schedule", "constant")
+    flags = (*FLAGS, *more, "--lr-scheduler-type", "constant_with_warmup")
     assert train(home, folder("graph"), *flags, "--capture") == 0
     accumulate = 1 if "--lora" in more else 3
     assert len(replays) == 8 * accumulate and len(set(replays)) == accumulate

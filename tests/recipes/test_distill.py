@@ -99,7 +99,20 @@ def test_loss_is_that_of_trl(beta):
     losses.assert_same(losses.gradients(student, loss), losses.gradients(student, expected))
 
 
-FEW = ("--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup", "0", "--eval-share", "0.3")
+FEW = (
+    "--length",
+    "64",
+    "--accumulation",
+    "2",
+    "--steps",
+    "6",
+    "--lr",
+    "3e-3",
+    "--warmup-steps",
+    "0",
+    "--eval-share",
+    "0.3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +131,13 @@ def weights(folder):
 
 
 def test_a_run_comes_near_its_teacher_and_resumes_with_the_same_bits(home, teacher, capsys):
-    assert distill(home, "distilled", teacher, "--save-every", "3", "--eval-every", "3") == 0
+    assert distill(home, "distilled", teacher, "--save-steps", "3", "--eval-steps", "3") == 0
     told = metrics(home / "distilled", "eval_divergence")
     assert told == pytest.approx(metrics(home / "distilled", "eval_loss")) and told[6] < 0.85 * told[0]
     shutil.copytree(home / "distilled", home / "again")
     for gone in ("model", "best", "checkpoints/step-00000006"):
         shutil.rmtree(home / "again" / gone)
-    assert distill(home, "again", teacher, "--save-every", "3", "--eval-every", "3", "--resume") == 0
+    assert distill(home, "again", teacher, "--save-steps", "3", "--eval-steps", "3", "--resume") == 0
     assert "resumed after step 3" in capsys.readouterr().err
     assert weights(home / "again") == weights(home / "distilled")
     assert metrics(home / "again") == metrics(home / "distilled")
@@ -133,7 +146,7 @@ def test_a_run_comes_near_its_teacher_and_resumes_with_the_same_bits(home, teach
 
 
 def test_two_processes_shard_the_teacher_and_compute_what_one_does(home, teacher, tmp_path):
-    flags = ("--eval-every", "2")
+    flags = ("--eval-steps", "2")
     assert distill(home, "one", teacher, *flags) == 0
     on_two(tmp_path, lambda: distill(home, "two", teacher, *flags))
     check_same(home / "two", home / "one")
@@ -200,16 +213,29 @@ def test_a_teacher_that_does_not_fit_is_refused(home, teacher, tmp_path, capsys)
 def test_options_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Exception, match=says):
-        DistillOptions(**{"model": "a", "data": "b", "out": "c", "teacher": "d", **options})
+        DistillOptions(**{"model": "a", "data": "b", "output_dir": "c", "teacher": "d", **options})
 
 
 # ---- on-policy ----
 
-FEW_OF = ("--length", "64", "--steps", "6", "--lr", "3e-3", "--warmup", "0", "--prompts", "4", "--max-new-tokens", "9")
+FEW_OF = (
+    "--length",
+    "64",
+    "--steps",
+    "6",
+    "--lr",
+    "3e-3",
+    "--warmup-steps",
+    "0",
+    "--prompts",
+    "4",
+    "--max-completion-length",
+    "9",
+)
 
 
 def on_policy(home, out, teacher, *flags, share=1, data="chats.jsonl"):
-    given = (*FEW_OF, "--teacher", teacher, "--on-policy", share, *flags)
+    given = (*FEW_OF, "--teacher", teacher, "--lmbda", share, *flags)
     return train(home, out, *given, recipe="distill", data=data)
 
 
@@ -218,7 +244,7 @@ def sampled(folder):
 
 
 def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
-    flags = ("--eval-data", home / "chats.jsonl", "--eval-every", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
+    flags = ("--eval-data", home / "chats.jsonl", "--eval-steps", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
     assert on_policy(home, "own", teacher, *flags) == 0
     said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
     assert losses[12] < 0.75 * losses[1]  # of the samples
@@ -236,7 +262,7 @@ def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
 
 def test_a_mixed_run_resumes_with_the_same_samples_and_bits(home, teacher, capsys):
     """Half of the steps are of rows' own completions; it is resumed before one that samples."""
-    flags = ("--save-every", "2", "--eval-share", "0.3", "--eval-every", "3", "--beta", "0.5")
+    flags = ("--save-steps", "2", "--eval-share", "0.3", "--eval-steps", "3", "--beta", "0.5")
     assert on_policy(home, "mixed", teacher, *flags, share=0.5) == 0
     assert "in 50% of the steps; the others train on the rows' own" in capsys.readouterr().err
     assert list(metrics(home / "mixed", "completion_length")) == [1, 3, 5]
@@ -250,7 +276,7 @@ def test_a_mixed_run_resumes_with_the_same_samples_and_bits(home, teacher, capsy
     assert weights(home / "mixed-again") == weights(home / "mixed")
     assert metrics(home / "mixed-again") == metrics(home / "mixed")
     assert on_policy(home, "mixed-again", teacher, *flags, "--resume") == 3
-    assert "had on_policy=0.5, and this has on_policy=1.0" in capsys.readouterr().err
+    assert "had lmbda=0.5, and this has lmbda=1.0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -280,8 +306,8 @@ ROWS = {
 
 
 def data_of(home, write, *rows, **options):
-    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), out="out", teacher="t")
-    found = DistillOptions(**paths, length=64, batch_tokens=64, max_new_tokens=9, **{"on_policy": 1, **options})
+    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), output_dir="out", teacher="t")
+    found = DistillOptions(**paths, max_length=64, batch_tokens=64, max_completion_length=9, **{"lmbda": 1, **options})
     return OnPolicyData(found, Tokenizer.from_hub(home / "model"))
 
 
@@ -290,7 +316,7 @@ def data_of(home, write, *rows, **options):
 def test_what_is_asked_and_what_the_row_says(home, write, name, share):
     """The last answer is cut off, where there is one; steps that do not sample train on what sft trains on."""
     tokenizer, row = Tokenizer.from_hub(home / "model"), ROWS[name]
-    prompt = next(data_of(home, write, row, on_policy=share).train)["prompts"][0]
+    prompt = next(data_of(home, write, row, lmbda=share).train)["prompts"][0]
     assert prompt.ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
     assert prompt.where.endswith("rows.jsonl:1")
     assert prompt.own == (Encoder(tokenizer, Format(name, ""))(row) if share < 1 else None)
@@ -301,7 +327,7 @@ def test_what_is_asked_and_what_the_row_says(home, write, name, share):
 def test_what_a_step_trains_on(home, write):
     """Samples at their temperature, of ids that the teacher knows; between them the rows' own completions."""
     rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
-    data = data_of(home, write, *rows, on_policy=0.5)
+    data = data_of(home, write, *rows, lmbda=0.5)
     prompts = [next(data.train)["prompts"][0] for _ in rows]
     model = losses.model(vocab_size=600).float()
 
@@ -315,7 +341,7 @@ def test_what_a_step_trains_on(home, write):
     assert greedy[0] == greedy[2] and drawn[0] != drawn[2] and drawn == steps() != steps(seed=1)
     assert all(index < 20 and len(one.ids) == 9 for one in greedy[0] + drawn[0] for index in one.ids)
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
-    assert steps(on_policy=0.25)[1:] == [drawn[1]] * 3
+    assert steps(lmbda=0.25)[1:] == [drawn[1]] * 3
 
 
 def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
@@ -340,28 +366,28 @@ def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
         prompt = next(data_of(home, write, row).train)["prompts"][0]
         assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     rows = [{"prompt": "Say", "completion": "a" * number} for number in (99, 9)]
-    batches = data_of(home, write, *rows, on_policy=0.5).train
+    batches = data_of(home, write, *rows, lmbda=0.5).train
     found = [next(batches)["prompts"][0].own for _ in rows]
     assert sorted((one.size, one.trained) for one in found) == [(13, 10), (64, 61)]
     with pytest.raises(
         InputError, match=r"none of 1 rows trains a token that stops .*: 1 have one, and are cut before"
     ):
-        next(data_of(home, write, rows[0], on_policy=0.5).train)
-    text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, on_policy=0.5).train)["prompts"][0]
+        next(data_of(home, write, rows[0], lmbda=0.5).train)
+    text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, lmbda=0.5).train)["prompts"][0]
     assert text.ids == tokenizer.encode("Say")
     assert text.own.ids == [*tokenizer.encode("Say a"), tokenizer.eos_token_id] and text.own.labels[:3] == [-100] * 3
 
 
 @pytest.mark.parametrize("says, rows, options", [
-    (r"rows.jsonl:1: the row has no completion, and a step that does not sample \(on_policy=0.5\) is on rows' own",
-     [{"prompt": "a"}], {"on_policy": 0.5}),
+    (r"rows.jsonl:1: the row has no completion, and a step that does not sample \(lmbda=0.5\) is on rows' own",
+     [{"prompt": "a"}], {"lmbda": 0.5}),
     ("has no completion, and the evaluation is on rows' own completions",
      [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
     ("rows.jsonl:2: the row has no completion, on which some steps train",
-     [{"messages": ASKED + SAID}, {"messages": ASKED}], {"on_policy": 0.5}),
+     [{"messages": ASKED + SAID}, {"messages": ASKED}], {"lmbda": 0.5}),
     ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
     ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
-    ("rows.jsonl:1: prompt: it has 60 tokens, and with max_new_tokens=9 more", [{"prompt": "a" * 60}], {}),
+    ("rows.jsonl:1: prompt: it has 60 tokens, and with max_completion_length=9 more", [{"prompt": "a" * 60}], {}),
 ], ids=str)  # fmt: skip
 def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
     with pytest.raises(InputError, match=says):
@@ -370,10 +396,10 @@ def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
 
 
 @pytest.mark.parametrize("says, options", [
-    ("on_policy=1.5: expected 1 or less", {"on_policy": 1.5}),
+    ("lmbda=1.5: expected 1 or less", {"lmbda": 1.5}),
     ("would teach the model its own samples", {"hard_weight": 0.1}),
-    ("prompts is given, but nothing is sampled: add --on-policy 1", {"on_policy": 0, "prompts": 4}),
-    ("sampling_temperature is given, but nothing", {"on_policy": 0, "sampling_temperature": 0.0}),
+    ("prompts is given, but nothing is sampled: add --lmbda 1", {"lmbda": 0, "prompts": 4}),
+    ("sampling_temperature is given, but nothing", {"lmbda": 0, "sampling_temperature": 0.0}),
     ("a step that samples has prompts; give --prompts", {"accumulation": 3}),
     ("give a multiple of 2", {"prompts": 3}),
     ("a model that is split so does not sample", {"cp": 2}),
@@ -381,7 +407,7 @@ def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
 def test_options_of_sampling_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match=says):
-        DistillOptions(**{"model": "a", "data": "b", "out": "c", "teacher": "d", "on_policy": 1, **options})
+        DistillOptions(**{"model": "a", "data": "b", "output_dir": "c", "teacher": "d", "lmbda": 1, **options})
 
 
 STEPS, PROMPTS, NEW = 5, 3, 9
@@ -395,9 +421,10 @@ def test_steps_on_policy_are_trls(home, teacher, tmp_path, monkeypatch, beta, te
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
     trl = pytest.importorskip("trl")
     ours = DistillOptions(
-        model=str(home / "model"), data=str(home / "chats.jsonl"), out=str(tmp_path / "ours"), teacher=str(teacher),
-        on_policy=1, prompts=PROMPTS, max_new_tokens=NEW, length=128, batch_tokens=4096, lr=1e-3, schedule="constant",
-        warmup=0, logger="none", show=0, steps=STEPS, beta=beta, temperature=temperature,
+        model=str(home / "model"), data=str(home / "chats.jsonl"), output_dir=str(tmp_path / "ours"),
+        teacher=str(teacher), lmbda=1, prompts=PROMPTS, max_completion_length=NEW, max_length=128, batch_tokens=4096,
+        learning_rate=1e-3, lr_scheduler_type="constant_with_warmup",
+        warmup_steps=0, report_to="none", show=0, max_steps=STEPS, beta=beta, temperature=temperature,
     )  # fmt: skip
     data = OnPolicyData(ours, Tokenizer.from_hub(ours.model))
     rows = [{"prompt": next(data.train)["prompts"][0].prompt} for _ in range(STEPS * PROMPTS)]

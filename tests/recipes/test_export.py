@@ -16,7 +16,7 @@ from ligermodels.training import load_adapter
 from tests.conversion.gguf_files import fields_of, small_model
 from tests.recipes.runs import CHATS, metrics, train
 
-FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup", "0")
+FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup-steps", "0")
 TEXT = "Say bcd.<|eot|>"
 
 
@@ -105,7 +105,7 @@ def test_a_model_in_another_dtype_than_its_base_is_announced(home, tmp_path, cap
     ligermodels.load(home / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     for more, saved in (((), "model"), (("--lora", "2"), "adapter"), (("--lora", "2", "--merge"), "model")):
         out = tmp_path / f"out{''.join(more)}"
-        argv = ["train", "sft", tmp_path / "base", "--data", home / "chats.jsonl", "--out", out, "--logger", "none"]
+        argv = ["train", "sft", tmp_path / "base", "--data", home / "chats.jsonl", "--out", out, "--report-to", "none"]
         assert main([str(argument) for argument in (*argv, "--show", "0", *FEW, *more)]) == 0
         said, doubled = capsys.readouterr().err, f"`ligermodels convert {out / 'model'} DST --dtype bf16` halves it\n"
         assert said.endswith(
@@ -152,10 +152,12 @@ def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, 
     card = (whole / "model" / "README.md").read_text()
     losses, evaluated = metrics(whole), metrics(whole, "eval_loss")
     assert f"| loss | {losses[1]:.4f} in the first step, {losses[3]:.4f} in the last |" in card
-    assert f"{evaluated[3]:.4f}, after step 3" in card and "12 rows of messages" in card and "lr: 0.005" in card
+    assert (
+        f"{evaluated[3]:.4f}, after step 3" in card and "12 rows of messages" in card and "learning_rate: 0.005" in card
+    )
     assert "model.gguf" in card
     monkeypatch.chdir(tmp_path)
-    options = SFTOptions(model="someone/base", data="someone/chats:clean", out="out", lora=8)
+    options = SFTOptions(model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
     (tmp_path / "out" / "adapter").mkdir(parents=True)
     report.write_card(tmp_path / "out" / "adapter", options, {}, "")
     head = yaml.safe_load((tmp_path / "out" / "adapter" / "README.md").read_text().split("---\n")[1])

@@ -51,30 +51,36 @@ def plain(model, completions, options, old, ref, temperature, dropped):
         logits = model(ids).logits[0, one.prompt.size - 1 : -1] / temperature
         logp = logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)]
         before, reference, a = old(n, logp.detach()), ref(n, logp.detach()), one.advantage
-        r = (logp - before).mean().exp() if options.loss == "gspo" else (logp - before).exp()
-        if options.loss == "cispo":
+        r = (logp - before).mean().exp() if options.loss_type == "gspo" else (logp - before).exp()
+        if options.loss_type == "cispo":
             loss = -torch.clamp(r, max=options.high).detach() * a * logp
         else:
             loss = torch.max(-r * a, -torch.clamp(r, 1 - options.low, 1 + options.high) * a)
         kl = (reference - logp).exp() - (reference - logp) - 1
         per_token.append((loss + options.beta * r * kl).expand(len(one.ids)))
         lengths.append(len(one.ids))
-    if options.loss in ("grpo", "gspo"):
+    if options.loss_type in ("grpo", "gspo"):
         return sum(part.mean() for part in per_token) / len(completions)
     total = sum(part.sum() for part in per_token)
-    return total / (len(completions) * options.max_new_tokens if options.loss == "dr_grpo" else sum(lengths))
+    return total / (
+        len(completions) * options.max_completion_length if options.loss_type == "dr_grpo" else sum(lengths)
+    )
 
 
 def options_of(**given):
-    return GRPOOptions(**{"model": "a", "data": "b", "out": "c", "reward": ("r.py",), "max_new_tokens": 9, **given})
+    return GRPOOptions(
+        **{"model": "a", "data": "b", "output_dir": "c", "reward_funcs": ("r.py",), "max_completion_length": 9, **given}
+    )
 
 
 @pytest.mark.parametrize("family, packing", [("Llama", False), ("Gemma2", True)])
 @pytest.mark.parametrize("loss", policy.LOSSES)
 def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
     """Off-policy, so that ratios are clipped; with a softcap and a temperature; truncated completions left out."""
-    options = options_of(loss=loss, beta=0.3, temperature=0.8, clip_low=0.1, packing=packing, drop_truncated=True)
-    options = dataclasses.replace(options, clip_high=1.05 if loss == "cispo" else 0.15)
+    options = options_of(
+        loss_type=loss, beta=0.3, temperature=0.8, epsilon=0.1, packing=packing, mask_truncated_completions=True
+    )
+    options = dataclasses.replace(options, epsilon_high=1.05 if loss == "cispo" else 0.15)
     model, reference = losses.model(family), losses.model(family, seed=1)
     completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
     rewards = Rewards({"r": len})
@@ -107,7 +113,7 @@ def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
 
 def test_a_step_in_several_forwards_is_one():
     for loss in set(policy.LOSSES) - {"bnpo"}:
-        options = options_of(loss=loss)
+        options = options_of(loss_type=loss)
         model, completions = losses.model(), rewarded((3, 5, False), (1, 1, False), (6, 9, True))
         of = PolicyLoss(options, Sampler(options, None, Rewards({"r": len}), None))
         parts = [completions, completions[:1], completions[1:], []]
@@ -174,7 +180,7 @@ def test_ids_that_another_model_lacks_are_not_drawn():
 
 def test_each_rollout_draws_anew(byte_level):
     model, encoder = losses.model(vocab_size=byte_level.vocab_size).float(), PromptEncoder(byte_level, False, 9)
-    options = options_of(group=3, max_new_tokens=4)
+    options = options_of(num_generations=3, max_completion_length=4)
     sampler = Sampler(options, encoder, Rewards({"r": lambda completions: [0.5 for _ in completions]}), Processes(CPU))
     prompts = [encoder({"prompt": "ab"}), encoder({"prompt": "c"})]
     drawn = [[one.ids for one in sampler(model, prompts, rollout)] for rollout in (0, 1, 0)]
@@ -246,8 +252,8 @@ def test_rewards_of_files(tmp_path):
 # ---- runs ----
 
 FEW = (
-    "--length", "64", "--steps", "4", "--prompts", "4", "--group", "4", "--max-new-tokens", "5", "--lr", "3e-3",
-    "--warmup", "0",
+    "--length", "64", "--steps", "4", "--prompts", "4", "--num-generations", "4", "--max-completion-length", "5",
+    "--lr", "3e-3", "--warmup-steps", "0",
 )  # fmt: skip
 
 
@@ -263,7 +269,7 @@ def asked(home):
 
 
 def train(home, out, *flags, reward="reward.py"):
-    return train_recipe(home, out, *FEW, "--reward", home / reward, *flags, recipe="grpo", data="asked.jsonl")
+    return train_recipe(home, out, *FEW, "--reward-funcs", home / reward, *flags, recipe="grpo", data="asked.jsonl")
 
 
 def weights(folder):
@@ -275,14 +281,15 @@ def lines(folder):
 
 
 @pytest.mark.parametrize("flags", [
-    ("--eval-share", "0.3", "--eval-every", "2", "--save-every", "2"),
+    ("--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "2"),
     pytest.param(
-        ("--iterations", "2", "--beta", "0.1", "--loss", "gspo", "--no-packing", "--lora", "4", "--save-every", "3"),
+        ("--num-iterations", "2", "--beta", "0.1", "--loss-type", "gspo", "--no-packing", "--lora", "4", "--save-steps",
+         "3"),
         marks=pytest.mark.slow,
     ),
 ], ids=str)  # fmt: skip
 def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, flags):
-    """With --iterations in the midst of a rollout."""
+    """With --num-iterations in the midst of a rollout."""
     assert train(asked, tmp_path / "whole", *flags) == 0
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     for gone in ("model", "adapter", "best", "checkpoints/step-00000004"):
@@ -290,7 +297,7 @@ def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, f
     assert train(asked, tmp_path / "again", *flags, "--resume") == 0
     assert f"resumed after step {flags[-1]}" in capsys.readouterr().err
     assert lines(tmp_path / "again") == lines(tmp_path / "whole")
-    assert len(lines(tmp_path / "whole")) == 16 * (2 if "--iterations" in flags else 4)
+    assert len(lines(tmp_path / "whole")) == 16 * (2 if "--num-iterations" in flags else 4)
     for key in ("loss", "reward", "grad_norm", "entropy"):
         assert metrics(tmp_path / "again", key) == metrics(tmp_path / "whole", key)
     if "--lora" not in flags:
@@ -299,8 +306,8 @@ def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, f
         assert set(told) == {0, 2, 4} and metrics(tmp_path / "whole", "eval_loss")[4] == pytest.approx(-told[4])
     report = (tmp_path / "whole" / "report.md").read_text()
     assert "| step | loss | reward | reward std |" in report
-    assert train(asked, tmp_path / "again", *flags, "--resume", "--group", "8") == 3
-    assert "had group=4, and this has group=8" in capsys.readouterr().err
+    assert train(asked, tmp_path / "again", *flags, "--resume", "--num-generations", "8") == 3
+    assert "had num_generations=4, and this has num_generations=8" in capsys.readouterr().err
 
 
 def test_a_reward_that_fails_in_the_middle_loses_nothing_and_one_that_is_constant_is_told(asked, tmp_path, capsys):
@@ -339,7 +346,7 @@ def fake(model, prompts, copies, *, stop_ids, **unused):
 def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch, lora):
     """On the same completions, with forwards that are not equally many by themselves."""
     monkeypatch.setattr(rollout, "sample", fake)
-    flags = ("--iterations", "2", "--beta", "0.1", "--scale-rewards", "batch", *(("--lora", "4") if lora else ()))
+    flags = ("--num-iterations", "2", "--beta", "0.1", "--scale-rewards", "batch", *(("--lora", "4") if lora else ()))
     assert train(asked, tmp_path / "one", *flags) == 0
     on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
     names = ("loss", "reward", "reward_std", "kl", "entropy", "clipped", "completion_length", "trained_tokens")
@@ -356,7 +363,7 @@ def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch, lora)
 @pytest.mark.slow
 def test_two_processes_sample_together(asked, tmp_path, capfd):
     """Under FSDP ranks take the same number of steps; an evaluation of one rank's prompts, and an error on a rank."""
-    flags = ("--eval-share", "0.4", "--eval-every", "2", "--rollout-rows", "4")
+    flags = ("--eval-share", "0.4", "--eval-steps", "2", "--rollout-rows", "4")
     on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
     assert train(asked, tmp_path / "one", *flags) == 0
     one, two = (metrics(tmp_path / name, "eval_reward") for name in ("one", "two"))
@@ -377,7 +384,8 @@ def test_two_processes_sample_together(asked, tmp_path, capfd):
     ("asked.jsonl:1: the row has no prompt; expected", [{"text": "a"}]),
     ("asked.jsonl:2: prompt: expected a text, as in the first row", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}]),
     ("prompt: it ends with what the assistant says", [{"prompt": [{"role": "assistant", "content": "a"}]}]),
-    ("asked.jsonl:1: prompt: it has 61 tokens, and with max_new_tokens=5 more than length=64", [{"prompt": "a" * 61}]),
+    ("asked.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64",
+     [{"prompt": "a" * 61}]),
 ], ids=str)  # fmt: skip
 def test_prompts_that_are_refused(asked, tmp_path, capsys, says, rows):
     for name in ("model", "reward.py"):
@@ -396,12 +404,12 @@ def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path
 
 
 @pytest.mark.parametrize("says, given", [
-    ("reward is missing: give --reward", {"reward": ()}),
+    ("reward_funcs is missing: give --reward-funcs", {"reward_funcs": ()}),
     ("there are 2 for 1 rewards", {"reward_weights": (1.0, 2.0)}),
     ("temperature=0: expected more than 0", {"temperature": 0}),
-    ("leaves no room for a prompt", {"length": 9}),
-    ("group=1: expected 2 or more", {"group": 1}),
-    ("rollout_rows=4 is less than the group=8", {"rollout_rows": 4}),
+    ("leaves no room for a prompt", {"max_length": 9}),
+    ("num_generations=1: expected 2 or more", {"num_generations": 1}),
+    ("rollout_rows=4 is less than the num_generations=8", {"rollout_rows": 4}),
     ("give --prompts in its place", {"accumulation": 3}),
     ("does not sample; leave both out", {"tp": 2}),
     ("give a multiple of 2", {"prompts": 3}),
@@ -413,9 +421,11 @@ def test_options_that_are_refused(says, given, monkeypatch):
 
 
 def test_defaults_of_each_loss():
-    found = {loss: options_of(loss=loss) for loss in policy.LOSSES}
+    found = {loss: options_of(loss_type=loss) for loss in policy.LOSSES}
     assert [(o.low, o.high, o.scale) for o in found.values()] == [
         (0.2, 0.2, "group"), (0.2, 0.2, "group"), (0.2, 0.2, "none"), (0.2, 0.28, "group"), (3e-4, 4e-4, "group"),
         (0.2, 5.0, "group"),
     ]  # fmt: skip
+    alone = options_of(epsilon=0.1)  # as in TRL, epsilon is also the default of epsilon_high
+    assert (alone.low, alone.high, options_of(epsilon=0.1, epsilon_high=0.3).high) == (0.1, 0.1, 0.3)
     assert options_of(accumulation=8).accumulation == 8 and options_of(prompts=4).accumulation == 4

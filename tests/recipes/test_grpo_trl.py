@@ -56,17 +56,19 @@ def files(home):
 
 def options(files, out, data="prompts", **given):
     return GRPOOptions(
-        model=str(files / "model"), data=str(files / f"{data}.jsonl"), out=str(out), prompts=PROMPTS, group=GROUP,
-        reward=(f"{files / 'rewards.py'}:total", f"{files / 'rewards.py'}:length"), reward_weights=(1.0, 0.5),
-        max_new_tokens=NEW, temperature=0.9, length=128, batch_tokens=4096, lr=1e-3, schedule="constant", warmup=0,
-        logger="none", show=0, steps=STEPS, **given,
+        model=str(files / "model"), data=str(files / f"{data}.jsonl"), output_dir=str(out), prompts=PROMPTS,
+        num_generations=GROUP,
+        reward_funcs=(f"{files / 'rewards.py'}:total", f"{files / 'rewards.py'}:length"), reward_weights=(1.0, 0.5),
+        max_completion_length=NEW, temperature=0.9, max_length=128, batch_tokens=4096, learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=0,
+        report_to="none", show=0, max_steps=STEPS, **given,
     )  # fmt: skip
 
 
 def theirs(files, tmp_path, ours, **given):
     """TRL's trainer of the prompts in our order."""
     data = PromptData(ours, ligermodels.Tokenizer.from_hub(ours.model))
-    rollouts = STEPS // ours.iterations
+    rollouts = STEPS // ours.num_iterations
     prompts = [next(data.train)["prompts"][0] for _ in range(rollouts * PROMPTS)]
     rows = [{"prompt": prompt.prompt, **prompt.columns} for prompt in prompts]
     functions: dict = {}
@@ -75,7 +77,7 @@ def theirs(files, tmp_path, ours, **given):
         str(tmp_path / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
         learning_rate=1e-3, lr_scheduler_type="constant", max_completion_length=NEW, temperature=0.9, use_cpu=True,
         bf16=False, gradient_checkpointing=False, disable_tqdm=True, report_to=[], save_strategy="no", logging_steps=1,
-        shuffle_dataset=False, num_iterations=ours.iterations, reward_weights=[1.0, 0.5], beta=ours.beta,
+        shuffle_dataset=False, num_iterations=ours.num_iterations, reward_weights=[1.0, 0.5], beta=ours.beta,
         epsilon=ours.low, epsilon_high=ours.high, scale_rewards=ours.scale, **given,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
@@ -100,11 +102,15 @@ NAMES = {
 CLIPPED = {"clipped": "clip_ratio/region_mean"}
 CASES = {
     "grpo": ({"beta": 0.1}, {}, {"kl": "kl"}),
-    "bnpo": ({"iterations": 4, "scale_rewards": "batch"}, {}, CLIPPED),
-    "dr_grpo": ({"iterations": 2, "drop_truncated": True}, {"mask_truncated_completions": True}, CLIPPED),
-    "dapo": ({"iterations": 4, "beta": 0.3}, {}, {**CLIPPED, "kl": "kl"}),
-    "cispo": ({"iterations": 4, "clip_high": 1.1}, {}, {"clipped": "cispo_clip_ratio"}),
-    "gspo": ({"iterations": 4, "beta": 0.1}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {}),
+    "bnpo": ({"num_iterations": 4, "scale_rewards": "batch"}, {}, CLIPPED),
+    "dr_grpo": (
+        {"num_iterations": 2, "mask_truncated_completions": True},
+        {"mask_truncated_completions": True},
+        CLIPPED,
+    ),
+    "dapo": ({"num_iterations": 4, "beta": 0.3}, {}, {**CLIPPED, "kl": "kl"}),
+    "cispo": ({"num_iterations": 4, "epsilon_high": 1.1}, {}, {"clipped": "cispo_clip_ratio"}),
+    "gspo": ({"num_iterations": 4, "beta": 0.1}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}, {}),
 }
 
 
@@ -115,7 +121,7 @@ def test_steps_are_trls(files, tmp_path, monkeypatch, loss, data):
     if data == "asked":
         given = {**given, "beta": 0.0 if given.get("beta") else 0.2, "packing": False}
         names = {name: key for name, key in names.items() if name != "kl"}
-    ours = options(files, tmp_path / "ours", data, loss=loss, **given)
+    ours = options(files, tmp_path / "ours", data, loss_type=loss, **given)
     trainer = theirs(files, tmp_path, ours, **{"loss_type": loss, **other})
     trainer.train()
     monkeypatch.setattr(rollout, "sample", sampled)
@@ -124,7 +130,7 @@ def test_steps_are_trls(files, tmp_path, monkeypatch, loss, data):
         found = list(metrics(tmp_path / "ours", own).values())
         expected = [entry[their] for entry in trainer.state.log_history if their in entry]
         if own in ("reward", "reward_std", "reward_length", "completion_length", "truncated", "tied"):  # of the rollout
-            expected = [expected[n // ours.iterations] for n in range(STEPS)] if len(expected) < STEPS else expected
+            expected = [expected[n // ours.num_iterations] for n in range(STEPS)] if len(expected) < STEPS else expected
         assert len(found) == len(expected) == STEPS, own
         assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), own
     if "clipped" in names:

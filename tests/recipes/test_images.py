@@ -212,7 +212,7 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
 
 def test_a_cut_goes_through_no_image(home):
     rows = rows_of(home, {"messages": [asked("a cat " * 20, image(image=NAMES[1]), "why"), said("x")]})
-    with pytest.raises(InputError, match=r"data.jsonl:1: .* would cut its images.* a larger --length"):
+    with pytest.raises(InputError, match=r"data.jsonl:1: .* would cut its images.* a larger --max-length"):
         next(Batches(rows, encoder_of(home, rows), length=24, packing=False))
     long, short = ({"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * n)]} for n in (30, 1))
     rows = rows_of(home, long, short)

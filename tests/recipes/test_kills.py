@@ -10,10 +10,10 @@ from tests.processes import Child
 from tests.recipes.runs import metrics, reached, train
 
 KILLS = 20
-STEPS = ("--length", "64", "--accumulation", "2", "--steps", "20", "--lr", "3e-3", "--warmup", "2", "--resume")
+STEPS = ("--length", "64", "--accumulation", "2", "--steps", "20", "--lr", "3e-3", "--warmup-steps", "2", "--resume")
 RUNS = {
-    "full": ("--eval-share", "0.2", "--save-every", "2", "--eval-every", "3"),
-    "adapters": ("--lora", "4", "--merge", "--eval-share", "0.2", "--save-every", "5", "--eval-every", "2"),
+    "full": ("--eval-share", "0.2", "--save-steps", "2", "--eval-steps", "3"),
+    "adapters": ("--lora", "4", "--merge", "--eval-share", "0.2", "--save-steps", "5", "--eval-steps", "2"),
 }
 RESULTS = ("model/model.safetensors", "best/model.safetensors", "adapter/adapter_model.safetensors",
     "best/adapter_model.safetensors")  # fmt: skip
@@ -69,7 +69,7 @@ def killed_while(home, out, flags, file):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoints/*.partial", ".best*", ".model*", "report.md"])
 def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
-    flags = (*STEPS, "--eval-share", "0.2", "--save-every", "1", "--eval-every", "2")
+    flags = (*STEPS, "--eval-share", "0.2", "--save-steps", "1", "--eval-steps", "2")
     undisturbed, out = home / "left alone", home / f"while {file.replace('/', ' ')}"
     if not undisturbed.exists():
         assert train(home, undisturbed, *flags) == 0
@@ -81,13 +81,13 @@ def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_in_the_same_folder_is_refused(home, resume, capfd):
-    flags = (*STEPS, "--steps", "1000", "--save-every", "0")
+    flags = (*STEPS, "--steps", "1000", "--save-steps", "0")
     out = home / f"twice-{resume}"
     child = Child(lambda: train(home, out, *flags))
     reached(out, 2, child)
     assert train(home, out, *(flags if resume else [flag for flag in flags if flag != "--resume"])) == 3
     said = capfd.readouterr().err
-    assert ("another process is training in --out" if resume else "has a run already; pass --resume") in said
+    assert ("another process is training in --output-dir" if resume else "has a run already; pass --resume") in said
     child.signal(signal.SIGINT)
     assert child.wait() == 0  # of the fork; the run itself ended by the signal, and saved
     assert "which is saved" in capfd.readouterr().err

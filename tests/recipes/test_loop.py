@@ -29,14 +29,14 @@ from tests.parallel.ranks import on_ranks
 from tests.processes import Child
 from tests.recipes.runs import metrics, reached, train
 
-STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup", "2")
+STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup-steps", "2")
 
 
 def test_the_learning_rate_of_each_step():
     def rates(schedule, **options):
         return [round(rate(n, 10, schedule=schedule, **{"warmup": 2, **options}), 4) for n in range(10)]
 
-    assert rates("constant") == [0.5] + [1.0] * 9
+    assert rates("constant_with_warmup") == [0.5] + [1.0] * 9
     assert rates("linear") == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
     assert rates("linear", final=0.2)[-2:] == [0.4, 0.3]
     assert rates("wsd", decay=0.4) == [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
@@ -149,13 +149,13 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(home):
-    assert train(home, "undisturbed", *STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5") == 0
+    assert train(home, "undisturbed", *STEPS, "--save-steps", "2", "--eval-share", "0.2", "--eval-steps", "5") == 0
     return home / "undisturbed"
 
 
 def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):
     """Killed at three random steps, and once more while the first checkpoint is still to come."""
-    flags = (*STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5", "--resume")
+    flags = (*STEPS, "--save-steps", "2", "--eval-share", "0.2", "--eval-steps", "5", "--resume")
     for step in sorted([1, *random.Random(0).sample(range(2, 12), 3)]):
         child = Child(lambda: train(home, "killed", *flags))
         reached(home / "killed", step, child)
@@ -175,7 +175,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed, number, capfd):
     out = f"stopped-{number}"
-    flags = (*STEPS, "--eval-share", "0.2", "--eval-every", "5")
+    flags = (*STEPS, "--eval-share", "0.2", "--eval-steps", "5")
 
     def work():
         os._exit(train(home, out, *flags))  # the status of the command
@@ -197,7 +197,7 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed
 
 def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
     """No file may become as large as a checkpoint, from some moment of the run on."""
-    flags, saved = (*STEPS, "--steps", "400", "--save-every", "4"), home / "full" / "checkpoints"
+    flags, saved = (*STEPS, "--steps", "400", "--save-steps", "4"), home / "full" / "checkpoints"
     child = Child(lambda: os._exit(train(home, "full", *flags)))
     reached(home / "full", 9, child)
     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (500_000, 500_000))
@@ -211,10 +211,10 @@ def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
-    assert train(home, "nan", *STEPS, "--lr", "1e30", "--clip", "0", "--save-every", "1") == 3
+    assert train(home, "nan", *STEPS, "--lr", "1e30", "--max-grad-norm", "0", "--save-steps", "1") == 3
     said = capsys.readouterr().err
     assert "of 12: the loss is" in said or "of 12: the norm of the gradient is" in said
-    assert "a lower --lr" in said
+    assert "a lower --learning-rate" in said
     last = max(metrics(home / "nan"))
     assert f"step {last + 1} of 12" in said
     assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
@@ -230,8 +230,21 @@ def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):
 
 
 def test_early_stopping_keeps_the_best(home, capsys):
-    flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-every", "1")
-    assert train(home, "early", *flags, "--patience", "3", "--eval-share", "0.2", "--schedule", "constant") == 0
+    flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-steps", "1")
+    assert (
+        train(
+            home,
+            "early",
+            *flags,
+            "--early-stopping-patience",
+            "3",
+            "--eval-share",
+            "0.2",
+            "--lr-scheduler-type",
+            "constant_with_warmup",
+        )
+        == 0
+    )
     said, losses = capsys.readouterr().err, metrics(home / "early", "eval_loss")
     assert "stopped: 3 evaluations without a better one" in said and max(losses) < 40
     best = min(losses, key=losses.get)
@@ -318,4 +331,4 @@ def test_what_fits_is_chosen_and_advised():
     ]
     least = memory.choose(sizes, asked, 40 * 2**30)
     advice = memory.advice(sizes, least, 40 * 2**30, 41_943_040)
-    assert [line.partition(":")[0] for line in advice] == ["--lora 16", "torchrun over 4 GPUs"]
+    assert [line.partition(":")[0] for line in advice] == ["--lora-r 16", "torchrun over 4 GPUs"]

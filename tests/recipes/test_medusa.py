@@ -139,7 +139,20 @@ def test_files_are_those_of_the_reference(tmp_path, layers):
         load_medusa(model, tmp_path)
 
 
-FEW = ("--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup", "0", "--eval-share", "0.3")
+FEW = (
+    "--length",
+    "64",
+    "--accumulation",
+    "2",
+    "--steps",
+    "6",
+    "--lr",
+    "3e-3",
+    "--warmup-steps",
+    "0",
+    "--eval-share",
+    "0.3",
+)
 
 
 def medusa(home, out, *flags):
@@ -147,7 +160,7 @@ def medusa(home, out, *flags):
 
 
 def test_a_run_trains_heads_alone_and_resumes_with_the_same_bits(home, capsys):
-    flags = ("--save-every", "3", "--eval-every", "3")
+    flags = ("--save-steps", "3", "--eval-steps", "3")
     assert medusa(home, "heads", *flags) == 0
     out, said = capsys.readouterr()
     assert out == f"{home / 'heads' / 'medusa'}\n" and "% of the model" in said
@@ -180,14 +193,14 @@ def check_same(home, one, two):
 
 
 def test_two_processes_compute_what_one_does(home, tmp_path):
-    assert medusa(home, "one", "--eval-every", "2") == 0
-    on_two(tmp_path, lambda: medusa(home, "two", "--eval-every", "2"))
+    assert medusa(home, "one", "--eval-steps", "2") == 0
+    on_two(tmp_path, lambda: medusa(home, "two", "--eval-steps", "2"))
     check_same(home, "one", "two")
 
 
 @pytest.mark.slow
 def test_the_model_is_trained_with_its_heads(home, tmp_path):
-    flags = ("--eval-every", "2", "--train-base", "--no-packing", "--activations", "block")
+    flags = ("--eval-steps", "2", "--train-base", "--no-packing", "--activations", "block")
     assert medusa(home, "base", *flags) == 0
     on_two(tmp_path, lambda: medusa(home, "base-2", *flags))
     check_same(home, "base", "base-2")
@@ -206,7 +219,7 @@ def test_the_estimate_of_memory():
     sizes, base = memory.Sizes.of(sketch), sum(p.numel() for p in sketch.parameters())
     heads = sum(p.numel() for p in add_medusa(losses.model(), 3).parameters())
     setting = memory.Setting("bf16-masters", "none", tokens=100, accumulates=True)
-    options = dict(model="a", data="b", out="c", heads=3)
+    options = dict(model="a", data="b", output_dir="c", heads=3)
     for train_base, trained, states in ((False, heads, 3 * 3 * 32), (True, base + heads, 3 * 3 * 32 + 1)):
         found = _sizes(MedusaOptions(**options, train_base=train_base), sizes, sketch)
         assert (found.parameters, found.trained) == (base + heads, trained)
@@ -218,10 +231,10 @@ def test_the_estimate_of_memory():
 
 
 @pytest.mark.parametrize("says, options", [
-    ("heads=0: expected 1", {"heads": 0}), ("lora: heads are trained", {"lora": 4}), ("leave both out", {"cp": 2}),
+    ("heads=0: expected 1", {"heads": 0}), ("lora_r: heads are trained", {"lora_r": 4}), ("leave both out", {"cp": 2}),
     ("export=gguf writes a model", {"export": "gguf"}),
 ])  # fmt: skip
 def test_options_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match=says):
-        MedusaOptions(**{"model": "a", "data": "b", "out": "c", **options})
+        MedusaOptions(**{"model": "a", "data": "b", "output_dir": "c", **options})

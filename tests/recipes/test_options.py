@@ -16,10 +16,10 @@ from ligermodels.recipes.run import _SAME
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-NEEDED = dict(model="m", data="d.jsonl", out="o")
-ADAPTERS = dict(lora=4, lora_targets=("q_proj", "v_proj"))
+NEEDED = dict(model="m", data="d.jsonl", output_dir="o")
+ADAPTERS = dict(lora_r=4, lora_target_modules=("q_proj", "v_proj"))
 GIVEN = {
-    "grpo": {"reward": ["a.py:b", "c.py"], "reward_weights": [1.0, 0.5]},
+    "grpo": {"reward_funcs": ["a.py:b", "c.py"], "reward_weights": [1.0, 0.5]},
     "distill": ADAPTERS | {"teacher": "t"},
     "medusa": {"heads": 2},
 }
@@ -33,21 +33,45 @@ def of_flags(*argv, recipe="sft"):
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(
-        "lr: 1e-5\nweight-decay: 0.2\nbetas: [0.8, 0.9]\nlora: 8\nlora_targets: [q_proj]\nepochs: 3\nseed: 4"
+        "learning_rate: 1e-5\nweight-decay: 0.2\nadam_beta1: 0.8\nlora: 8\nlora_target_modules: [q_proj]\n"
+        "num_train_epochs: 3\nseed: 4"
     )
-    flags = of_flags("--lr", "3e-4", "--lora-targets", "k_proj,v_proj", "--no-packing", "--steps", "7", "--skip-bad")
+    flags = of_flags(
+        "--lr", "3e-4", "--lora-target-modules", "k_proj,v_proj", "--no-packing", "--steps", "7", "--skip-bad"
+    )
     options = SFTOptions.merged(flags, file)
-    assert (options.lr, options.weight_decay, options.betas) == (3e-4, 0.2, (0.8, 0.9))
-    assert (options.lora, options.lora_targets, options.seed) == (8, ("k_proj", "v_proj"), 4)
-    assert (options.packing, options.skip_bad, options.resume, options.clip) == (False, True, False, 1.0)
-    assert (options.steps, options.epochs) == (7, None)  # --steps replaces the file's epochs
-    assert SFTOptions.merged(of_flags(), file).lr == 1e-5  # YAML itself takes 1e-5 for text
+    assert (options.learning_rate, options.weight_decay) == (3e-4, 0.2)
+    assert (options.adam_beta1, options.adam_beta2) == (0.8, 0.999)
+    assert (options.lora_r, options.lora_target_modules, options.seed) == (8, ("k_proj", "v_proj"), 4)
+    assert (options.packing, options.skip_bad, options.resume, options.max_grad_norm) == (False, True, False, 1.0)
+    assert (options.max_steps, options.num_train_epochs) == (7, None)  # --steps replaces the file's epochs
+    assert SFTOptions.merged(of_flags(), file).learning_rate == 1e-5  # YAML itself takes 1e-5 for text
+
+
+def test_aliases(tmp_path):
+    """Six options have a shorter name, on the command line and in files; what is written has the full one."""
+    short = {"lr": 1e-3, "epochs": 2.0, "length": 64, "out": "o", "lora": 4}
+    full = dict(learning_rate=1e-3, num_train_epochs=2.0, max_length=64, output_dir="o", lora_r=4)
+    expected = SFTOptions(**{**NEEDED, **full})
+    argv = ["train", "sft", "m", "--data", "d.jsonl", *(f"--{name}={value}" for name, value in short.items())]
+    flags = {
+        name: value for name, value in vars(cli._parser().parse_args(argv)).items() if name not in ("run", "recipe")
+    }
+    assert SFTOptions.merged(flags) == expected
+    (tmp_path / "short.yaml").write_text("\n".join(f"{name}: {value}" for name, value in short.items()))
+    assert SFTOptions.merged({"model": "m", "data": "d.jsonl"}, tmp_path / "short.yaml") == expected
+    written = re.findall(r"^(\w+):", expected.dump(), re.MULTILINE)
+    assert written[1:] == [
+        field.name for field in dataclasses.fields(SFTOptions) if field.name not in ("resume", "dry_run")
+    ]
 
 
 def test_underscores_are_dashes():
-    flags = of_flags("--weight_decay", "0.01", "--lora_targets=q_proj,v_proj", "--no_packing", "--lora", "2")
-    assert flags == of_flags("--weight-decay", "0.01", "--lora-targets=q_proj,v_proj", "--no-packing", "--lora", "2")
-    assert flags["weight_decay"] == "0.01" and flags["lora_targets"] == "q_proj,v_proj"
+    flags = of_flags("--weight_decay", "0.01", "--lora_target_modules=q_proj,v_proj", "--no_packing", "--lora", "2")
+    assert flags == of_flags(
+        "--weight-decay", "0.01", "--lora-target-modules=q_proj,v_proj", "--no-packing", "--lora", "2"
+    )
+    assert flags["weight_decay"] == "0.01" and flags["lora_target_modules"] == "q_proj,v_proj"
     parser = cli._parser()
     found = parser.parse_args(["generate", "a_b", "--max_new_tokens", "3", "--prompt=--c_d", "--kv_cache_dtype", "fp8"])
     assert (found.model, found.max_new_tokens, found.prompt, found.kv_cache_dtype) == ("a_b", 3, "--c_d", "fp8")
@@ -57,7 +81,7 @@ def test_underscores_are_dashes():
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_saved_reads_back(tmp_path, recipe):
     given = GIVEN.get(recipe.recipe, ADAPTERS)
-    options = recipe(**NEEDED, lr=1e-05, eval_data='a "b": #c', steps=3, **given)
+    options = recipe(**NEEDED, learning_rate=1e-05, eval_data='a "b": #c', max_steps=3, **given)
     (tmp_path / "options.yaml").write_text(options.dump(), "utf-8")
     assert recipe.merged({}, tmp_path / "options.yaml") == options
 
@@ -86,47 +110,50 @@ def test_torchrun_leaves_each_flag_to_the_command(recipe):
 
 
 def test_the_rate_of_a_recipe():
-    assert [SFTOptions(**NEEDED).peak_lr, SFTOptions(**NEEDED, lora=8).peak_lr] == [2e-5, 2e-4]
+    assert [SFTOptions(**NEEDED).peak_lr, SFTOptions(**NEEDED, lora_r=8).peak_lr] == [2e-5, 2e-4]
     assert PretrainOptions(**NEEDED, scratch=True).peak_lr == 3e-4
-    assert PretrainOptions(**NEEDED, scratch=True, lr=1e-3).peak_lr == 1e-3
+    assert PretrainOptions(**NEEDED, scratch=True, learning_rate=1e-3).peak_lr == 1e-3
 
 
 WRONG = {
     "wieght_decay: 1": "sft has no option wieght_decay; did you mean weight_decay?",
-    "learning_rate: 1e-5": "sft has no option learning_rate; use lr$",
-    "load-in-4bit: true": r"sft has no option load_in_4bit; use quantize: nf4 \(with lora N\)$",
+    "num_epochs: 2": "sft has no option num_epochs; use num_train_epochs$",
+    "load-in-4bit: true": r"sft has no option load_in_4bit; use quantize: nf4 \(with lora_r N\)$",
     "neftune_noise_alpha: 5": "sft has no option neftune_noise_alpha; `train` has no NEFTune$",
-    "num_generations: 8": "sft has no option num_generations; grpo has group$",
+    "num_generations: 8": "sft has no option num_generations; grpo has it$",
+    "response_length: 8": "sft has no option response_length; distill, grpo have max_completion_length$",
     "scratch: true": "sft has no option scratch; pretrain has it$",
-    "micro_batch_size: 2\nsave_steps: 3\nstrict: false": r"sft does not have these options:\n  micro_batch_size: use "
-    r"batch_tokens \(tokens .* not rows\)\n  save_steps: use save_every \(in steps\)\n  strict: `ligermodels train",
+    "micro_batch_size: 2\nsave_freq: 3\nstrict: false": r"sft does not have these options:\n  micro_batch_size: use "
+    r"batch_tokens \(tokens .* not rows\)\n  save_freq: use save_steps \(in steps\)\n  strict: `ligermodels train",
     "recipe: dpo": "is of `train dpo`, and this is `train sft`",
-    "schedul: cosine": "did you mean schedule?",
+    "lr_scheduler_typ: cosine": "did you mean lr_scheduler_type?",
     "xyzzy: 1": "ligermodels train sft --help` lists all",
-    "lr: fast": "lr='fast': expected a number",
-    "lr: -1": "lr=-1: expected more than 0",
-    "lr: 0": "lr=0: expected more than 0",
-    "warmup: -1": "warmup=-1: expected 0 or more",
-    "lr: .nan": "lr=nan: expected a number",
-    "lr: true": "lr=True: expected a number",
-    "steps: 1.5": "steps=1.5: expected a whole number",
-    "steps: 0": "steps=0: expected 1 or more",
-    "epochs: 0": "epochs=0: expected more than 0",
-    "steps: 3\nepochs: 1": "steps=3 and epochs=1 both say how long",
+    "lr: fast": "learning_rate='fast': expected a number",
+    "lr: -1": "learning_rate=-1: expected more than 0",
+    "lr: 0": "learning_rate=0: expected more than 0",
+    "warmup_steps: -1": "warmup_steps=-1: expected 0 or more",
+    "lr: .nan": "learning_rate=nan: expected a number",
+    "lr: true": "learning_rate=True: expected a number",
+    "max_steps: 1.5": "max_steps=1.5: expected a whole number",
+    "steps: 0": "max_steps=0: expected 1 or more",
+    "num_train_epochs: 0": "num_train_epochs=0: expected more than 0",
+    "steps: 3\nepochs: 1": "max_steps=3 and num_train_epochs=1 both say how long",
     "eval_data: e\neval_share: 0.1": "both say what to evaluate on",
     "eval_share: 1": "eval_share=1: expected less than 1",
-    "patience: 3": "patience needs evaluations",
-    "schedule: cosin": "expected one of cosine, linear, wsd, constant; did you mean cosine?",
-    "betas: 0.9": r"betas=0.9: expected a list",
-    "betas: [0.9]": r"expected 2 values, such as 0.9,0.999",
+    "early_stopping_patience: 3": "early_stopping_patience needs evaluations",
+    "lr_scheduler_type: constant": "did you mean constant_with_warmup?",
+    "lr_scheduler_type: cosin": "expected one of cosine, linear, wsd, constant_with_warmup; did you mean cosine?",
+    "adam_beta1: 1": "adam_beta1=1: expected less than 1",
+    "lora: 8\nlora_target_modules: 7": "lora_target_modules=7: expected a list",
     "packing: 'yes'": "packing='yes': expected true or false",
-    "lora_targets: [q_proj]": "no rank of adapters: add --lora 16",
+    "lora_target_modules: [q_proj]": "no rank of adapters: add --lora-r 16",
     "lora: 8\nlora_alpha: 0": "lora_alpha=0: expected more than 0",
-    "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of length=128",
+    "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of max_length=128",
     "tp: 2": "start it by `torchrun",
     "model: 7": "model=7: expected text",
     "data: null": "data has no value",
     "lr: 1\nlr: 2": "lr is there twice",
+    "lr: 1\nlearning-rate: 1": "lr is there twice, also as learning-rate",
     "- lr": "holds no options",
     "lr: [": "is not valid YAML",
     "model: ''": "model is missing: give MODEL on the command line",
@@ -145,10 +172,10 @@ def test_what_is_refused(tmp_path, monkeypatch, text):
 
 def test_an_unknown_flag_says_which_is_meant(capsys):
     said = {
-        ("--learning-rate", "3"): "sft has no option --learning-rate; use --lr",
-        ("--save_steps=3",): "sft has no option --save-steps; use --save-every (in steps)",
-        ("--eval_steps", "3"): "use --eval-every (in steps)",
-        ("--lora_rank", "3"): "use --lora N (the rank)",
+        ("--num-epochs", "3"): "sft has no option --num-epochs; use --num-train-epochs",
+        ("--save_freq=3",): "sft has no option --save-freq; use --save-steps (in steps)",
+        ("--eval_interval", "3"): "use --eval-steps (in steps)",
+        ("--lora_rank", "3"): "use --lora-r N (the rank)",
         ("--deepspeed", "z.json"): "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards",
         ("--fsdp", "full"): "start it by `torchrun --nproc-per-node N",
         ("--batch_size", "3"): "use --batch-tokens (tokens of a forward pass on one GPU, not rows)",
@@ -198,4 +225,4 @@ def test_the_documentation_says_which_options_a_resumed_run_may_change():
     text = re.search(r"may change (.*?)\.", (DOCS / "training.md").read_text().replace("\n", " "))[1]
     found = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
     fields = {field.name for recipe in RECIPES.values() for field in dataclasses.fields(recipe)}
-    assert found == fields - set(_SAME) - {"out", "show", "resume", "dry_run", "logger"}
+    assert found == fields - set(_SAME) - {"output_dir", "show", "resume", "dry_run", "report_to"}

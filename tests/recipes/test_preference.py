@@ -49,7 +49,7 @@ FEW = (
     "4",
     "--lr",
     "3e-3",
-    "--warmup",
+    "--warmup-steps",
     "0",
 )
 
@@ -190,7 +190,7 @@ def expected(options, model, before, rows):
             labels = [-100] * row.prompt + ids[row.prompt :]
             kls.append(plain(model, type(row.sequences[0])(ids, labels))[0])
             kls[-1] -= plain(before, type(row.sequences[0])(ids, labels))[0]
-        kl = torch.stack(kls).mean().clamp(min=0).detach() if options.loss == "kto" else 0
+        kl = torch.stack(kls).mean().clamp(min=0).detach() if options.loss_type == "kto" else 0
         for row, ((a, *_),), ((b, *_),) in zip(rows, own, ref, strict=True):
             ratio = a - b - kl
             weight = options.desirable_weight if row.label else options.undesirable_weight
@@ -208,11 +208,11 @@ def expected(options, model, before, rows):
                 "ipo": (per_token - 1 / (2 * beta)) ** 2,
                 "apo_zero": 1 - s(beta * (w - rw)) + s(beta * (l - rl)),
             }
-            losses.append(kinds[options.loss])
+            losses.append(kinds[options.loss_type])
         elif options.recipe == "cpo":
             losses.append(-log_s(beta * (w - l)))
         elif options.recipe == "simpo":
-            losses.append(-log_s(beta * (w / nw - l / nl) - options.gamma))
+            losses.append(-log_s(beta * (w / nw - l / nl) - options.simpo_gamma))
         else:
             odds = (w / nw - torch.log1p(-(w / nw).exp())) - (l / nl - torch.log1p(-(l / nl).exp()))
             losses.append(-beta * log_s(odds))
@@ -224,10 +224,11 @@ def expected(options, model, before, rows):
 
 
 CASES = [
-    ("dpo", {}), ("dpo", {"loss": "sigmoid_norm"}), ("dpo", {"loss": "hinge"}), ("dpo", {"loss": "ipo"}),
-    ("dpo", {"loss": "apo_zero", "beta": 0.3}), ("dpo", {"label_smoothing": 0.1, "sft_weight": 0.7}),
-    ("kto", {}), ("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.5}), ("kto", {"loss": "apo_zero_unpaired"}),
-    ("orpo", {}), ("cpo", {}), ("simpo", {"beta": 2.0, "gamma": 1.0}), ("simpo", {"sft_weight": 0.5}),
+    ("dpo", {}), ("dpo", {"loss_type": "sigmoid_norm"}), ("dpo", {"loss_type": "hinge"}), ("dpo", {"loss_type": "ipo"}),
+    ("dpo", {"loss_type": "apo_zero", "beta": 0.3}), ("dpo", {"label_smoothing": 0.1, "sft_weight": 0.7}),
+    ("kto", {}), ("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.5}),
+    ("kto", {"loss_type": "apo_zero_unpaired"}),
+    ("orpo", {}), ("cpo", {}), ("simpo", {"beta": 2.0, "simpo_gamma": 1.0}), ("simpo", {"sft_weight": 0.5}),
 ]  # fmt: skip
 
 
@@ -237,7 +238,12 @@ def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe,
     """Loss and gradient of a step of two batches, packed and padded."""
     data = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
     how = dict(
-        model=str(home / "model"), data=str(data), out=str(tmp_path), length=64, batch_tokens=256, packing=packing
+        model=str(home / "model"),
+        data=str(data),
+        output_dir=str(tmp_path),
+        max_length=64,
+        batch_tokens=256,
+        packing=packing,
     )
     options = RECIPES[recipe](**how, **({"reference": "model"} if recipe in ("dpo", "kto") else {}))
     module, cpu = MODULES[recipe], Processes(torch.device("cpu"))
@@ -277,7 +283,9 @@ def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe,
 
 
 def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer, tmp_path):
-    options = RECIPES["kto"](model=str(home / "model"), data=str(home / "single.jsonl"), out=str(tmp_path), length=64)
+    options = RECIPES["kto"](
+        model=str(home / "model"), data=str(home / "single.jsonl"), output_dir=str(tmp_path), max_length=64
+    )
     first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
         first.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
@@ -317,7 +325,7 @@ def test_dpo_learns_and_tells_rewards(home, capsys):
 
 @pytest.mark.parametrize("recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
 def test_two_processes_compute_what_one_does(home, tmp_path, recipe):
-    flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2")
+    flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2")
     assert prefer(home, f"{recipe}-1", *flags, recipe=recipe) == 0
 
     def work():
@@ -356,7 +364,15 @@ def test_the_reference_is_the_same_however_it_is_held(home, tmp_path, recipe):
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_reference(home, tmp_path, capsys):
-    flags = (*FEW, "--save-every", "2", "--schedule", "constant", "--eval-data", home / "pairs.jsonl")
+    flags = (
+        *FEW,
+        "--save-steps",
+        "2",
+        "--lr-scheduler-type",
+        "constant_with_warmup",
+        "--eval-data",
+        home / "pairs.jsonl",
+    )
     assert prefer(home, tmp_path / "whole", *flags) == 0
     evaluated = metrics(tmp_path / "whole", "eval_loss")
     assert evaluated[0] == pytest.approx(math.log(2), abs=1e-5)  # of several batches
@@ -383,16 +399,16 @@ def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
         ("orpo", lines("same.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}), (), "both are the same"),
         ("dpo", lines("empty.jsonl", {"prompt": "a", "chosen": "b", "rejected": ""}), (), "nothing is left of it"),
         ("kto", lines("void.jsonl", {"prompt": "a", "completion": "", "label": True}), (), "completion: it is empty"),
-        ("dpo", pairs, ("--loss", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
+        ("dpo", pairs, ("--loss-type", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
         ("dpo", pairs, ("--length", "8", "--batch-tokens", "64"), "rows have no token to train"),
     ]  # fmt: skip
     values = [
         ("dpo", pairs, ("--beta", "0"), "expected more than 0"),
-        ("dpo", pairs, ("--loss", "aot"), "expected one of sigmoid"),
+        ("dpo", pairs, ("--loss-type", "aot"), "expected one of sigmoid"),
         ("dpo", pairs, ("--reference", "adapter-off"), "needs adapters to switch off"),
         ("dpo", pairs, ("--reference", "model", "--lora", "4"), "without its adapters is the same"),
         ("kto", single, ("--reference", "precompute"), "drawn anew in each epoch"),
-        ("dpo", pairs, ("--length", "64", "--batch-tokens", "100"), "less than 2 sequences of length=64"),
+        ("dpo", pairs, ("--length", "64", "--batch-tokens", "100"), "less than 2 sequences of max_length=64"),
     ]  # fmt: skip
     for recipe, data, flags, words in wrong + values:
         status = 2 if (recipe, data, flags, words) in values else 3
@@ -401,7 +417,7 @@ def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
         assert words in said and said.count("error: ") == 1, said
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="whole rows on each GPU"):
-        RECIPES["simpo"](model="m", data="d", out="o", cp=2)
+        RECIPES["simpo"](model="m", data="d", output_dir="o", cp=2)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
@@ -414,7 +430,7 @@ def test_the_plan_counts_a_frozen_copy(home, capsys):
         needs[flags] = float(plan.partition("weights ")[2].split()[0])
     assert needs[()] == pytest.approx(2 * 107_584 * 4 / 2**20, abs=0.05) and needs["--lora", "4"] < 0.6
     few = "warning: a forward pass has 1.0 answers, and KTO compares"
-    assert few in plan and "--batch-tokens 768 (16 x --length) or more" in plan
+    assert few in plan and "--batch-tokens 768 (16 x --max-length) or more" in plan
     good = [json.dumps(row | {"label": True}) for row in map(json.loads, (home / "single.jsonl").open())]
     (home / "good.jsonl").write_text("\n".join(good))
     flags = ("--steps", "1", "--accumulation", "1", "--length", "48")  # nothing is counted

@@ -58,9 +58,11 @@ def settings(home, out, recipe, data, length=64, **options):
     """Batches of ROWS rows, at a rate that stays, without a rise."""
     kind = RECIPES[recipe]
     return kind(
-        model=str(home / "model"), data=str(home / f"{data}.jsonl"), out=str(out), length=length, packing=False,
-        batch_tokens=kind.sequences * ROWS * length, accumulation=1, lr=1e-3, schedule="constant", warmup=0,
-        logger="none", show=0, **{"steps": STEPS, **options},
+        model=str(home / "model"), data=str(home / f"{data}.jsonl"), output_dir=str(out), max_length=length,
+        packing=False,
+        batch_tokens=kind.sequences * ROWS * length, accumulation=1, learning_rate=1e-3,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=0,
+        report_to="none", show=0, **{"max_steps": STEPS, **options},
     )  # fmt: skip
 
 
@@ -69,7 +71,9 @@ def rows_in_order(options, steps):
     tokenizer = ligermodels.Tokenizer.from_hub(options.model)
     rows = open_rows(options.data)
     encode = Encoder(tokenizer, detect(rows))
-    known = {tuple(one.cut(options.length).ids): rows[n] for n in range(len(rows)) for one in encode(rows[n]).sequences}
+    known = {
+        tuple(one.cut(options.max_length).ids): rows[n] for n in range(len(rows)) for one in encode(rows[n]).sequences
+    }
     batches, found = PreferenceData(options, tokenizer).train, []
     for batch in (next(batches) for _ in range(steps)):
         ids = [tuple(row[mask.bool()].tolist()) for row, mask in
@@ -102,7 +106,7 @@ def logged(of, name):
 def check_run(files, tmp_path, recipe, data, kind, *, ours=None, theirs=None, names=None, **more):
     options = settings(files, tmp_path / "ours", recipe, data, **more, **(ours or {}))
     of = trainer(kind, files, tmp_path, rows_in_order(options, STEPS), reference=True,
-                 max_length=options.length, **(theirs or {}))  # fmt: skip
+                 max_length=options.max_length, **(theirs or {}))  # fmt: skip
     of.train()
     assert importlib.import_module(f"ligermodels.recipes.{recipe}").train(options) == 0
     for own, other in {"loss": "loss", "grad_norm": "grad_norm", **(names or {})}.items():
@@ -126,9 +130,9 @@ def test_dpo_is_trls_for_fifty_steps(files, tmp_path, data):
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        ({"loss": "ipo"}, {"loss_type": ["ipo"]}),
-        ({"loss": "sigmoid_norm", "beta": 2.0}, {"loss_type": ["sigmoid_norm"], "beta": 2.0}),
-        ({"loss": "robust", "label_smoothing": 0.1}, {"loss_type": ["robust"], "label_smoothing": 0.1}),
+        ({"loss_type": "ipo"}, {"loss_type": ["ipo"]}),
+        ({"loss_type": "sigmoid_norm", "beta": 2.0}, {"loss_type": ["sigmoid_norm"], "beta": 2.0}),
+        ({"loss_type": "robust", "label_smoothing": 0.1}, {"loss_type": ["robust"], "label_smoothing": 0.1}),
         ({"sft_weight": 0.3}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}),
     ],
     ids=str,
@@ -170,7 +174,7 @@ def test_the_tokens_are_trls(files, tmp_path, data):
 )
 def test_a_step_without_a_reference_is_trls(files, tmp_path, recipe, kind, theirs):
     """Loss and gradient of the first step; of texts, since these trainers tokenise chats otherwise."""
-    options = settings(files, tmp_path / "ours", recipe, "texts", steps=1)
+    options = settings(files, tmp_path / "ours", recipe, "texts", max_steps=1)
     of = trainer(kind, files, tmp_path, rows_in_order(options, 1), steps=1, max_length=64, **theirs)
     of.train()
     assert importlib.import_module(f"ligermodels.recipes.{recipe}").train(options) == 0

@@ -9,7 +9,20 @@ from ligermodels.recipes.sft import dft_loss
 from tests.recipes import losses
 from tests.recipes.runs import metrics, train
 
-FEW = ("--length", "64", "--accumulation", "2", "--steps", "4", "--lr", "1e-3", "--warmup", "0", "--eval-share", "0.3")
+FEW = (
+    "--length",
+    "64",
+    "--accumulation",
+    "2",
+    "--steps",
+    "4",
+    "--lr",
+    "1e-3",
+    "--warmup-steps",
+    "0",
+    "--eval-share",
+    "0.3",
+)
 
 
 def test_dft_is_cross_entropy_times_the_probability():
@@ -43,7 +56,7 @@ def test_a_loss_function_that_cannot_be_called_is_refused():
 
 
 def test_a_run_with_dft(home):
-    for out, more in (("nll", ()), ("dft", ("--loss", "dft"))):
+    for out, more in (("nll", ()), ("dft", ("--loss-type", "dft"))):
         assert train(home, out, *FEW, *more) == 0
     first = [metrics(home / out, "eval_loss")[0] for out in ("nll", "dft")]
     assert first[0] == first[1]

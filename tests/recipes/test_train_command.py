@@ -22,7 +22,7 @@ from tests.parallel.ranks import on_ranks
 from tests.recipes.runs import CHATS, metrics, train
 
 LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
-FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup", "0")
+FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup-steps", "0")
 
 
 def answer(model, tokenizer, prompt):
@@ -56,7 +56,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
             " GiB (process) |" in text
             and "12 rows of messages" in text
             and "| best evaluation |" in text
-            and "lr: 0.004" in text
+            and "learning_rate: 0.004" in text
         )
     saved = SFTOptions.load(home / "sft" / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
@@ -119,7 +119,7 @@ def check_same(ours, theirs):
 
 
 def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):
-    flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2", "--save-every", "3")
+    flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "3")
     assert train(home, "one", *flags) == 0
     on_two(tmp_path, lambda: train(home, "two", *flags))
     check_same(home / "two", home / "one")
@@ -135,7 +135,7 @@ def train_with_warnings(home, out, *flags):
     from ligermodels.recipes import sft
 
     saved = SFTOptions.load(home / out / "options.yaml")
-    return sft.train(SFTOptions(**{**saved, "steps": 7, "resume": True}))
+    return sft.train(SFTOptions(**{**saved, "max_steps": 7, "resume": True}))
 
 
 @pytest.mark.slow
@@ -157,7 +157,12 @@ def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_pat
 
 def test_a_file_of_options_and_a_dry_run(home, capsys):
     file = home / "recipe.yaml"
-    values = {"model": str(home / "model"), "data": str(home / "chats.jsonl"), "out": str(home / "dry"), "epochs": 2}
+    values = {
+        "model": str(home / "model"),
+        "data": str(home / "chats.jsonl"),
+        "output_dir": str(home / "dry"),
+        "num_train_epochs": 2,
+    }
     file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "\nlr: 1e-4\n")
     argv = ["train", "sft", "--config", str(file), "--dry-run", "--length", "64", "--show", "1", "--lora", "4"]
     assert main(argv) == 0
@@ -186,7 +191,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         (tmp_path / name).write_text(text)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
-    (tmp_path / "recipe.yaml").write_text("lr: 1e-4\nwarm_up: 3")
+    (tmp_path / "recipe.yaml").write_text("lr: 1e-4\nwarmup_step: 3")
     good, out = home / "chats.jsonl", tmp_path / "out"
     wrong = [
         ((home / "model", "--data", tmp_path / "missing.jsonl"), "no file or folder"),
@@ -201,21 +206,21 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", tmp_path / "pairs.jsonl"), "dpo"),
         ((home / "model", "--data", tmp_path / "data.xlsx"), "has an unsupported extension"),
         ((home / "model", "--data", good, "--steps", "3", "--epochs", "1"), "both say how long to train"),
-        ((home / "model", "--data", good, "--lr", "fast"), "lr='fast': expected a number"),
+        ((home / "model", "--data", good, "--lr", "fast"), "learning_rate='fast': expected a number"),
         ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
-        ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warm_up; did you mean war"),
+        ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warmup_step; did you mean"),
         ((home / "model", "--data", good, "--config", tmp_path / "none.yaml"), "cannot be read: No such file"),
-        ((home / "model", "--data", good, "--logger", "wandb"), "not installed: pip install 'wandb'"),
+        ((home / "model", "--data", good, "--report-to", "wandb"), "not installed: pip install 'wandb'"),
         ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
-        ((home / "model", "--data", good, "--lora", "4", "--lora-targets", "qproj"), "qproj"),
-        ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora 16"),
+        ((home / "model", "--data", good, "--lora", "4", "--lora-target-modules", "qproj"), "qproj"),
+        ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora-r 16"),
         ((home / "model", "--data", good, "--quantize", "nf4", "--lora", "4", "--merge"), "round the result to 4 bits"),
         ((home / "model", "--data", good, "--length", "4", "--batch-tokens", "64"), "rows have no token to train"),
     ]  # fmt: skip
     values = {
-        "data is missing: give --data", "both say how long to train", "lr='fast': expected a number",
-        "no option warm_up; did you mean war", "cannot be read: No such file", "torchrun --nproc-per-node",
-        "add --lora 16", "round the result to 4 bits",
+        "data is missing: give --data", "both say how long to train", "learning_rate='fast': expected a number",
+        "no option warmup_step; did you mean", "cannot be read: No such file", "torchrun --nproc-per-node",
+        "add --lora-r 16", "round the result to 4 bits",
     }  # fmt: skip
     try:
         import wandb  # noqa: F401
@@ -230,7 +235,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         assert status == (2 if words in values else 3) and words in said, f"{argv}: {said}"
         assert said.count("error: ") == 1 and "Traceback" not in said
     assert not out.exists() or not any(out.iterdir())
-    for flag in ("--learning-rate", "--epoch"):
+    for flag in ("--num-epochs", "--epoch"):
         with pytest.raises(SystemExit) as stop:
             main(["train", "sft", "m", "--data", "d", "--out", "o", flag, "3"])
         assert stop.value.code == 2 and "sft has no option --" in capsys.readouterr().err
@@ -255,7 +260,11 @@ def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, caps
     ("flags", "status", "words"),
     [
         (("--data", "nowhere.jsonl"), 3, "error: there is no file or folder nowhere.jsonl"),
-        (("--data", "d.jsonl", "--save_steps", "3"), 2, "error: sft has no option --save-steps; use --save-every"),
+        (
+            ("--data", "d.jsonl", "--save_interval", "3"),
+            2,
+            "error: sft has no option --save-interval; use --save-steps",
+        ),
     ],
 )
 def test_an_error_under_torchrun_is_said_first_and_last(home, tmp_path, flags, status, words):
@@ -283,12 +292,14 @@ def test_rows_that_are_cut_are_told_and_counted(home, tmp_path, capsys):
     rows = (home / "chats.jsonl").read_text().splitlines()
     long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
     (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
-    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0  # --steps: nothing is counted before
+    assert (
+        train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0
+    )  # --max-steps: nothing is counted before
     said = capsys.readouterr().err
     tokens = len(Tokenizer.from_folder(home / "model").apply_chat_template(json.loads(long)["messages"]))
-    told = f"warning: rows are cut at --length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
+    told = f"warning: rows are cut at --max-length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
     assert said.count("warning: ") == said.count(told) == 1 and tokens > 99
-    assert "were trained; 2 rows cut at --length |" in (tmp_path / "a" / "report.md").read_text()
+    assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "a" / "report.md").read_text()
     (tmp_path / "long.jsonl").write_text("\n".join([long] * 8))
     assert train(home, tmp_path / "b", *FEW, data=tmp_path / "long.jsonl") == 3
     assert "none of 8 rows trains a token that stops the model" in capsys.readouterr().err
@@ -338,7 +349,7 @@ def test_a_template_of_the_command_line(home, tmp_path):
     tokenizer.save_pretrained(home / "templated")
     flags = ("--steps", "3", "--length", "128", "--eval-share", "0.2", "--lora", "2", "--merge")
     data, out = ("--data", str(home / "chats.jsonl")), home / "with template"
-    rest = (*flags, "--show", "0", "--logger", "none")
+    rest = (*flags, "--show", "0", "--report-to", "none")
     assert main(["train", "sft", str(home / "templated"), *data, "--out", str(home / "its own"), *rest]) == 0
     given = ("--chat-template", str(tmp_path / "template.jinja"))
     assert main(["train", "sft", str(home / "model"), *data, "--out", str(out), *rest, *given]) == 0

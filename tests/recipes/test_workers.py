@@ -16,7 +16,7 @@ from tests.recipes.runs import metrics, reached, train
 
 fcntl = pytest.importorskip("fcntl")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-FLAGS = ("--length", "320", "--accumulation", "1", "--save-every", "0", "--resume")
+FLAGS = ("--length", "320", "--accumulation", "1", "--save-steps", "0", "--resume")
 SECONDS = 4
 
 

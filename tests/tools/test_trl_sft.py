@@ -31,9 +31,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 
 STEPS, ACCUMULATION, LENGTH = 50, 2, 192
 OPTIONS = {
-    "cosine": dict(schedule="cosine", lr=5e-3, warmup=0.0, weight_decay=0.1, clip=1.0),
-    "warm-up": dict(schedule="linear", lr=1e-2, warmup=5.0, weight_decay=0.0, clip=0.5),
-    "adapters": dict(schedule="constant", lr=1e-2, warmup=0.0, weight_decay=0.0, clip=1.0, lora=8),
+    "cosine": dict(
+        lr_scheduler_type="cosine", learning_rate=5e-3, warmup_steps=0.0, weight_decay=0.1, max_grad_norm=1.0
+    ),
+    "warm-up": dict(
+        lr_scheduler_type="linear", learning_rate=1e-2, warmup_steps=5.0, weight_decay=0.0, max_grad_norm=0.5
+    ),
+    "adapters": dict(
+        lr_scheduler_type="constant_with_warmup",
+        learning_rate=1e-2,
+        warmup_steps=0.0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        lora_r=8,
+    ),
 }
 
 
@@ -65,7 +76,7 @@ def home(tmp_path_factory):
 def train_ours(home, name, options):
     argv = ["train", "sft", home / "model", "--data", home / "chats.jsonl", "--out", home / name, "--show", "0"]
     argv += [
-        "--logger",
+        "--report-to",
         "none",
         "--length",
         LENGTH,
@@ -73,7 +84,7 @@ def train_ours(home, name, options):
         STEPS,
         "--accumulation",
         ACCUMULATION,
-        "--eval-every",
+        "--eval-steps",
         0,
     ]
     for key, value in options.items():
@@ -115,13 +126,13 @@ class Trainer(trl.SFTTrainer):
 
 
 def train_theirs(home, name, options, model):
-    schedule = dict(schedule=options["schedule"], warmup=options["warmup"])
+    schedule = dict(schedule=options["lr_scheduler_type"], warmup=options["warmup_steps"])
     arguments = trl.SFTConfig(
         str(home / name), packing=True, packing_strategy="bfd", max_length=LENGTH, assistant_only_loss=True,
         max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=ACCUMULATION, optim="adamw_torch",
-        learning_rate=options["lr"], weight_decay=options["weight_decay"], max_grad_norm=options["clip"],
-        train_sampling_strategy="sequential", use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_steps=1,
+        learning_rate=options["learning_rate"], weight_decay=options["weight_decay"],
+        max_grad_norm=options["max_grad_norm"], train_sampling_strategy="sequential", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
     trainer = Trainer(
         model, args=arguments, processing_class=make_tokenizer(), wanted=batches_of_ours(home),
@@ -137,10 +148,10 @@ def test_fifty_steps_of_sft_are_those_of_trl(home, name):
     options = OPTIONS[name]
     train_ours(home, name, options)
     model = theirs(home / "model")
-    if "lora" in options:
+    if "lora_r" in options:
         from ligermodels.training.lora import add_lora, save_adapter
 
-        start = add_lora(ours(home / "model"), r=options["lora"], alpha=32, targets="all-linear", seed=0)
+        start = add_lora(ours(home / "model"), r=options["lora_r"], alpha=32, targets="all-linear", seed=0)
         save_adapter(start, home / "start")
         model = peft.PeftModel.from_pretrained(model, str(home / "start"), is_trainable=True)
     trainer = train_theirs(home, f"{name}-trl", options, model)
@@ -153,7 +164,7 @@ def test_fifty_steps_of_sft_are_those_of_trl(home, name):
         logged = {step: float(entry[theirs_name]) for step, entry in logs.items()}
         assert metrics(home / name, ours_name) == pytest.approx(logged, rel=1e-4)
     trainer.save_model(str(home / f"{name}-trl"))
-    kind = "adapter/adapter_model" if "lora" in options else "model/model"
+    kind = "adapter/adapter_model" if "lora_r" in options else "model/model"
     mine = load_file(home / name / f"{kind}.safetensors")
     wanted = load_file(home / f"{name}-trl" / f"{kind.partition('/')[2]}.safetensors")
     assert mine.keys() == wanted.keys()
