@@ -69,8 +69,8 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
     prompts, group, length, new = case
     model = our_model(name, device, torch.float32 if dry else torch.bfloat16, tiny=dry).train()
     options = GRPOOptions(
-        model=name, data="-", out="-", reward=("-",), prompts=prompts, group=group, max_new_tokens=new,
-        length=length + new, batch_tokens=tokens,
+        model=name, data="-", output_dir="-", reward_funcs=("-",), prompts=prompts, num_generations=group,
+        max_completion_length=new, max_length=length + new, batch_tokens=tokens,
     )  # fmt: skip
     rewards = Rewards({"reward": reward})
     loss = PolicyLoss(options, Sampler(options, None, rewards, None))  # type: ignore[arg-type]

@@ -174,8 +174,9 @@ def command(job: Job) -> list[str]:
     precision = {"masters": "bf16-masters", "fp32": "fp32"}
     flags: dict[str, Any] = {
         "data": Path(job.folder, "rows.jsonl"), "out": job.out, "length": job.tokens, "batch-tokens": job.tokens,
-        "steps": job.steps, "accumulation": job.accumulation, "lr": job.lr, "schedule": "constant", "warmup": 0,
-        "save-every": 0, "eval-every": 0, "logger": "none", "show": 0, "activations": "none",
+        "steps": job.steps, "accumulation": job.accumulation, "lr": job.lr,
+        "lr-scheduler-type": "constant_with_warmup", "warmup-steps": 0, "save-steps": 0, "eval-steps": 0,
+        "report-to": "none", "show": 0, "activations": "none",
         "precision": next((precision[name] for name in job.options if name in precision), "bf16"),
     }  # fmt: skip
     flags |= {} if job.kind == "full" else {"lora": RANK, "lora-alpha": ALPHA}
