@@ -61,7 +61,7 @@ WITHOUT_TORCH = {
     "chat empty": (3, "neither model.safetensors"),
     "train sft --help": (0, "--batch-tokens"),
     "train --help": (0, "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --out tuned"),
-    "train sft model --data x --out y --learning-rate 1": (2, "use --lr"),
+    "train sft model --data x --out y --deepspeed z": (2, "torchrun"),
     "train pretrain model --data x --out y --steps 1 --epochs 1": (2, "both say how long"),
 }
 """Command -> its exit status, and words that it prints."""
