@@ -15,6 +15,13 @@ WORDS = ("a", "bcd", "efg", "hij", "klm", "nop", "qrs", "tuv")
 CHATS = [[{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}] for word in WORDS]
 
 
+FEW = (
+    "--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup-steps", "0",
+    "--eval-share", "0.3",
+)  # fmt: skip
+"""Options of a short run with evaluations."""
+
+
 def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
     """The exit status of a run into home/out."""
     argv = [

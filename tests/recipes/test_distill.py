@@ -20,7 +20,7 @@ from ligermodels.recipes.options import DistillOptions
 from ligermodels.text import Tokenizer
 from tests.arch import qwen2_vl
 from tests.recipes import losses
-from tests.recipes.runs import metrics, train
+from tests.recipes.runs import FEW, metrics, train
 from tests.recipes.test_grpo import fake
 from tests.recipes.test_train_command import check_same, on_two
 
@@ -97,22 +97,6 @@ def test_loss_is_that_of_trl(beta):
     loss = distill_loss(student, batch, torch.tensor(7.0), teacher=teacher.requires_grad_(False), **OPTIONS | options)
     torch.testing.assert_close(loss, expected)
     losses.assert_same(losses.gradients(student, loss), losses.gradients(student, expected))
-
-
-FEW = (
-    "--length",
-    "64",
-    "--accumulation",
-    "2",
-    "--steps",
-    "6",
-    "--lr",
-    "3e-3",
-    "--warmup-steps",
-    "0",
-    "--eval-share",
-    "0.3",
-)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from ligermodels.recipes.medusa import _sizes, medusa_loss
 from ligermodels.recipes.options import MedusaOptions
 from ligermodels.training import add_medusa, load_medusa, save_medusa
 from tests.recipes import losses
-from tests.recipes.runs import metrics, train
+from tests.recipes.runs import FEW, metrics, train
 from tests.recipes.test_train_command import on_two
 
 HOW = dict(decay=0.8, heads_weight=0.2, train_base=False)
@@ -137,22 +137,6 @@ def test_files_are_those_of_the_reference(tmp_path, layers):
         load_medusa(losses.model(hidden_size=16), tmp_path / "ours")
     with pytest.raises(CheckpointError, match="names no medusa_num_heads"):
         load_medusa(model, tmp_path)
-
-
-FEW = (
-    "--length",
-    "64",
-    "--accumulation",
-    "2",
-    "--steps",
-    "6",
-    "--lr",
-    "3e-3",
-    "--warmup-steps",
-    "0",
-    "--eval-share",
-    "0.3",
-)
 
 
 def medusa(home, out, *flags):

@@ -10,19 +10,9 @@ from tests.recipes import losses
 from tests.recipes.runs import metrics, train
 
 FEW = (
-    "--length",
-    "64",
-    "--accumulation",
-    "2",
-    "--steps",
-    "4",
-    "--lr",
-    "1e-3",
-    "--warmup-steps",
-    "0",
-    "--eval-share",
-    "0.3",
-)
+    "--length", "64", "--accumulation", "2", "--steps", "4", "--lr", "1e-3", "--warmup-steps", "0",
+    "--eval-share", "0.3",
+)  # fmt: skip
 
 
 def test_dft_is_cross_entropy_times_the_probability():
