@@ -66,7 +66,7 @@ CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
 BATCHES = 8, 64, 64, 64
 TIE = 8
-"""The logits of two ids that tie differ by at most so many errors of a logit in bf16: the rms difference of a row's
+"""Two ids tie if their logits differ by at most this many errors of a logit in bf16: the rms difference of a row's
 from those in fp32. Two logits in two ways of rounding err by 2 together, and 4 times that is once in 10,000."""
 TASK = '''Rename the function to `total` and change nothing else. Answer with the code alone.
 

@@ -143,7 +143,7 @@ def write(folder: Path, settings: "Settings", most: int, total: int, **changes: 
     at most `most` a row."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    # bitsandbytes reads rows on a CPU wrongly that are no multiple of 64 wide
+    # on a CPU, bitsandbytes reads rows wrongly whose length is no multiple of 64
     changes |= {"intermediate_size": 192} if settings.dry else {}
     model = ours(settings.model, settings.device, torch.bfloat16, tiny=settings.dry, **changes)
     model.save_pretrained(folder)

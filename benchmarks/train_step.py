@@ -125,7 +125,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recompute", choices=("none", "block"), help="of all who do not name their own")
     parser.add_argument("--steps", type=int, help="timed steps, of which the median counts")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step")
-    parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence that trains in so many GiB")
+    parser.add_argument("--longest", type=float, metavar="GIB", help="measure the longest sequence that trains in GIB")
     parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")

@@ -131,8 +131,8 @@ class CausalLM(Pretrained, TrainerInterface):
             there. Where tokens are padded on the left, give the first token of a row the label -100: else the last
             position of the padding, which sees nothing, has to predict it (in transformers as well, where the loss then
             depends on the implementation of attention).
-        shift_labels, by keyword alone: [B, S], labels of the next tokens, shifted by the caller, in place of those that
-            `labels` tells. (Trainer takes each named argument with "label" in it for a column that every batch has.)
+        shift_labels, by keyword alone: [B, S], labels of the next tokens, shifted by the caller, in place of
+            `labels`. It is not a named argument because Trainer expects each one with "label" in it in every batch.
         ignore_index: a label that counts as -100 does.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A

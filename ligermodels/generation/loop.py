@@ -136,8 +136,8 @@ def generate(
         kv_cache_dtype: "fp8" holds the cache's keys and values in e4m3, in half the memory, with a scale for each token
             and key head (docs/operations.md has the error). The prompt attends to its own as they are, later tokens to
             what the cache holds. None or "auto": the dtype of the model, exactly.
-        prefill_chunk_size: the prompt runs through the model by so many tokens at a time, which bounds the memory that
-            a long one needs.
+        prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory that a long prompt
+            needs; None: all of them.
         disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
             KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
         prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, taken from where the last

@@ -559,7 +559,7 @@ def _steps(folder: Path) -> dict[int, Path]:
 
 
 def _make(partial: Path) -> int:
-    """Makes the folder to write into, and removes what killed runs left behind. Returns the bytes that are free."""
+    """Makes the folder to write into, removes the unfinished ones of killed runs, and returns the free bytes."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     for path in list(partial.parent.iterdir()):
         if _PARTIAL.fullmatch(path.name):

@@ -56,7 +56,7 @@ class Sample(Protocol):
 _NAMED = 3
 """Rows that are named of those with the same trouble."""
 _ENOUGH = 100
-"""Rows after which it is told that all are cut before they end."""
+"""Rows after which it is an error if none of them trains a stop token."""
 _Outcome = tuple[list[Any], collections.Counter[str]]
 """Of a row: the samples, and what is to be counted."""
 Collate = Callable[[Sequence[Any], int, int], Batch]
@@ -170,7 +170,7 @@ class Batches(Iterator[Batch]):
         self._ahead: tuple[tuple[int, int], Future[_Window]] | None = None  # (epoch, row) and the window there
         self._counts: collections.Counter[str] = collections.Counter()
         self._named: dict[str, list[tuple[str, int]]] = {}  # the first rows of what is counted, and their tokens
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._idle_rows = 0  # rows since the last window that had a batch
         self._workers, self._look = workers, look
         self._encoded: _Encoded | None = None
@@ -304,20 +304,20 @@ class Batches(Iterator[Batch]):
         return ", ".join(f"{row} has {tokens:,} tokens{each}" for row, tokens in self._named.get("truncated", ()))
 
     def _warn(self) -> None:
-        """Tells once of rows that are cut, once of those left out, and lets `look` tell; in the first process alone."""
+        """Warns once of rows that are cut, once of rows that are left out, and calls `look`; on rank 0 alone."""
         if self._rank or int(os.environ.get("RANK", "0")):
             return
-        told = {}
+        found = {}
         if rows := self._cut_rows():
-            told["cut"] = (
-                f"rows are cut at --max-length {self._length}, such as: {rows}. What is behind is not trained, nor the "
-                "token that ends the answer. To train them whole, raise --max-length"
+            found["cut"] = (
+                f"rows are cut at --max-length {self._length}, such as: {rows}. What comes after is not trained, "
+                "nor the token that ends the answer. To train them whole, raise --max-length"
             )
         if rows := self._left_out():
-            told["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
-        for what in told.keys() - self._told:
-            warnings.warn(told[what], stacklevel=4)
-        self._told |= told.keys()
+            found["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
+        for what in found.keys() - self._warned:
+            warnings.warn(found[what], stacklevel=4)
+        self._warned |= found.keys()
         if self._look is not None and self._window is not None:
             self._look(self._window.batches)
             self._look = None
