@@ -27,7 +27,7 @@ import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row
 from benchmarks.kernels import milliseconds
-from ligermodels.kernels import one_row, quantized
+from ligermodels.kernels import gemv, quantized
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
 COPIES = 100 * 2**20
@@ -126,7 +126,7 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
         if len(x) > 1:
             return F.linear(x, weights[0])
         glu = len(weights) > 1
-        return one_row.one_row_glu(x, *weights, activation="silu") if glu else one_row.one_row_linear(x, weights[0])
+        return gemv.gemv_glu(x, *weights, activation="silu") if glu else gemv.gemv(x, weights[0])
     if len(weights) > 1:
         return quantized.quantized_glu(x, *weights, None, None, activation="silu")
     return quantized.quantized_linear(x, weights, [None])
@@ -149,8 +149,8 @@ def nbytes(weight: Any) -> int:
 def copied(weight: Any) -> Any:
     if isinstance(weight, Tensor):
         return weight.clone()
-    tensors, options = weight.apart()
-    return type(weight).of([tensor.clone() for tensor in tensors], options)
+    tensors, options = weight.flatten()
+    return type(weight).unflatten([tensor.clone() for tensor in tensors], options)
 
 
 def of_torchao(x: Tensor, weight: Tensor, device: str) -> list[Row]:

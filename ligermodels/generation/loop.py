@@ -25,7 +25,7 @@ from ligermodels.generation.processors import counted_by_columns, draw, make_pro
 from ligermodels.generation.request import Request, is_adapted
 from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
-from ligermodels.kernels.pick import pick
+from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 
 
@@ -257,7 +257,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 processed = process(ids[:, shown:length], processed)
             if scores is not None:
                 scores.append(processed)
-            chosen = pick(processed)  # [2, B]: the tokens, and where there are none
+            chosen = argmax(processed)  # [2, B]: the tokens, and where there are none
             token = chosen[0]
             if not to_host:
                 torch.maximum(broken, chosen[1], out=broken)

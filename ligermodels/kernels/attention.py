@@ -40,10 +40,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels._check import describe
+from ligermodels.kernels._flash import data_centre
 from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import accumulator, assume_constant_result, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
-from ligermodels.kernels.flash_config import data_centre
 
 
 def attention_reference(

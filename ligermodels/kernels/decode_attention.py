@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
+from ligermodels.kernels._flash import LOG2E, capped
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
@@ -39,10 +40,8 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.flash_attention import _capped
-from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, halves, widened
+from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, halves, to_fp32
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 256
 _AT_ONCE = 8192
 """Elements of shares that are added at once."""
@@ -121,7 +120,7 @@ def _kernel(
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
     PARTS: tl.constexpr = 2 if PAIRS else 1
     GROUP: tl.constexpr = HQ // HK
-    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
     split = tl.program_id(1)
@@ -162,7 +161,7 @@ def _kernel(
         inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
         v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
         if FP8:
-            k_scales, v_scales = widened(next_k), widened(next_v)
+            k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
             next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s)
         if dtype == tl.float32:
             s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
@@ -176,7 +175,7 @@ def _kernel(
         if FP8:
             s = s * k_scales[None, :]
         if CAP is not None:
-            s, _ = _capped(s, SCALE, CAP, dtype)
+            s, _ = capped(s, SCALE, CAP, dtype)
         s = tl.where((positions < end)[None, :], s, float("-inf"))
         # Less the maximum, then times the factor: see flash_attention.
         higher = tl.maximum(highest, tl.max(s, 1))
@@ -229,7 +228,7 @@ def _many_kernel(
 ):  # fmt: skip
     """DIMS of one query head, of a row with more than BY_LAST shares."""
     wait_for_previous(OVERLAP)
-    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b = tl.program_id(0) // HQ
     _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
     if used <= BY_LAST:

@@ -26,6 +26,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.kernels._flash import (
+    LOG2E,
+    add_row,
+    capped,
+    count,
+    data_centre,
+    head_parts,
+    holes,
+    inner,
+    numbers,
+    outer,
+    sequence_ends,
+    span,
+    store,
+    tile,
+    tile_sizes,
+    times,
+    token_counts,
+    unhidden,
+    zeros,
+)
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     HAS_TRITON,
@@ -37,39 +58,9 @@ from ligermodels.kernels._triton import (
     tl,
     triton,
 )
-from ligermodels.kernels.flash_config import config, data_centre, head_parts
-from ligermodels.kernels.flash_masks import count, holes, sequence_ends, span, token_counts, unhidden
-from ligermodels.kernels.flash_tiles import add_row, inner, numbers, outer, store, tile, times, zeros
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _capped(s, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
-    """CAP * tanh(SCALE * s / CAP), times log2(e), and tanh's derivative there."""
-    if dtype == tl.float32:
-        # Right to fp32 near 0 as well: an odd polynomial there.
-        x = s * (SCALE / CAP)
-        z = x * x
-        small = -0.0537395254 + z * (0.0206384379 + z * -0.0057042302)
-        small = x + x * z * (-0.3333328068 + z * (0.1333144009 + z * small))
-        e = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
-        large = (1.0 - e) / (1.0 + e)
-        t = tl.where(z < 0.390625, small, tl.where(x < 0, -large, large))
-        return t * (CAP * _LOG2E), 1.0 - t * t
-    elif dtype == tl.float64:
-        e = tl.exp2(tl.abs(s) * (-2 * SCALE / CAP * _LOG2E))
-        t = (1.0 - e) / (1.0 + e)
-        t = tl.where(s < 0, -t, t)
-        return t * (CAP * _LOG2E), 1.0 - t * t
-    else:
-        # tanh(x) = 1 - 2 r with r = 1 / (1 + exp(2 x)), off by 2e-7 at most: far below the rounding of s itself.
-        root = tl.rsqrt(1.0 + tl.exp2(s * (2 * SCALE / CAP * _LOG2E)))
-        r = root * root
-        return r * (-2 * CAP * _LOG2E) + CAP * _LOG2E, 4.0 * (r - r * r)
 
 
 @triton.jit(do_not_specialize=["S", "K", "window", "splits"])
@@ -117,12 +108,12 @@ def _forward_kernel(
     total = tl.zeros([BLOCK_M], ACC)
     rounded = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
-    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     for n in tl.range(begin, end, BLOCK_N):
         k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
         s = inner(q, k, REST, PRECISION, ACC)
         if CAP is not None:
-            s, _ = _capped(s, SCALE, CAP, dtype)
+            s, _ = capped(s, SCALE, CAP, dtype)
         if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
             cols = n + tl.arange(0, BLOCK_N)
             visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
@@ -193,10 +184,10 @@ def _combine_kernel(
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
     """The softmax's weights, recomputed from the scores, and the derivative of the softcap."""
     if CAP is not None:
-        capped, slope = _capped(s, SCALE, CAP, dtype)
-        return tl.exp2((capped - lse).to(s.dtype)), slope
+        score, slope = capped(s, SCALE, CAP, dtype)
+        return tl.exp2((score - lse).to(s.dtype)), slope
     else:
-        return tl.exp2((s * (SCALE * _LOG2E) - lse).to(s.dtype)), 1.0
+        return tl.exp2((s * (SCALE * LOG2E) - lse).to(s.dtype)), 1.0
 
 
 @triton.jit(do_not_specialize=["S", "K", "window"])
@@ -408,7 +399,7 @@ def _forward(
     lse = _statistics(q, rows)
     widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
     narrow = window is not None or ends is not None
-    block_m, block_n, warps, stages = config("forward", size, q.element_size(), narrow, tma)
+    block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), narrow, tma)
     if splits is not None:
         block_m = 16
     # exp2 of the bound, times a long sum of values, must fit: fp16 has not the exponents.
@@ -457,7 +448,7 @@ class _Flash(torch.autograd.Function):
         flags = scale, softcap, causal, window is not None, ends is not None, codes is not None, pairs
         widths, narrow = head_parts(size), window is not None or ends is not None
         tma = _tma_takes(q, k.shape[1], k, v)
-        block_m, block_n, warps, stages = config("dq", size, q.element_size(), narrow, tma)
+        block_m, block_n, warps, stages = tile_sizes("dq", size, q.element_size(), narrow, tma)
         launch(
             _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
             out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
@@ -470,7 +461,7 @@ class _Flash(torch.autograd.Function):
             make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
             if not make_dk and not make_dv:
                 continue
-            block_m, block_n, warps, stages = config(kernel, size, q.element_size(), narrow, tma)
+            block_m, block_n, warps, stages = tile_sizes(kernel, size, q.element_size(), narrow, tma)
             statistics: tuple[Any, ...] = lse, delta
             if tma:
                 statistics = tuple(TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics)

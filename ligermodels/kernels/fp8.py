@@ -45,7 +45,7 @@ def store_heads(q_ptr, scale_ptr, x, heads, dims, H: tl.constexpr, D: tl.constex
 
 
 @triton.jit
-def widened(scale):
+def to_fp32(scale):
     """bf16 in fp32, by its bits. After a conversion, LLVM makes a product in fp16 of one in fp32 with what comes from
     fp16 and becomes fp16 again, and there a small scale is rounded."""
     return (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)

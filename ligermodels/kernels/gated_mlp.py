@@ -39,6 +39,7 @@ from ligermodels.kernels._gradients import accumulate, accumulate_grad
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
+from ligermodels.kernels.gemv import gemv, gemv_glu, use_gemv
 from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
 from ligermodels.kernels.linear import (
     as_one_layer,
@@ -51,10 +52,8 @@ from ligermodels.kernels.linear import (
     weight_gradients,
 )
 from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
-from ligermodels.kernels.one_row import one_row_glu, one_row_linear, takes
-from ligermodels.kernels.packed import PackedWeight, Weight
-from ligermodels.kernels.quantized import quantized_glu, quantized_linear
-from ligermodels.kernels.quantized import takes as takes_quantized
+from ligermodels.kernels.low_bit import LowBitWeight, Weight
+from ligermodels.kernels.quantized import quantized_glu, quantized_linear, use_quantized
 
 
 def gated_mlp_reference(
@@ -250,7 +249,7 @@ def _mlp(
     run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
     if packed and not adapted and _are_quantized(x, w1, w2, b1, b2):
         return _one_quantized_row(x, w1, w2, b1, b2, activation)
-    if adapted or any(isinstance(w, PackedWeight) for w in (*w1, w2)):
+    if adapted or any(isinstance(w, LowBitWeight) for w in (*w1, w2)):
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
@@ -264,27 +263,27 @@ def _mlp(
 
 
 def _takes_one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None) -> bool:
-    """True if one_row.py runs the gated MLP: of a single row, without gradients, and with operands that fit."""
-    if not takes(x, w1, b1):
+    """True if gemv.py runs the gated MLP: of a single row, without gradients, and with operands that fit."""
+    if not use_gemv(x, w1, b1):
         return False
     inner = sum(w.shape[0] for w in w1)
-    return inner % 2 == 0 and takes(x, (w2,), (b2,), columns=inner // 2)
+    return inner % 2 == 0 and use_gemv(x, (w2,), (b2,), columns=inner // 2)
 
 
 def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
     """`gated_mlp` where `_takes_one_row`."""
     if not use_triton(x):
         layer = as_one_layer(w1, b1)
-        z = map(one_row_linear, (x, x), w1, b1) if layer is None else (one_row_linear(x, *layer),)
-        return one_row_linear(glu_reference(*z, activation=activation), w2, b2)
+        z = map(gemv, (x, x), w1, b1) if layer is None else (gemv(x, *layer),)
+        return gemv(glu_reference(*z, activation=activation), w2, b2)
     if len(w1) == 1:
         w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
-    return one_row_linear(one_row_glu(x, *w1, *b1, activation=activation), w2, b2)
+    return gemv(gemv_glu(x, *w1, *b1, activation=activation), w2, b2)
 
 
 def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
     """True if quantized.py has kernels for the MLP of a single row, and no gradient is wanted."""
-    if not (takes_quantized(x, w1, b1, most=1) and takes_quantized(x, (w2,), (b2,), most=1, columns=w2.shape[1])):
+    if not (use_quantized(x, w1, b1, most=1) and use_quantized(x, (w2,), (b2,), most=1, columns=w2.shape[1])):
         return False
     if len({w.kind for w in w1}) > 1:
         return False
@@ -308,7 +307,7 @@ def gated_mlp(
 
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
-    activation: as in `glu`. A weight may be a `PackedWeight`; then all weights and biases are frozen, or torch runs it.
+    activation: as in `glu`. A weight may be a `LowBitWeight`; then all weights and biases are frozen, or torch runs it.
     recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
         The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
     workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
@@ -347,7 +346,7 @@ def mlp(
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute, workspace_bytes, adapters and a `PackedWeight` as in `gated_mlp`, of fc1's output.
+    `activate`; recompute, workspace_bytes, adapters and a `LowBitWeight` as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(

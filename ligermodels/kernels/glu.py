@@ -40,7 +40,7 @@ from ligermodels.kernels._triton import (
     use_triton,
 )
 from ligermodels.kernels.linear import autocast_dtype, matmul
-from ligermodels.kernels.packed import PackedWeight
+from ligermodels.kernels.low_bit import LowBitWeight
 
 
 def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -229,7 +229,7 @@ def linear_operands(
 ) -> tuple[Any, Tensor | None]:
     """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does.
 
-    weight: a tensor or a PackedWeight, which stays as it is; then the bias is cast to x's dtype. layer: how the names
+    weight: a tensor or a LowBitWeight, which stays as it is; then the bias is cast to x's dtype. layer: how the names
     of its weight and its bias begin.
     """
     if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
@@ -242,7 +242,7 @@ def linear_operands(
             f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
         )
     cast = autocast_dtype(x)
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, LowBitWeight):
         return weight, None if bias is None else bias.to(cast or x.dtype)
     if cast is not None:
         return weight.to(cast), None if bias is None else bias.to(cast)

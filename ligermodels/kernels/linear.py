@@ -3,7 +3,7 @@
     y = [x @ weights[0].T + biases[0] | x @ weights[1].T + biases[1] | ...]
 
 What differs from the layers one by one, and a copy that joins their outputs:
-- Weights that follow each other in one storage (`joint`, which `lay_together` brings about) are one matrix: one matmul
+- Weights that follow each other in one storage (`joint`, which `make_joint` brings about) are one matrix: one matmul
   computes y, one dx, and one the gradients of all weights, which are views of one buffer. Decoding takes 25 to 35 %
   longer without. Of other weights, each matmul writes its columns of y, and adds to dx in its epilogue.
 - Where a norm has just computed x, the op saves the norm's inputs instead, and recomputes x for the gradients of the
@@ -11,7 +11,7 @@ What differs from the layers one by one, and a copy that joins their outputs:
 - The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
 
 `linear` is the same of one weight. Where there is nothing to gain, both are F.linear, and of a single row without a
-gradient the kernel of one_row.py.
+gradient the kernel of gemv.py.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
 from ligermodels.kernels._triton import once_differentiable, use_triton
-from ligermodels.kernels.one_row import one_row_linear, takes
+from ligermodels.kernels.gemv import gemv, use_gemv
 
 _PLAIN = (nn.Parameter, Tensor)
 _OF_LAYERS = frozenset((*_PLAIN, type(None)))
@@ -63,7 +63,7 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
 
 
-def lay_together(parameters: Sequence[nn.Parameter]) -> None:
+def make_joint(parameters: Sequence[nn.Parameter]) -> None:
     """Gives the parameters [N_i, ...] one storage, so that they are `joint`; their values stay as they are, to the bit.
 
     Each stays the object that it is, with its gradient and what an optimizer holds of it. Nothing happens where they
@@ -107,13 +107,13 @@ def matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
     whole = as_one_layer(weights, biases)
     if whole is not None:
-        return (one_row_linear if takes(x, whole[:1], whole[1:]) else _by_torch)(x, *whole, out)
+        return (gemv if use_gemv(x, whole[:1], whole[1:]) else _by_torch)(x, *whole, out)
     out = x.new_empty(x.shape[0], sum(_sizes(weights))) if out is None else out
     return _one_by_one(x, weights, biases, out)
 
 
 def _one_by_one(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor) -> Tensor:
-    run = one_row_linear if takes(x, weights, biases) else _by_torch
+    run = gemv if use_gemv(x, weights, biases) else _by_torch
     for w, b, columns in zip(weights, biases, out.split_with_sizes(_sizes(weights), 1), strict=True):
         run(x, w, b, columns)
     return out
@@ -134,7 +134,7 @@ def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), by the kernel for a single row where it takes them."""
-    return one_row_linear(x, weight, bias) if takes(x, (weight,), (bias,)) else F.linear(x, weight, bias)
+    return gemv(x, weight, bias) if use_gemv(x, (weight,), (bias,)) else F.linear(x, weight, bias)
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -285,7 +285,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(x, weight, bias)
 
 
-def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
     """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
     x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
@@ -297,7 +297,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights) or not weights:
         raise InputError(
-            f"packed_linear: {len(weights)} weights and {len(biases)} biases; expected at least one weight, and for "
+            f"joint_linear: {len(weights)} weights and {len(biases)} biases; expected at least one weight, and for "
             "each weight a bias or None."
         )
     if len(weights) == 1:

@@ -8,7 +8,7 @@ What differs from the modules one by one:
 - W_i and b_i are frozen: their gradients are neither computed nor returned. So the backward reads x for A alone. Where
   a norm has just computed x, the norm's inputs are saved instead (`_recompute`), and of the adapters H = x A^T, [T, r].
 - The MLP saves what `gated_mlp` saves: x, or the inputs of the norm, and gate and up unless they are recomputed.
-- W_i may be of few bits (`PackedWeight`): saved as it is, and dequantised for each product, or for all chunks of an
+- W_i may be of few bits (`LowBitWeight`): saved as it is, and dequantised for each product, or for all chunks of an
   MLP. Kernels of quantized.py read some as they are where rows are few.
 - A and B may be fp32 beside low-precision layers: they are cast once per use, and their gradients are sums in fp32 that
   are not rounded on the way.
@@ -34,8 +34,15 @@ from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.glu import glu, glu_backward, glu_forward
 from ligermodels.kernels.linear import input_gradient, left_to_torch, matmul
-from ligermodels.kernels.packed import PackedWeight, Weight, frozen_linear, in_use, put_together, taken_apart
-from ligermodels.kernels.quantized import quantized_linear, takes
+from ligermodels.kernels.low_bit import (
+    LowBitWeight,
+    Weight,
+    dequantized,
+    flatten_weights,
+    frozen_linear,
+    unflatten_weights,
+)
+from ligermodels.kernels.quantized import quantized_linear, use_quantized
 
 
 class Adapter(NamedTuple):
@@ -127,7 +134,7 @@ def lora_linear_reference(
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        packed = isinstance(weight, PackedWeight)
+        packed = isinstance(weight, LowBitWeight)
         y = frozen_linear(x, weight, bias) if packed else F.linear(x, weight, bias)  # type: ignore[arg-type]
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
@@ -147,7 +154,7 @@ class _LoRALinear(torch.autograd.Function):
         ctx.function, made_of = (None, (x,)) if handle is None else handle
         trains = any(ctx.needs_input_grad[5:])
         # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
-        tensors, ctx.weights = taken_apart(weights)
+        tensors, ctx.weights = flatten_weights(weights)
         ctx.scales = scales
         ctx.save_for_backward(*factors, *tensors, h if trains else None, *(made_of if trains else ()))
         return y
@@ -157,7 +164,7 @@ class _LoRALinear(torch.autograd.Function):
     def backward(ctx, dy):
         count, saved = len(ctx.scales), iter(ctx.saved_tensors)
         a, b = _next(saved, count), _next(saved, count)
-        weights = put_together(saved, ctx.weights)
+        weights = unflatten_weights(saved, ctx.weights)
         h, *made_of = saved
         need_x, _, _, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
@@ -181,15 +188,15 @@ def _product(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None
 ) -> Tensor:
     """`matmul` of weights that may be of few bits."""
-    if takes(x, weights, biases):
+    if use_quantized(x, weights, biases):
         return quantized_linear(x, weights, biases, out)  # type: ignore[arg-type]
-    with in_use(weights, x.dtype) as tensors:
+    with dequantized(weights, x.dtype) as tensors:
         return matmul(x, tensors, biases, out)
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
     """`input_gradient` of weights that may be of few bits."""
-    with in_use(weights, dy.dtype) as tensors:
+    with dequantized(weights, dy.dtype) as tensors:
         return input_gradient(dy, tensors, out)
 
 
@@ -214,14 +221,14 @@ def _trains(tensors: Sequence[Weight | None]) -> bool:
 def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
     """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
 
-    weights: [N_i, K] each, a tensor or a PackedWeight; biases, adapters: to each weight its own, or None. The result is
+    weights: [N_i, K] each, a tensor or a LowBitWeight; biases, adapters: to each weight its own, or None. The result is
     the caller's to overwrite.
     """
     a, b, scales = _split(adapters)
-    if _trains([*weights, *biases]) or left_to_torch(x, taken_apart(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
+    if _trains([*weights, *biases]) or left_to_torch(x, flatten_weights(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
         return lora_linear_reference(x, weights, biases, adapters)
     biases = [
-        bias.to(x.dtype) if isinstance(weight, PackedWeight) and bias is not None else bias
+        bias.to(x.dtype) if isinstance(weight, LowBitWeight) and bias is not None else bias
         for weight, bias in zip(weights, biases, strict=True)
     ]
     if _trains([x, *a, *b]):
@@ -255,7 +262,7 @@ class _LoRAMLP(torch.autograd.Function):
         make_x, inputs = (None, (x,)) if handle is None else handle
         if not (need_first or z is None):
             make_x, inputs = None, ()
-        tensors, ctx.weights = taken_apart(weights)
+        tensors, ctx.weights = flatten_weights(weights)
         ctx.save_for_backward(z, *factors, *biases, *tensors, *inputs)
         ctx.options = make_x, packed, activation, rows, scales
         return x.new_empty((*x.shape[:-1], weights[-1].shape[0]))
@@ -267,7 +274,7 @@ class _LoRAMLP(torch.autograd.Function):
         count, tensors = len(scales), iter(ctx.saved_tensors)
         saved = next(tensors)
         a, b, biases = _next(tensors, count), _next(tensors, count), _next(tensors, count)
-        weights, inputs = put_together(tensors, ctx.weights), list(tensors)
+        weights, inputs = unflatten_weights(tensors, ctx.weights), list(tensors)
         need_x, (need_first, need_last, need_a, need_b) = ctx.needs_input_grad[0], _needs(ctx.needs_input_grad, count)
         hidden, width = weights[0].shape[1], sum(w.shape[0] for w in weights[:-1])
         shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, dy.shape[-1])
@@ -326,14 +333,14 @@ def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, tuple[bool,
 def _for_chunks(
     weights: Sequence[Weight], dtype: torch.dtype, chunks: Sequence[slice]
 ) -> contextlib.AbstractContextManager[Any]:
-    """`in_use` for all chunks of an MLP, where there are several.
+    """`dequantized` for all chunks of an MLP, where there are several.
 
     Dequantising moves 2.5 bytes per weight, and a product of T tokens takes 2 T operations: on an H200 200 / T of its
     time, so 2 % for chunks of 9000 tokens as the default workspace makes them for an 8B model, but more than all of it
     for 128, the fewest. All weights of that MLP take 352 MB, gate and up alone 235: the workspaces of chunks take more.
     A single chunk goes without: each weight is made where it is read, in the memory of the one before.
     """
-    return in_use(weights, dtype) if len(chunks) > 1 else contextlib.nullcontext(weights)
+    return dequantized(weights, dtype) if len(chunks) > 1 else contextlib.nullcontext(weights)
 
 
 def lora_mlp(
@@ -342,7 +349,7 @@ def lora_mlp(
 ) -> Tensor:  # fmt: skip
     """The MLP of layers w1 and w2 with their adapters, on Triton's kernels; arguments as of `_MLP` in gated_mlp.py.
 
-    w1, w2: tensors, or PackedWeights. adapters: to each of w1 and to w2 its own, or None.
+    w1, w2: tensors, or LowBitWeights. adapters: to each of w1 and to w2 its own, or None.
     """
     a, b, scales = _split(adapters)
     if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):

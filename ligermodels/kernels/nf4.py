@@ -35,7 +35,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
-from ligermodels.kernels.packed import PackedWeight
+from ligermodels.kernels.low_bit import LowBitWeight
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -250,7 +250,7 @@ def dequantize_nf4(
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class NF4Weight(PackedWeight):
+class NF4Weight(LowBitWeight):
     """What `quantize_nf4` returns of a weight [N, K], as one operand: ops of frozen layers take it for a tensor."""
 
     packed: Tensor
@@ -267,11 +267,11 @@ class NF4Weight(PackedWeight):
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         return dequantize_nf4(self.packed, self.state, dtype=dtype, out=out)
 
-    def apart(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         absmax, code, shape, dtype, block, *nested = self.state
         return (self.packed, absmax, code, *nested), (shape, dtype, block)
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
         packed, absmax, code, *nested = tensors
         return cls(packed, NF4State(absmax, code, *options, *nested))

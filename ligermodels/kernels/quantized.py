@@ -5,7 +5,7 @@
 
 Bytes per weight: 1 and, of int4, 0.5 + 2 / 128.
 
-One row, as in decoding: int8 and fp8 by the kernels of one_row.py. Of int4 a word of 32 bits holds 8 columns. An H200
+One row, as in decoding: int8 and fp8 by the kernels of gemv.py. Of int4 a word of 32 bits holds 8 columns. An H200
 reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and converts 64 integers:
 so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the bits below,
 1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all rows. Sums are in fp32.
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import one_row
+from ligermodels.kernels import gemv
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation as activation_of
@@ -46,7 +46,7 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.fp8 import converted
 from ligermodels.kernels.linear import joint
-from ligermodels.kernels.packed import PackedWeight, Weight
+from ligermodels.kernels.low_bit import LowBitWeight, Weight
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
@@ -74,7 +74,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class QuantizedWeight(PackedWeight):
+class QuantizedWeight(LowBitWeight):
     """A weight [N, K] of a kind of FORMATS, as one operand of products.
 
     int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
@@ -98,11 +98,11 @@ class QuantizedWeight(PackedWeight):
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         return dequantize(self, dtype, out)
 
-    def apart(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         return (self.packed, self.scale), (self.kind, self.columns, self.dtype)
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
         kind, *rest = options
         return cls(kind, *tensors, *rest)
 
@@ -391,13 +391,13 @@ def _rows_kernel(
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-def takes(
+def use_quantized(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], *, most: int = MAX_ROWS,
     columns: int | None = None,
 ) -> bool:  # fmt: skip
     """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most.
 
-    columns: as in `one_row.takes`. Biases have no gaps.
+    columns: as in `use_gemv`. Biases have no gaps.
     """
     columns = x.shape[-1] if columns is None else columns
     if not all(type(weight) is QuantizedWeight and weight.shape[1] == columns for weight in weights):
@@ -417,7 +417,7 @@ def quantized_linear(
 ) -> Tensor:
     """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given, without autograd.
 
-    It is one launch where the weights are `joint`. The caller has asked `takes`.
+    It is one launch where the weights are `joint`. The caller has asked `use_quantized`.
     """
     whole = _as_one(weights, biases)
     if whole is not None:
@@ -433,10 +433,10 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`one_row_glu` of quantised weights of one kind. The caller has asked `takes` for one row."""
+    """`gemv_glu` of quantised weights of one kind. The caller has asked `use_quantized` for one row."""
     if gate.kind != "int4":
         scales = gate.scale, up.scale
-        return one_row.one_row_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
+        return gemv.gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
     h = x.new_empty(*x.shape[:-1], gate.shape[0])
     _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
     return h
@@ -464,7 +464,7 @@ def _as_one(
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     rows, (n, k), grouped = x.shape[0], weight.shape, weight.kind == "int4"
     if rows == 1 and not grouped:
-        return one_row.one_row_linear(x, weight.packed, bias, out, scale=weight.scale)
+        return gemv.gemv(x, weight.packed, bias, out, scale=weight.scale)
     y = x.new_empty(rows, n) if out is None else out
     if rows == 1:
         _launch_int4(y, x, weight, bias)

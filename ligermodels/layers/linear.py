@@ -16,9 +16,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.linear import lay_together, linear, packed_linear
+from ligermodels.kernels.linear import joint_linear, linear, make_joint
 from ligermodels.kernels.lora import Adapter, lora_linear
-from ligermodels.kernels.packed import PackedWeight, Weight
+from ligermodels.kernels.low_bit import LowBitWeight, Weight
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
@@ -155,7 +155,7 @@ def apply_packed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     weights, biases, adapters = parameters_of(modules)
     if is_frozen(weights, adapters):
         return lora_linear(x, weights, biases, adapters)
-    return linear(x, weights[0], biases[0]) if len(weights) == 1 else packed_linear(x, weights, biases)
+    return linear(x, weights[0], biases[0]) if len(weights) == 1 else joint_linear(x, weights, biases)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -170,13 +170,13 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 def is_frozen(weights: Sequence[Weight], adapters: Sequence[Adapter | None]) -> bool:
     """True of what is for the ops of lora.py: weights of few bits, and layers with adapters."""
-    return any(adapters) or any(isinstance(weight, PackedWeight) for weight in weights)
+    return any(adapters) or any(isinstance(weight, LowBitWeight) for weight in weights)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor | None], list[Adapter | None]]:
     """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with.
 
-    A weight is a tensor, or a PackedWeight.
+    A weight is a tensor, or a LowBitWeight.
     """
     pairs: Any = [
         module.parts() if type(module) is ShardedLinear
@@ -221,7 +221,7 @@ class JointProjections(nn.Module):
         own = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
         for parameters in (weights, biases, *own):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
-                lay_together(parameters)  # type: ignore[arg-type]
+                make_joint(parameters)  # type: ignore[arg-type]
 
     @property
     def output_module(self) -> Any:

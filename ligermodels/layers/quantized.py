@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.packed import PackedWeight, frozen_linear, in_use
+from ligermodels.kernels.low_bit import LowBitWeight, dequantized, frozen_linear
 from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
@@ -22,8 +22,8 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e
 
 
 @contextlib.contextmanager
-def _one(weight: PackedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    with in_use([weight], dtype) as (found,):
+def _one(weight: LowBitWeight, dtype: torch.dtype) -> Iterator[Tensor]:
+    with dequantized([weight], dtype) as (found,):
         yield found
 
 
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
     bias: nn.Parameter | None
 
     @property
-    def operand(self) -> PackedWeight:
+    def operand(self) -> LowBitWeight:
         """The weight for a fused op."""
         raise NotImplementedError
 

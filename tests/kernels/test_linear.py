@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import ligermodels.layers as L
-from ligermodels.kernels.linear import joint, lay_together, linear, packed_linear
+from ligermodels.kernels.linear import joint, joint_linear, linear, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.seen import Seen, adding_in_place, saved_by
@@ -33,8 +33,8 @@ def several(device, laid, lead=(5,), dtype=torch.float32, columns=COLUMNS, width
     weights = [nn.Parameter((torch.randn(n, width) * width**-0.5).to(device, dtype)) for n in columns]
     biases = [nn.Parameter(torch.randn(n).to(device, dtype)) for n in columns]
     if laid == "joint":
-        lay_together(weights)
-        lay_together(biases)
+        make_joint(weights)
+        make_joint(biases)
     assert (joint(weights) is not None) == (laid == "joint")
     x, dy = (torch.randn(*lead, n).to(device, dtype) for n in (width, sum(columns)))
     return x.requires_grad_(), weights, biases, dy
@@ -64,7 +64,7 @@ def test_the_output_of_a_norm_is_not_saved(device):
     assert sorted(t.numel() for t in saved) == [32, 32 * 16]  # the sum, which the norm saves anyway
     for laid in ("joint", "apart"):
         x, weights, biases, _ = several(device, laid, (4, 8))
-        _, saved = saved_by(lambda a=(x, weights, biases): packed_linear(rms_norm(a[0]), *a[1:]), x, *weights)
+        _, saved = saved_by(lambda a=(x, weights, biases): joint_linear(rms_norm(a[0]), *a[1:]), x, *weights)
         assert [t.numel() for t in saved] == [4 * 8]
 
 
@@ -98,8 +98,8 @@ def test_left_to_torch(device):
         tangent = forward_ad.unpack_dual(linear(y, dual)).tangent
     torch.testing.assert_close(tangent, y.sum(-1, keepdim=True).expand(5, 6))
     x, weights, biases, _ = several(device, "joint")
-    assert type(packed_linear(x, [weights[0], weights[1].detach().as_subclass(Other)])) is Other
-    assert packed_linear(x[0], weights, biases).shape == (sum(COLUMNS),)
+    assert type(joint_linear(x, [weights[0], weights[1].detach().as_subclass(Other)])) is Other
+    assert joint_linear(x[0], weights, biases).shape == (sum(COLUMNS),)
 
 
 # In a block.
@@ -167,7 +167,7 @@ def test_how_many_matmuls(device, laid):
     x, weights, biases, dy = several(device, laid)
     each = 1 if laid == "joint" else 3
     with Seen() as forward:
-        y = packed_linear(x, weights, biases)
+        y = joint_linear(x, weights, biases)
     with Seen() as backward:
         torch.autograd.grad(y, [x, *weights, *biases], dy)
     assert len(forward.matmuls) == each and len(backward.matmuls) == 1 + each
@@ -181,13 +181,13 @@ def test_adds_in_place(device, poison, laid, some):
     x, weights, biases, dy = several(device, "apart")
     weights = adding_in_place(*weights)
     if laid == "joint":
-        lay_together(weights)
+        make_joint(weights)
     expected = (dy.t() @ rms_norm(x).detach()).split(COLUMNS)
     for i, w in enumerate(weights):
         w.requires_grad_(i in some)
     memory: list = []
     for times in (1, 2, 3):
-        out = packed_linear(rms_norm(x), weights, biases)
+        out = joint_linear(rms_norm(x), weights, biases)
         with Seen() as backward:
             out.backward(dy)
         assert len(backward.matmuls) == (1 if len(some) == 3 else 2) + (1 if laid == "joint" else 3)
@@ -203,7 +203,7 @@ def test_one_weight_twice(device):
     dy = torch.randn(5, 10, device=device)
     for w in (weight, *adding_in_place(weight)):
         for times in (1, 2):
-            packed_linear(x, [w, w]).backward(dy)
+            joint_linear(x, [w, w]).backward(dy)
             torch.testing.assert_close(w.grad, times * (dy[:, :5] + dy[:, 5:]).t() @ x.detach())
 
 
@@ -236,7 +236,7 @@ def test_laid_together_the_parameters_stay_what_they_are(device):
         weights[0][0, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
     weights[0].grad = torch.randn_like(weights[0])
     grad, bits, objects = weights[0].grad, [w.detach().clone().view(torch.int16) for w in weights], list(weights)
-    lay_together(weights)
+    make_joint(weights)
     assert all(a is b for a, b in zip(weights, objects, strict=True)) and joint(weights) is not None
     assert all(torch.equal(w.detach().view(torch.int16), b) for w, b in zip(weights, bits, strict=True))
     assert weights[0].grad is grad and [w.requires_grad for w in weights] == [True, False, True]
@@ -247,7 +247,7 @@ def test_tied_and_shared_parameters_are_not_moved():
     tied, whole = nn.Parameter(torch.randn(3, 4)), torch.randn(9, 4)
     for parameters in ([tied, tied], [nn.Parameter(torch.randn(3, 4)), nn.Parameter(whole[:3])]):
         before = [p.data_ptr() for p in parameters]
-        lay_together(parameters)
+        make_joint(parameters)
         assert [p.data_ptr() for p in parameters] == before
 
 
@@ -256,9 +256,9 @@ def test_laid_together_or_moved_between_forward_and_backward(device):
     for laid in ("apart", "joint"):
         x, weights, biases, dy = several(device, laid)
         expected = gradients(one_by_one, x, weights, biases, dy)[1]
-        y, old = packed_linear(x, weights, biases), joint(weights)
+        y, old = joint_linear(x, weights, biases), joint(weights)
         if laid == "apart":
-            lay_together(weights)
+            make_joint(weights)
         else:
             for w in weights:
                 w.data = w.data.clone()
@@ -274,4 +274,4 @@ def test_laid_together_or_moved_between_forward_and_backward(device):
 def test_joint_weights_on_a_gpu(check):
     dtype = torch.float32 if check is assert_compiles else torch.bfloat16
     x, weights, biases, dy = several("cuda", "joint", (2, 300), dtype, columns=(256, 64, 64), width=256)
-    check(lambda x, *rest: packed_linear(x, rest[:3], rest[3:]), [x, *weights, *biases], [dy])
+    check(lambda x, *rest: joint_linear(x, rest[:3], rest[3:]), [x, *weights, *biases], [dy])

@@ -14,8 +14,8 @@ from torch import nn
 
 from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
-from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, nf4, packed, quantize_nf4
-from ligermodels.kernels.linear import lay_together, packed_linear
+from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, low_bit, mlp, nf4, quantize_nf4
+from ligermodels.kernels.linear import joint_linear, make_joint
 from ligermodels.kernels.lora import Adapter, lora_linear
 from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.rms_norm import add_rms_norm
@@ -49,8 +49,8 @@ def make(device, dtype, sizes, which, *, laid="joint", ranks=(R, R + 1, R)):
         weights[i] = NF4Weight(*quantize_nf4(weights[i].detach().float(), block=32))
         biases[i] = nn.Parameter(biases[i].float(), False)
     if laid == "joint":
-        lay_together(weights[:2])
-        lay_together(biases[:2])
+        make_joint(weights[:2])
+        make_joint(biases[:2])
     master = torch.promote_types(dtype, torch.float32)
     adapters = []
     for (n, k), r, one in zip(sizes, ranks, which, strict=False):
@@ -193,7 +193,7 @@ def test_in_how_many_matmuls(device, laid):
         (50, 2 * R, HIDDEN),
     ]
     assert [one for one in seen.matmuls if HIDDEN in one] == [large[0], large[1], large[3], large[2], large[4]]
-    assert y.shape == packed_linear(x, [dense(w, x.dtype) for w in weights]).shape
+    assert y.shape == joint_linear(x, [dense(w, x.dtype) for w in weights]).shape
     with Seen() as seen, torch.no_grad():
         lora_linear(x, weights, biases, adapters)
     assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which lie apart
@@ -210,7 +210,7 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
     weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
     x = torch.randn(300, HIDDEN, device=device, requires_grad=True)
-    packed.release_buffers()
+    low_bit.release_buffers()
     with torch.inference_mode():
         gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
         forward = len(made)
         y.sum().backward()
         assert (forward, len(made) - forward) == times
-        (free,) = packed._FREE.values()
+        (free,) = low_bit._FREE.values()
         buffers |= {(buffer.data_ptr(), buffer.numel()) for buffer in free}
     assert [size for _, size in buffers] == [4 * HIDDEN * 2 * INNER + (4 * OUT * INNER if mode == "tiles" else 0)]
 

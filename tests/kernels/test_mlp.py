@@ -9,7 +9,7 @@ from ligermodels.kernels import (
     gated_mlp,
     mlp,
 )
-from ligermodels.kernels.linear import joint, lay_together
+from ligermodels.kernels.linear import joint, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.seen import Seen, adding_in_place, saved_by
@@ -49,8 +49,8 @@ def two_weights(device, laid, *lead, **sizes):
     (x, w1, w2, b1, b2), dy = make(device, True, *lead, **sizes)
     parameters = [torch.nn.Parameter(t.detach().clone()) for t in (*w1.chunk(2), w2, *b1.chunk(2), b2)]
     if laid == "joint":
-        lay_together(parameters[:2])
-        lay_together(parameters[3:5])
+        make_joint(parameters[:2])
+        make_joint(parameters[3:5])
     return [x, *parameters], dy
 
 
@@ -144,7 +144,7 @@ def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
     expected = run(of_two, [x, *parameters], dy)[2:]
     parameters = adding_in_place(*parameters)
     if laid == "joint":
-        lay_together(parameters[:2])
+        make_joint(parameters[:2])
     memory = []
     for times in (1, 2, 3):
         of_two(x, *parameters, **MODES[mode]).backward(dy)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import InputError
-from ligermodels.kernels import gated_mlp, one_row, quantized
+from ligermodels.kernels import gated_mlp, gemv, quantized
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels.lora import lora_linear
 from ligermodels.kernels.quantized import (
@@ -15,9 +15,9 @@ from ligermodels.kernels.quantized import (
     quantize,
     quantized_glu,
     quantized_linear,
-    takes,
+    use_quantized,
 )
-from tests.kernels.test_one_row import assert_close
+from tests.kernels.test_gemv import assert_close
 
 KINDS = list(FORMATS)
 
@@ -123,13 +123,13 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
     parts = weights(device, kind, (6, 4), 130)
     whole = torch.cat([w.packed for w in parts]), torch.cat([w.scale for w in parts])
     laid = [
-        type(w)(kind, packed, scale, *w.apart()[1][1:])
+        type(w)(kind, packed, scale, *w.flatten()[1][1:])
         for w, packed, scale in zip(parts, whole[0].split((6, 4)), whole[1].split((6, 4)), strict=True)
     ]
     x, biases = torch.randn(rows, 130, device=device), [torch.randn(6, device=device), None]
     wanted = torch.cat([x.double() @ exact(w).T for w in parts], 1)
     launches = []
-    for where in (one_row, quantized):
+    for where in (gemv, quantized):
         real = where.launch
         monkeypatch.setattr(where, "launch", lambda *a, real=real, **k: launches.append(a[0]) or real(*a, **k))
     for given, count in ((parts, 2), (laid, 1)):
@@ -164,13 +164,13 @@ def test_the_mlp(device, kind, rows, packed):
 def test_what_it_takes(device):
     (weight,) = weights(device, "int8", [4], 128)
     x = torch.randn(64, 128, device=device)
-    assert takes(x, [weight], [None]) and takes(x[:1], [weight], [None], most=1)
-    assert not takes(x, [weight], [None], most=1)
+    assert use_quantized(x, [weight], [None]) and use_quantized(x[:1], [weight], [None], most=1)
+    assert not use_quantized(x, [weight], [None], most=1)
     for other in (x.repeat(2, 1), x[:0], x.double()):
-        assert not takes(other, [weight], [None])
-    assert not takes(x, [weight, dequantize(weight)], [None, None])
+        assert not use_quantized(other, [weight], [None])
+    assert not use_quantized(x, [weight, dequantize(weight)], [None, None])
     with torch.autocast(device, torch.bfloat16):
-        assert not takes(x, [weight], [None])
+        assert not use_quantized(x, [weight], [None])
 
 
 @pytest.mark.gpu

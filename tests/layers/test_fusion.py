@@ -81,7 +81,7 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
     expected = layer.o_proj(attention_op.attention_reference(q, k, v).flatten(2))
 
     modules = {id(layer.get_submodule(name).weight): name for name in ("q_proj", "k_proj", "v_proj")}
-    packed = recorder(monkeypatch, linear, "packed_linear")
+    packed = recorder(monkeypatch, linear, "joint_linear")
     out = layer(x, batch)
     torch.testing.assert_close(out, expected)
     trained = [p for p in layer.parameters() if p.requires_grad]
@@ -99,14 +99,14 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
         ("", {"gated_mlp"}),
         ("gate_proj", {"glu_linear"}),
         ("up_proj", {"glu_linear"}),
-        ("down_proj", {"glu", "packed_linear"}),
+        ("down_proj", {"glu", "joint_linear"}),
         ("gate_proj down_proj", {"glu"}),
     ],
 )
 def test_what_an_adapter_leaves_of_the_gated_mlp_is_fused(monkeypatch, adapted, ops):
     layer, x = adapt(L.GatedMLP(16, 24).double(), *adapted.split()), torch.randn(2, 5, 16, dtype=torch.float64)
     expected = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
-    names = {"gated_mlp": mlp, "glu_linear": mlp, "glu": mlp, "packed_linear": linear}
+    names = {"gated_mlp": mlp, "glu_linear": mlp, "glu": mlp, "joint_linear": linear}
     calls = {name: recorder(monkeypatch, module, name) for name, module in names.items()}
     out = layer(x)
     torch.testing.assert_close(out, expected)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import packed
+from ligermodels.kernels import low_bit
 from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.layers import GatedMLP, NF4Linear
 from ligermodels.layers.linear import is_fusable
@@ -21,7 +21,7 @@ from ligermodels.layers.lora import Adapted
 
 @pytest.fixture(autouse=True)
 def _no_buffers():
-    packed.release_buffers()
+    low_bit.release_buffers()
 
 
 def make(n=48, k=80, bias=True, device="cpu", dtype=torch.float32, **options):
@@ -36,7 +36,7 @@ def expected(layer, x):
 
 def sizes():
     """Of the buffers, in bytes."""
-    return [buffer.numel() for buffers in packed._FREE.values() for buffer in buffers]
+    return [buffer.numel() for buffers in low_bit._FREE.values() for buffer in buffers]
 
 
 def tensors(layer):
@@ -80,8 +80,8 @@ def test_layers_share_one_buffer_and_keep_no_weight(device):
     y = small(h)
     del h
     assert seen() is None and y.requires_grad  # nothing of the input is kept
-    packed.release_buffers()
-    assert not packed._FREE
+    low_bit.release_buffers()
+    assert not low_bit._FREE
     assert torch.equal(small(x), expected(small, x))
 
 
@@ -132,7 +132,7 @@ def test_streams_have_buffers_of_their_own():
         torch.cuda.synchronize()
         for y, right in zip(found, wanted, strict=True):
             torch.testing.assert_close(y, right)
-    assert len(packed._FREE) == 2
+    assert len(low_bit._FREE) == 2
 
 
 @pytest.mark.gpu
@@ -161,7 +161,7 @@ def test_autocast_inference_checkpointing_and_compile(device):
         (dx,) = torch.autograd.grad(y.float().sum(), x)
     low = x.to(torch.bfloat16)
     assert sizes() == [48 * 80 * 2]  # not of fp32's weight
-    packed.release_buffers()
+    low_bit.release_buffers()
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected(layer, low)) and dx.dtype == torch.float32
     with torch.inference_mode():
         assert torch.equal(layer(x), expected(layer, x))

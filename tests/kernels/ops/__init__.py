@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear import linear, packed_linear
+from ligermodels.kernels.linear import joint_linear, linear
 from tests.kernels.cases import HALF, Case, Maker, Op, drawn
 from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
 from tests.kernels.ops.divergences import jsd_op, kl_op, linear_jsd_op
@@ -81,8 +81,8 @@ OPS: dict[str, Op] = {
     "linear after a norm": linear_op(
         linear_after_norm(linear), exact_linear_after_norm, linear_after_norm(F.linear), packed=False
     ),
-    "packed_linear": linear_op(
-        three_layers(packed_linear), three_layers(one_by_one), three_layers(one_by_one), packed=True
+    "joint_linear": linear_op(
+        three_layers(joint_linear), three_layers(one_by_one), three_layers(one_by_one), packed=True
     ),
     "attention": attention_op(kernels.attention, OURS, dtypes=HALF, ordered=True),
     "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=OF_TORCH_DTYPES, ordered=False),

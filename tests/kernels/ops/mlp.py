@@ -208,7 +208,7 @@ def exact_linear_after_norm(x, norm, weight, bias=None):
 
 
 def three_layers(op):
-    """packed_linear of three weights as arguments of their own."""
+    """joint_linear of three weights as arguments of their own."""
 
     def call(x, **rest):
         biases = [rest.get(f"bias{i}") for i in range(3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.kernels.pick import pick, pick_reference
+from ligermodels.kernels.argmax import argmax, argmax_reference
 from tests.kernels.judge import DTYPES
 
 INF, NAN = float("inf"), float("nan")
@@ -13,14 +13,14 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1000), (2, 1024), (2, 5000), (17, 62_000)], ids=str)
 def test_the_first_of_the_largest(device, poison, shape, dtype):
     logits = torch.randn(shape).to(device, dtype)  # in 16 bits there are ties
-    expected = pick_reference(logits.cpu())
-    assert torch.equal(pick(logits).cpu(), expected)
+    expected = argmax_reference(logits.cpu())
+    assert torch.equal(argmax(logits).cpu(), expected)
     apart = torch.full((shape[0], shape[1] + 9), NAN, device=device, dtype=dtype)
     apart[:, : shape[1]] = logits
-    assert torch.equal(pick(apart[:, : shape[1]]).cpu(), expected)
+    assert torch.equal(argmax(apart[:, : shape[1]]).cpu(), expected)
     best = logits.max(-1, keepdim=True).values
     lowest = torch.where(logits == best, torch.arange(shape[1], device=device), shape[1]).min(-1).values
-    assert torch.equal(pick(logits)[0], lowest)
+    assert torch.equal(argmax(logits)[0], lowest)
 
 
 def test_rows_without_a_largest_are_marked_and_keep_to_the_vocabulary(device):
@@ -32,30 +32,30 @@ def test_rows_without_a_largest_are_marked_and_keep_to_the_vocabulary(device):
     logits[4, 7] = INF
     logits[5, [3, 2000]] = INF
     logits[6, 1], logits[6, 2200] = INF, NAN
-    ids, broken = pick(logits)
+    ids, broken = argmax(logits)
     assert broken.tolist() == [1, 1, 1, 0, 0, 0, 1, 0]
     assert ids[0] == 0 and ids[3:6].tolist() == [2400 + int(logits[3, 2400:].argmax()), 7, 3]
     assert ((ids >= 0) & (ids < 2500)).all()
-    assert torch.equal(pick_reference(logits)[1], broken)
+    assert torch.equal(argmax_reference(logits)[1], broken)
 
 
 def test_fp64(device):
     logits = torch.tensor([[1.0, 1.0 + 1e-12, 0.0]], dtype=torch.float64, device=device)
-    assert pick(logits).tolist() == [[1], [0]]
+    assert argmax(logits).tolist() == [[1], [0]]
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_captured_and_does_not_wait():
     logits = torch.randn(2, 128_256, device="cuda").bfloat16()
-    pick(logits)
+    argmax(logits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = pick(logits)
+        captured = argmax(logits)
     logits.copy_(logits.flip(1))
     torch.cuda.set_sync_debug_mode("error")
     try:
         graph.replay()
-        found = pick(logits)
+        found = argmax(logits)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(captured, found) and torch.equal(found, pick_reference(logits.cpu()).cuda())
+    assert torch.equal(captured, found) and torch.equal(found, argmax_reference(logits.cpu()).cuda())

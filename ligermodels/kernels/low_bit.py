@@ -2,8 +2,8 @@
 
     y = x @ w.T + bias, dx = dy @ w          w = weight.dequantize(dtype)
 
-`PackedWeight` is what ops take for a tensor: nf4.py and quantized.py hold the formats. A weight is dequantised for each
-product and multiplied by cuBLAS, in memory that is reused (`in_use`): between two products no dequantised weight
+`LowBitWeight` is what ops take for a tensor: nf4.py and quantized.py hold the formats. A weight is dequantised for each
+product and multiplied by cuBLAS, in memory that is reused (`dequantized`): between two products no dequantised weight
 exists. Weights of one input are made one behind the other, and are one matrix to the product. Per stream of a GPU there
 is one such buffer, as large as any product has needed; it stays until `release_buffers()`.
 """
@@ -24,7 +24,7 @@ from ligermodels.kernels._triton import is_capturing, once_differentiable
 from ligermodels.kernels.linear import autocast_dtype
 
 
-class PackedWeight:
+class LowBitWeight:
     """A frozen weight [N, K] that holds few bits for each number."""
 
     __slots__ = ()
@@ -43,43 +43,43 @@ class PackedWeight:
         `out`, or of the weight that was quantised."""
         raise NotImplementedError
 
-    def apart(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """Its tensors, and the options by which `of` makes it of them again."""
         raise NotImplementedError
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
         raise NotImplementedError
 
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | LowBitWeight
 """A weight that a product reads."""
 
 _FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
 """Buffers that nobody uses, by device and stream; bytes."""
 
 
-def in_use(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """`with in_use(weights, x.dtype) as tensors:` the weights for products with x, packed ones dequantised.
+def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """`with dequantized(weights, x.dtype) as tensors:` the weights for products with x, packed ones dequantised.
 
     These lie one behind the other (`joint`), in memory that is other weights' afterwards. Without autograd. Two blocks,
     one inside the other, have two buffers. Streams share none, so that whatever the block has launched on the current
     stream reads its weights before the next are written there. While a CUDA graph is captured, and on devices other
     than the CPU and CUDA, the memory is the block's own.
     """
-    if not any(isinstance(weight, PackedWeight) for weight in weights):
+    if not any(isinstance(weight, LowBitWeight) for weight in weights):
         return contextlib.nullcontext(weights)
     return _dequantized(weights, dtype)
 
 
 @contextlib.contextmanager
 def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    found = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
     sizes = [math.prod(weight.shape) for weight in found]
     with _borrowed(dtype.itemsize * sum(sizes), found[0].device) as buffer:
         parts = iter(buffer.view(dtype).split(sizes))
         yield [
-            weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, PackedWeight) else weight
+            weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
             for weight in weights
         ]
 
@@ -112,8 +112,8 @@ def release_buffers() -> None:
     _FREE.clear()
 
 
-def taken_apart(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors of the weights, for ctx.save_for_backward, and what `put_together` needs beside them."""
+def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Any]]:
+    """The tensors of the weights, for ctx.save_for_backward, and what `unflatten_weights` needs beside them."""
     tensors: list[Tensor | None] = []
     rest: list[Any] = []
     for weight in weights:
@@ -121,29 +121,29 @@ def taken_apart(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[An
             tensors.append(weight)
             rest.append(None)
             continue
-        own, options = weight.apart()
+        own, options = weight.flatten()
         tensors += own
         rest.append((type(weight), len(own), options))
     return tensors, rest
 
 
-def put_together(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weight]:
-    """The weights that were `taken_apart`, of their tensors, which are the next ones."""
+def unflatten_weights(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weight]:
+    """The weights that were `flatten_weights`, of their tensors, which are the next ones."""
     found: list[Weight] = []
     for known in rest:
         if known is None:
             found.append(next(tensors))
             continue
         kind, count, options = known
-        found.append(kind.of(list(itertools.islice(tensors, count)), options))
+        found.append(kind.unflatten(list(itertools.islice(tensors, count)), options))
     return found
 
 
-def _with_weight(weight: PackedWeight, dtype: torch.dtype, product: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_weight(weight: LowBitWeight, dtype: torch.dtype, product: Callable[[Tensor], Tensor]) -> Tensor:
     """product(the dequantised weight)."""
     if torch.compiler.is_compiling():  # the compiler places it
         return product(weight.dequantize(dtype))
-    with in_use([weight], dtype) as (found,):
+    with dequantized([weight], dtype) as (found,):
         return product(found)
 
 
@@ -151,21 +151,21 @@ class _FrozenLinear(torch.autograd.Function):
     """x: [..., K]; kind, options, tensors: of a packed weight [N, K]; bias: [N] or None -> [..., N]. Frozen but x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, kind: type[PackedWeight], options: tuple[Any, ...], *tensors):
+    def forward(ctx, x: Tensor, bias: Tensor | None, kind: type[LowBitWeight], options: tuple[Any, ...], *tensors):
         ctx.save_for_backward(*tensors)
         ctx.known = kind, options
-        return _with_weight(kind.of(tensors, options), x.dtype, lambda weight: F.linear(x, weight, bias))
+        return _with_weight(kind.unflatten(tensors, options), x.dtype, lambda weight: F.linear(x, weight, bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
         kind, options = ctx.known
         tensors = ctx.saved_tensors
-        dx = _with_weight(kind.of(tensors, options), dy.dtype, lambda weight: dy @ weight)
+        dx = _with_weight(kind.unflatten(tensors, options), dy.dtype, lambda weight: dy @ weight)
         return dx, *[None] * (3 + len(tensors))
 
 
-def frozen_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+def frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, the weight [N, K], bias), of which nothing of x is saved.
 
     x: [..., K]; bias: [N] or None, frozen, of any dtype. Returns [..., N] of x's dtype, under autocast of autocast's.
@@ -182,6 +182,6 @@ def frozen_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     x = x.to(autocast_dtype(x) or x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     if x.requires_grad and torch.is_grad_enabled():
-        tensors, options = weight.apart()
+        tensors, options = weight.flatten()
         return _FrozenLinear.apply(x, bias, type(weight), options, *tensors)
     return _with_weight(weight, x.dtype, lambda found: F.linear(x, found, bias))

@@ -1,6 +1,6 @@
 """Linear layers of a single row, as in decoding: products that read the weights at the memory's speed.
 
-    one_row_linear:  y = x W^T + b          one_row_glu:  h = act(x Wg^T + bg) * (x Wu^T + bu), in one launch
+    gemv:  y = x W^T + b          gemv_glu:  h = act(x Wg^T + bg) * (x Wu^T + bu), in one launch
 
 A program multiplies a few rows of the weights with x, element by element in fp32, and sums at the end: for one row
 tensor cores save nothing, and what decides is how many loads of 16 bytes are in flight. On an H200, in bf16 and a CUDA
@@ -46,11 +46,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def one_row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemv_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def one_row_glu_reference(
+def gemv_glu_reference(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
@@ -141,7 +141,7 @@ def _with_bias(y, b_ptr, at, N):
     return y
 
 
-def takes(
+def use_gemv(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, columns: int | None = None
 ) -> bool:
     """True if the kernels here run the linear layers of `weights` [N, K] and `biases` on x [..., K]: one row, and no
@@ -182,14 +182,14 @@ def _has_amx() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
-def one_row_linear(
+def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
 ) -> Tensor:
     """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
 
     Neither the bias nor a row of the weight has gaps. out: [..., N], contiguous, where the result is written. scale:
     fp32 [N], by which the rows of the weight, then of any dtype that Triton knows, are multiplied; see quantized.py.
-    The caller has asked `takes`: it computes no gradients.
+    The caller has asked `use_gemv`: it computes no gradients.
     """
     n, k = weight.shape
     if not use_triton(x):
@@ -206,14 +206,14 @@ def one_row_linear(
     return y
 
 
-def one_row_glu(
+def gemv_glu(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
     activation: str, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] of x [..., K] with one row.
 
-    gate, up: [F, K]; biases: [F] or None; scales: as in `one_row_linear`. Gate and up are not rounded in between. The
-    caller has asked `takes`.
+    gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. Gate and up are not rounded in between. The
+    caller has asked `use_gemv`.
     """
     n, k = gate.shape
     h = x.new_empty(*x.shape[:-1], n)

@@ -23,8 +23,8 @@ from ligermodels.kernels._triton import (
 )
 
 
-def pick_reference(logits: Tensor) -> Tensor:
-    """The specification of `pick`."""
+def argmax_reference(logits: Tensor) -> Tensor:
+    """The specification of `argmax`."""
     best, ids = logits.max(-1)
     return torch.stack([ids, (~(best > float("-inf"))).long()])
 
@@ -63,13 +63,13 @@ def _first_of_largest(x, cols):
     return tl.where(nan, float("nan"), best), at
 
 
-def pick(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor) -> Tensor:
     """int64 [2, B] of logits [B, V]: the column of each row's largest number, and 1 where that is NaN or -inf, else 0.
 
     A NaN counts as the largest. Of equal numbers the first is taken, and each column is one of the row.
     """
     if not use_triton(logits) or logits.dtype == torch.float64:
-        return pick_reference(logits)
+        return argmax_reference(logits)
     logits, (rows, width) = last_dim_contiguous(logits), logits.shape
     block = 1024 if logits.numel() <= 2**20 else 8192  # one row is spread over the whole GPU
     parts, overlap = cdiv(width, block), overlaps_launches(logits)

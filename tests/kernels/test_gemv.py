@@ -5,15 +5,16 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ligermodels.kernels import gated_mlp, one_row
-from ligermodels.kernels.linear import linear, packed_linear
-from ligermodels.kernels.one_row import (
-    one_row_glu,
-    one_row_glu_reference,
-    one_row_linear,
-    one_row_linear_reference,
-    takes,
+import ligermodels.kernels.gemv as gemv_file
+from ligermodels.kernels import gated_mlp
+from ligermodels.kernels.gemv import (
+    gemv,
+    gemv_glu,
+    gemv_glu_reference,
+    gemv_reference,
+    use_gemv,
 )
+from ligermodels.kernels.linear import joint_linear, linear
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Of the result, once."""
@@ -39,14 +40,14 @@ def assert_close(found, exact, dtype, device):
 @pytest.mark.parametrize(("n", "k"), [(9, 96), (2, 1100), (1, 2048)])
 @pytest.mark.parametrize("at_once", [1, 528])
 def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, at_once):
-    monkeypatch.setattr(one_row, "_AT_ONCE", at_once)
+    monkeypatch.setattr(gemv_file, "_AT_ONCE", at_once)
     x, gate, up, b1, b2 = operands(device, dtype, n, k)
     exact = [t.double() for t in (x, gate, up, b1, b2)]
-    assert_close(one_row_linear(x, gate), one_row_linear_reference(*exact[:2]), dtype, device)
-    assert_close(one_row_linear(x, gate, b1), one_row_linear_reference(*exact[:2], exact[3]), dtype, device)
+    assert_close(gemv(x, gate), gemv_reference(*exact[:2]), dtype, device)
+    assert_close(gemv(x, gate, b1), gemv_reference(*exact[:2], exact[3]), dtype, device)
     for biases, exact_biases, activation in (((), (), "silu"), ((b1, b2), exact[3:], "gelu_tanh")):
-        h = one_row_glu(x, gate, up, *biases, activation=activation)
-        assert_close(h, one_row_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
+        h = gemv_glu(x, gate, up, *biases, activation=activation)
+        assert_close(h, gemv_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
 
 
 def test_weights_with_gaps(device):
@@ -55,19 +56,19 @@ def test_weights_with_gaps(device):
     wide[:, :96], wide[:, 100:196] = gate, up
     strided = wide[:, :96], wide[:, 100:196]
     exact = [t.double() for t in (x, gate, up)]
-    assert_close(one_row_linear(x, strided[0]), one_row_linear_reference(*exact[:2]), x.dtype, device)
-    glu = one_row_glu_reference(*exact, activation="silu")
-    assert_close(one_row_glu(x, *strided, activation="silu"), glu, x.dtype, device)
+    assert_close(gemv(x, strided[0]), gemv_reference(*exact[:2]), x.dtype, device)
+    glu = gemv_glu_reference(*exact, activation="silu")
+    assert_close(gemv_glu(x, *strided, activation="silu"), glu, x.dtype, device)
     apart = x.repeat_interleave(2, 1)[:, ::2]
-    assert torch.equal(one_row_linear(apart, gate), one_row_linear(x, gate))  # of a copy
-    assert one_row_linear(x.view(1, 1, 96), gate).shape == (1, 1, 9)
+    assert torch.equal(gemv(apart, gate), gemv(x, gate))  # of a copy
+    assert gemv(x.view(1, 1, 96), gate).shape == (1, 1, 9)
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, apart):
     """Where the intermediate size is not that of x too: the GLU with both weights, and the product that reads it."""
     launched = []
-    monkeypatch.setattr(one_row, "launch", lambda kernel, *rest, **more: launched.append(kernel.fn.__name__))
+    monkeypatch.setattr(gemv_file, "launch", lambda kernel, *rest, **more: launched.append(kernel.fn.__name__))
     x, gate, up, b1, b2 = operands(device, torch.float32, n=40)
     down = up.t().contiguous()
     with torch.no_grad():
@@ -94,23 +95,23 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("k", [96, 640])
 @pytest.mark.parametrize("lie", ["apart", "with gaps", "as one"])
 def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, without_triton, poison, k, lie):
-    monkeypatch.setattr(one_row, "_has_amx", lambda: True)
+    monkeypatch.setattr(gemv_file, "_has_amx", lambda: True)
     x, gate, up, b1, b2 = operands("cpu", torch.bfloat16, n=40, k=k)
-    exact = [one_row_linear_reference(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2))]
+    exact = [gemv_reference(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2))]
     down, weights, biases = torch.randn(7, 40).bfloat16(), [gate, up], [b1, b2]
     if lie == "with gaps":
         weights[0] = torch.cat([gate, gate[:, :8]], 1)[:, :k]
     elif lie == "as one":
         weights, biases = [torch.cat(weights)], [torch.cat(biases)]
     with torch.no_grad(), Products() as products:
-        z = packed_linear(x[None], weights, biases)
+        z = joint_linear(x[None], weights, biases)
         y = gated_mlp(x[None], *((weights, down, biases) if len(weights) > 1 else (weights[0], down, biases[0])))
     assert products.names == ["addmv"] * len(weights) * 2 + ["mv"]
     assert_close(z[0], torch.cat(exact, 1), x.dtype, "cpu")
     h = (F.silu(z[0, :, :40].float()) * z[0, :, 40:].float()).bfloat16()
-    assert_close(y[0], one_row_linear_reference(h.double(), down.double()), x.dtype, "cpu")
-    monkeypatch.setattr(one_row, "_has_amx", lambda: False)
-    assert not takes(x, [gate])
+    assert_close(y[0], gemv_reference(h.double(), down.double()), x.dtype, "cpu")
+    monkeypatch.setattr(gemv_file, "_has_amx", lambda: False)
+    assert not use_gemv(x, [gate])
 
 
 def test_a_bias_that_alone_is_trained_gets_its_gradient(device):
@@ -125,24 +126,24 @@ def test_a_bias_that_alone_is_trained_gets_its_gradient(device):
 
 def test_what_it_takes(device):
     x, weight, _, bias, _ = operands(device, torch.bfloat16)
-    assert takes(x, [weight]) and takes(x, [weight], [bias]) and takes(x, [weight], [None])
-    assert takes(x[:, :50], [weight], columns=96) and not takes(x[:, :50], [weight])
+    assert use_gemv(x, [weight]) and use_gemv(x, [weight], [bias]) and use_gemv(x, [weight], [None])
+    assert use_gemv(x[:, :50], [weight], columns=96) and not use_gemv(x[:, :50], [weight])
     for wrong in (bias.repeat_interleave(2)[::2], bias[:1], bias[:1].expand(9), bias.float(), bias[:, None]):
-        assert not takes(x, [weight], [wrong])
-    assert not takes(x.repeat(2, 1), [weight])
-    assert not takes(x[:0], [weight])
-    assert not takes(x.double(), [weight.double()])
-    assert not takes(x, [weight.float()])
-    assert not takes(x, [weight.t().contiguous().t()])
-    assert not takes(x, [weight[:, 1:]]) and not takes(x, [weight[0]])
-    assert not takes(x, [weight.as_subclass(type("Other", (torch.Tensor,), {}))])
-    assert torch.func.vmap(lambda row: torch.tensor(takes(row, [weight])))(x).tolist() == [False]
+        assert not use_gemv(x, [weight], [wrong])
+    assert not use_gemv(x.repeat(2, 1), [weight])
+    assert not use_gemv(x[:0], [weight])
+    assert not use_gemv(x.double(), [weight.double()])
+    assert not use_gemv(x, [weight.float()])
+    assert not use_gemv(x, [weight.t().contiguous().t()])
+    assert not use_gemv(x, [weight[:, 1:]]) and not use_gemv(x, [weight[0]])
+    assert not use_gemv(x, [weight.as_subclass(type("Other", (torch.Tensor,), {}))])
+    assert torch.func.vmap(lambda row: torch.tensor(use_gemv(row, [weight])))(x).tolist() == [False]
     weight.requires_grad_()
-    assert not takes(x, [weight])
+    assert not use_gemv(x, [weight])
     with torch.no_grad():
-        assert takes(x, [weight])
+        assert use_gemv(x, [weight])
         with torch.autocast(device, torch.bfloat16):
-            assert not takes(x, [weight])
+            assert not use_gemv(x, [weight])
 
 
 @pytest.mark.gpu
@@ -151,7 +152,7 @@ def test_on_a_gpu_it_is_captured_and_does_not_wait():
     back = up.t().contiguous()
 
     def run():
-        return one_row_linear(one_row_linear(one_row_glu(x, gate, up, activation="silu"), back), gate)
+        return gemv(gemv(gemv_glu(x, gate, up, activation="silu"), back), gate)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,315 @@
+"""What the flash attention kernels share: tile sizes, the tokens that a token sees, tiles of heads, the softcap.
+
+Tiles: a head's dims are one tile, or a pair [ROWS, MAIN] and [ROWS, REST], because tensor cores take powers of two: a
+head of 80 dims is 64 and 16. Where REST is 0 the second of the pair is a placeholder that nothing reads.
+
+Masks: a token sees an interval of tokens, less hidden keys and pairs of padding. Bits of a token's code: 0, its key is
+seen; 1, it is padding, which padding does not see.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import assume_constant_result, cdiv, next_power_of_2, tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+# ---- Tile sizes ----
+
+
+def tile_sizes(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
+    """BLOCK_M, BLOCK_N, warps and stages of a kernel."""
+    table = _EXACT if itemsize > 2 else _HOPPER if tma else _PORTABLE
+    row = table[next(most for most in table if size <= most)]
+    return row.get(kernel + " narrow", row[kernel]) if narrow else row[kernel]
+
+
+# By the largest head. The fastest of several on an H200; for "narrow" (windows, packed sequences) where that differs.
+_HOPPER = {
+    64: {"forward": (64, 128, 4, 2), "dq": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3)},
+    80: {"forward": (128, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 3)},
+    96: {"forward": (128, 64, 8, 3), "forward narrow": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
+    128: {"forward": (64, 64, 4, 3), "dq": (128, 64, 8, 3), "dq narrow": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
+    256: {
+        "forward": (128, 64, 8, 2),
+        "dq": (64, 32, 4, 3),
+        "dq narrow": (64, 64, 4, 2),
+        "dk": (64, 64, 4, 2),
+        "dv": (64, 64, 4, 3),
+    },
+}
+# Not timed: what fits the registers without spills and 100 KiB of shared memory.
+_PORTABLE = {
+    64: {"forward": (128, 64, 4, 2), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
+    128: {"forward": (128, 32, 4, 2), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)},
+    256: {"forward": (64, 32, 4, 2), "dq": (32, 32, 4, 2), "dk": (32, 32, 4, 2), "dv": (32, 32, 4, 2)},
+}
+# fp32, whose tiles are split in two for the tensor cores; and fp64, interpreted.
+_EXACT = {
+    64: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
+    128: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
+    256: {"forward": (64, 16, 8, 1), "dq": (32, 16, 4, 1), "dk": (16, 32, 4, 1), "dv": (16, 32, 4, 1)},
+}
+
+
+@assume_constant_result
+def data_centre(index: int | None) -> bool:
+    """True on NVIDIA's Hopper and Blackwell with a copy engine and more than 200 KiB of shared memory."""
+    return _cuda_major(index) in (9, 10)
+
+
+@functools.cache
+def _cuda_major(index: int | None) -> int:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def head_parts(size: int) -> tuple[int, int]:
+    """A head's dims as one tile of a power of two, or, where that would hold much that is not there, as two."""
+    whole = max(16, next_power_of_2(size))
+    rest = max(16, next_power_of_2(max(1, size - whole // 2)))
+    return (whole // 2, rest) if whole > 64 and rest < whole // 2 else (whole, 0)
+
+
+# ---- Masks ----
+
+
+@triton.jit
+def span(
+    x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones after it, of `limit`."""
+    lo = x * 0
+    hi = lo + limit
+    if PACKED:
+        lo = tl.load(ends_ptr + 2 * x)
+        hi = tl.load(ends_ptr + 2 * x + 1)
+    if BEFORE:
+        lo = tl.maximum(lo, x + shift - before)
+    if AFTER:
+        hi = tl.minimum(hi, x + shift + after + 1)
+    return lo, hi
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
+    """The start and the end of each token's sequence, of N sequences, by bisection."""
+    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low = tokens * 0
+    high = low + N - 1
+    width = N
+    while width > 1:
+        middle = (low + high + 1) // 2
+        begun = tl.load(cu_ptr + middle) <= tokens
+        low = tl.where(begun, middle, low)
+        high = tl.where(begun, high, middle - 1)
+        width = (width + 1) // 2
+    tl.store(ends_ptr + 2 * tokens, tl.load(cu_ptr + low), mask=tokens < T)
+    tl.store(ends_ptr + 2 * tokens + 1, tl.load(cu_ptr + low + 1), mask=tokens < T)
+
+
+@triton.jit(do_not_specialize=["K"])
+def _counts_kernel(counts_ptr, codes_ptr, K, BLOCK: tl.constexpr):
+    """Of each row of codes [B, K]: the first key that is seen, one past the last, and then for every token, and for
+    the end, how many tokens before it are hidden keys (bit 0 is 0) and how many are padding (bit 1): [B, 2 K + 4]."""
+    b = tl.program_id(0).to(tl.int64)
+    counts_ptr += b * (2 * K + 4)
+    first = K + 0
+    last = first * 0
+    hidden = first * 0
+    padding = first * 0
+    for start in range(0, K, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        codes = tl.load(codes_ptr + b * K + tokens, mask=tokens < K, other=0).to(tl.int32)
+        seen = (codes & 1) != 0
+        first = tl.minimum(first, tl.min(tl.where(seen, tokens, K), 0))
+        last = tl.maximum(last, tl.max(tl.where(seen, tokens + 1, 0), 0))
+        unseen, pads = tl.where(seen, 0, 1), (codes >> 1) & 1
+        tl.store(counts_ptr + 2 + 2 * tokens, hidden + tl.cumsum(unseen, 0) - unseen, mask=tokens < K)
+        tl.store(counts_ptr + 3 + 2 * tokens, padding + tl.cumsum(pads, 0) - pads, mask=tokens < K)
+        hidden += tl.sum(tl.where(tokens < K, unseen, 0), 0)
+        padding += tl.sum(pads, 0)
+    tl.store(counts_ptr, first)
+    tl.store(counts_ptr + 1, last)
+    tl.store(counts_ptr + 2 + 2 * K, hidden)
+    tl.store(counts_ptr + 3 + 2 * K, padding)
+
+
+@triton.jit
+def count(counts_ptr, start, end, limit, PADDING: tl.constexpr):
+    """Hidden keys, or padding, among tokens start .. end of `limit`, by the counts of _counts_kernel."""
+    at = counts_ptr + (3 if PADDING else 2)
+    return tl.load(at + 2 * tl.minimum(end, limit)) - tl.load(at + 2 * tl.minimum(start, limit))
+
+
+@triton.jit
+def holes(counts_ptr, start, end, K, pads, MASK: tl.constexpr, PAIRS: tl.constexpr):
+    """Whether any of the keys start .. end is hidden from some query of a block with `pads` tokens of padding."""
+    if PAIRS:
+        some = (pads > 0) & (count(counts_ptr, start, end, K, True) > 0)
+        return some | (count(counts_ptr, start, end, K, False) > 0)
+    elif MASK:
+        return count(counts_ptr, start, end, K, False) > 0
+    else:
+        return False
+
+
+@triton.jit
+def unhidden(visible, keys, queries, PAIRS: tl.constexpr):
+    """`visible` less keys that nobody sees (bit 0 is 0) and, with PAIRS, less padding as padding sees it (bit 1)."""
+    if PAIRS:
+        return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
+    else:
+        return visible & (keys != 0)
+
+
+def token_counts(codes: Tensor) -> Tensor:
+    """int32 [B, 2 K + 4]: what _counts_kernel writes."""
+    rows, length = codes.shape
+    counts = torch.empty(rows, 2 * length + 4, dtype=torch.int32, device=codes.device)
+    launch(_counts_kernel, (rows,), counts, codes, length, 1024)
+    return counts
+
+
+def sequence_ends(cu_seqlens: Tensor, length: int) -> Tensor:
+    """int32 [T, 2]: where the sequence of each token starts and ends."""
+    ends = torch.empty(length, 2, dtype=torch.int32, device=cu_seqlens.device)
+    cu_seqlens = cu_seqlens.contiguous()
+    launch(_ends_kernel, (cdiv(length, 256),), ends, cu_seqlens, length, cu_seqlens.shape[0] - 1, 256)
+    return ends
+
+
+# ---- Tiles of heads ----
+
+
+@triton.jit
+def _part(
+    source, b, head, start, limit, stride_b, stride_s, stride_h,
+    ROWS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Tokens start .. start + ROWS of a head, dims from FIRST on: [ROWS, WIDTH], zero past `limit` and past D."""
+    if TMA:
+        return source.load([b, start, head, FIRST]).reshape(ROWS, WIDTH)
+    else:
+        rows = tl.arange(0, ROWS)
+        cols = FIRST + tl.arange(0, WIDTH)
+        base = source + b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        mask = (rows < limit - start)[:, None]
+        if D < FIRST + WIDTH:
+            mask = mask & (cols < D)[None, :]
+        return tl.load(base + rows.to(tl.int64)[:, None] * stride_s + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def tile(
+    source, rest_source, b, head, start, limit, stride_b, stride_s, stride_h,
+    ROWS: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Tokens start .. start + ROWS of a head in two parts, [ROWS, MAIN] and [ROWS, REST]; without REST one, twice."""
+    main = _part(source, b, head, start, limit, stride_b, stride_s, stride_h, ROWS, D, 0, MAIN, TMA)
+    rest = main
+    if REST:
+        rest = _part(rest_source, b, head, start, limit, stride_b, stride_s, stride_h, ROWS, D, MAIN, REST, TMA)
+    return main, rest
+
+
+@triton.jit
+def numbers(source, b, head, start, limit, stride, H: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS] of a [B, H, limit] with rows `stride` apart, zero past `limit`."""
+    if TMA:
+        return source.load([b, head, start]).reshape(ROWS)
+    else:
+        rows = start + tl.arange(0, ROWS)
+        return tl.load(source + (b.to(tl.int64) * H + head) * stride + rows, mask=rows < limit, other=0.0)
+
+
+@triton.jit
+def inner(a, b, REST: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """a b^T over the dims of a head, both in parts."""
+    product = tl.dot(a[0], b[0].T, input_precision=PRECISION, out_dtype=ACC)
+    if REST:
+        product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION, out_dtype=ACC)
+    return product
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ACC: tl.constexpr):
+    main = tl.zeros([ROWS, MAIN], ACC)
+    rest = main
+    if REST:
+        rest = tl.zeros([ROWS, REST], ACC)
+    return main, rest
+
+
+@triton.jit
+def times(total, factor, REST: tl.constexpr):
+    main = total[0] * factor
+    rest = total[1]
+    if REST:
+        rest = rest * factor
+    return main, rest
+
+
+@triton.jit
+def outer(weights, b, total, REST: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
+    """total + weights b, b and total in parts."""
+    main = tl.dot(weights, b[0], total[0], input_precision=PRECISION, out_dtype=ACC)
+    rest = total[1]
+    if REST:
+        rest = tl.dot(weights, b[1], total[1], input_precision=PRECISION, out_dtype=ACC)
+    return main, rest
+
+
+@triton.jit
+def add_row(total, at, where, FIRST: tl.constexpr, D: tl.constexpr):
+    """total, and in the rows `where` the row at `at`, dims from FIRST on."""
+    cols = FIRST + tl.arange(0, total.shape[1])[None, :]
+    return total + tl.load(at + cols, mask=where[:, None] & (cols < D), other=0.0).to(total.dtype)
+
+
+@triton.jit
+def store(target, tile, b, head, start, limit, H: tl.constexpr, D: tl.constexpr, REST: tl.constexpr):
+    """The reverse of `tile`, into a contiguous [B, limit, H, D]."""
+    _store_part(target, tile[0], b, head, start, limit, H, D, 0)
+    if REST:
+        _store_part(target, tile[1], b, head, start, limit, H, D, tile[0].shape[1])
+
+
+@triton.jit
+def _store_part(target, tile, b, head, start, limit, H: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr):
+    rows = start + tl.arange(0, tile.shape[0])
+    cols = FIRST + tl.arange(0, tile.shape[1])
+    at = ((b.to(tl.int64) * limit + rows)[:, None] * H + head) * D + cols[None, :]
+    tl.store(target + at, tile.to(target.dtype.element_ty), mask=(rows < limit)[:, None] & (cols < D)[None, :])
+
+
+# ---- Softcap ----
+
+
+@triton.jit
+def capped(s, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
+    """CAP * tanh(SCALE * s / CAP), times log2(e), and tanh's derivative there."""
+    if dtype == tl.float32:
+        # Right to fp32 near 0 as well: an odd polynomial there.
+        x = s * (SCALE / CAP)
+        z = x * x
+        small = -0.0537395254 + z * (0.0206384379 + z * -0.0057042302)
+        small = x + x * z * (-0.3333328068 + z * (0.1333144009 + z * small))
+        e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+        large = (1.0 - e) / (1.0 + e)
+        t = tl.where(z < 0.390625, small, tl.where(x < 0, -large, large))
+        return t * (CAP * LOG2E), 1.0 - t * t
+    elif dtype == tl.float64:
+        e = tl.exp2(tl.abs(s) * (-2 * SCALE / CAP * LOG2E))
+        t = (1.0 - e) / (1.0 + e)
+        t = tl.where(s < 0, -t, t)
+        return t * (CAP * LOG2E), 1.0 - t * t
+    else:
+        # tanh(x) = 1 - 2 r with r = 1 / (1 + exp(2 x)), off by 2e-7 at most: far below the rounding of s itself.
+        root = tl.rsqrt(1.0 + tl.exp2(s * (2 * SCALE / CAP * LOG2E)))
+        r = root * root
+        return r * (-2 * CAP * LOG2E) + CAP * LOG2E, 4.0 * (r - r * r)
