@@ -236,12 +236,12 @@ class CausalLM(Pretrained, TrainerInterface):
             head = unwrapped(self.lm_head)
             computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
         if parallel is not None and "loss" in computed:
-            computed["loss"] = parallel.data.sum(computed["loss"])
+            computed["loss"] = parallel.data.all_reduce(computed["loss"])
         if context is not None and "logits" in computed:
-            logits = context.join(computed["logits"], 1)
+            logits = context.all_gather_replicated(computed["logits"], 1)
             computed["logits"] = logits.reshape(*inputs.tokens.shape[:2], -1)
         if "router_logits" in output:
-            mask = attention_mask if attention_mask is None or context is None else context.part(attention_mask, 1)
+            mask = attention_mask if attention_mask is None or context is None else context.shard(attention_mask, 1)
             output["aux_loss"] = load_balancing_loss(
                 output["router_logits"],
                 top_k=cast(Any, self.decoder.config).num_experts_per_tok,

@@ -20,7 +20,7 @@ from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmb
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.head import keep_table
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
@@ -106,8 +106,8 @@ class Decoder(BaseModel):
     parallel). Every rank gets all tokens, and returns the last hidden state of its part of the context.
     """
 
-    context: Ranks | None = None
-    tp: Ranks | None = None
+    context: MeshGroup | None = None
+    tp: MeshGroup | None = None
     param_dtype: torch.dtype | None = None
     """In which FSDP's mixed precision gives the blocks their weights; None: as they are stored."""
     _tied_head: Any = None
@@ -171,7 +171,7 @@ class Decoder(BaseModel):
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
         batch = self._batch(tokens, inputs, cross)
         if context is not None:
-            tokens = context.part(tokens, 1)
+            tokens = context.shard(tokens, 1)
         x = self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
         shape = (*inputs.tokens.shape[:2], x.shape[-1]) if context is None else x.shape
         if self.tp is not None:
@@ -188,7 +188,7 @@ class Decoder(BaseModel):
             if router_logits is not None:
                 router_logits += routed
         x = self.norm(x, residual)[0]
-        x = (x if self.tp is None else self.tp.gather(x, 1)).reshape(shape)
+        x = (x if self.tp is None else self.tp.all_gather(x, 1)).reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
         if cache is not None:
             output["past_key_values"] = cache.cache if isinstance(cache, BorrowedCache) else cache
@@ -243,7 +243,7 @@ class Decoder(BaseModel):
                 position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
             cos, sin = self.rotary_emb(position_ids)
         if self.context is not None:
-            cos, sin = (self.context.part(table, 1).contiguous() for table in (cos, sin))
+            cos, sin = (self.context.shard(table, 1).contiguous() for table in (cos, sin))
             cross = None if cross is None else cross.of_tokens(self.context)
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):

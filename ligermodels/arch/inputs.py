@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 from ligermodels.layers.losses import check_count
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
@@ -331,7 +331,7 @@ class Targets:
         self,
         labels: Tensor,
         cu_seqlens: Tensor | None,
-        context: Ranks | None = None,
+        context: MeshGroup | None = None,
         *,
         shifted: bool = False,
         ignore_index: int = IGNORE_INDEX,
@@ -342,7 +342,7 @@ class Targets:
         if cu_seqlens is not None and not shifted:
             targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
         if context is not None:
-            targets = context.part(targets if cu_seqlens is None else targets.view(1, -1), 1)
+            targets = context.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets
         self._count: Tensor | None = None
         if not targets.is_cuda or must_not_sync(targets):  # in the latter case all rows are computed

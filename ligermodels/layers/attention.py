@@ -20,7 +20,7 @@ from ligermodels.layers.linear import (
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 
 
 class Attention(JointProjections):
@@ -41,7 +41,7 @@ class Attention(JointProjections):
     tp: the ranks over which the heads are split (tensor parallel); x is then a rank's part [B, S/n, hidden_size].
     """
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Attention(JointProjections):
         self._check(batch, cache)
         o_proj, context = self.output_module, batch.context
         fused_output = is_fusable(o_proj)
-        q, k, v = self._qkv(x if self.tp is None else self.tp.gather(x, 1), batch)
+        q, k, v = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), batch)
         if context is not None:
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
@@ -111,7 +111,7 @@ class Attention(JointProjections):
         if context is not None:
             out = context.to_tokens(out)
         y = apply_linear(o_proj, attach_to_view(out, out.flatten(2)))
-        return y if self.tp is None else self.tp.sum_and_scatter(y, 1)
+        return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""

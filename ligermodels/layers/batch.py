@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 
 
 class MovableInputs:
@@ -36,10 +36,10 @@ class CrossStates(MovableInputs):
     attn_rows: Tensor | None = None
     mlp_rows: Tensor | None = None
 
-    def of_tokens(self, context: Ranks) -> "CrossStates":
+    def of_tokens(self, context: MeshGroup) -> "CrossStates":
         """The same for the rank's tokens: context parallel splits those, not the states."""
         rows = {name: getattr(self, name) for name in ("mask", "attn_rows", "mlp_rows")}
-        return replace(self, **{name: None if x is None else context.part(x, 1) for name, x in rows.items()})
+        return replace(self, **{name: None if x is None else context.shard(x, 1) for name, x in rows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Batch(MovableInputs):
         padding: Tensor | None = None,
         cross: CrossStates | None = None,
         next_token: NextToken | None = None,
-        context: Ranks | None = None,
+        context: MeshGroup | None = None,
     ):
         self.cos = cos
         self.sin = sin

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.embedding import embedding
-from ligermodels.layers.parallel import Ranks, local_part
+from ligermodels.layers.parallel import MeshGroup, local_shard
 
 
 class Embedding(nn.Embedding):
@@ -20,7 +20,7 @@ class Embedding(nn.Embedding):
     tp: the ranks over which the rows are split (tensor parallel); each looks its own up, and the sum is everyone's.
     """
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.tp is None:
             return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)
-        return self.tp.sum(self._own_rows(input, self.tp))
+        return self.tp.all_reduce(self._own_rows(input, self.tp))
 
-    def _own_rows(self, ids: Tensor, tp: Ranks) -> Tensor:
+    def _own_rows(self, ids: Tensor, tp: MeshGroup) -> Tensor:
         """The rows of the ids that this rank holds, zeros for the others."""
         if ids.device.type == "cpu" and not bool(((ids >= 0) & (ids < self.num_embeddings)).all()):
             low, high = ids.aminmax()
@@ -51,7 +51,7 @@ class Embedding(nn.Embedding):
                 f"ids reach from {int(low)} to {int(high)}, the table from 0 to {self.num_embeddings - 1}; likely the "
                 "tokenizer of another model, or a label value such as -100"
             )
-        weight = local_part(self.weight, tp)
+        weight = local_shard(self.weight, tp)
         first, rows = tp.rank * len(weight), len(weight)
         elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((ids < first) | (ids >= first + rows))
         padding = None if self.padding_idx is None else self.padding_idx - first

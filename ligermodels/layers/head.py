@@ -21,7 +21,7 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
-from ligermodels.layers.parallel import Ranks, local_part
+from ligermodels.layers.parallel import MeshGroup, local_shard
 
 _LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
 _LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
@@ -44,7 +44,7 @@ class LMHead(nn.Module):
         logits, or the loss; of the gradient of x it has a part.
     """
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
     _tied_to: nn.Module | None
     workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call gives none; None: what `linear_cross_entropy` finds best.
@@ -165,7 +165,7 @@ class LMHead(nn.Module):
         x: Tensor,
         weight: Tensor,
         labels: Tensor | None,
-        tp: Ranks,
+        tp: MeshGroup,
         *,
         softcap: float | None,
         return_logprobs: bool,
@@ -177,9 +177,9 @@ class LMHead(nn.Module):
             raise InputError(f"lm_head: {asked} is not supported under tensor parallel; use a mesh without tp")
         if options.get("num_items_in_batch") is not None:
             check_count(options["num_items_in_batch"])
-        weight, bias = local_part(weight, tp), local_part(self.bias, tp)
+        weight, bias = local_shard(weight, tp), local_shard(self.bias, tp)
         if labels is None:
-            return tp.join(capped(product(x, weight, bias), softcap), -1)
+            return tp.all_gather_replicated(capped(product(x, weight, bias), softcap), -1)
         return vocab_parallel_cross_entropy(
             x, weight, labels, bias=bias, group=tp.group, first_id=tp.rank * len(weight), softcap=softcap, **options
         )

@@ -19,7 +19,7 @@ from ligermodels.layers.linear import (
     parameters_of,
     warn_unfused,
 )
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 
 
 class GatedMLP(JointProjections):
@@ -36,7 +36,7 @@ class GatedMLP(JointProjections):
     """
 
     recompute = False
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GatedMLP(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._mlp(x) if self.tp is None else self.tp.sum_and_scatter(self._mlp(self.tp.gather(x, 1)), 1)
+        return self._mlp(x) if self.tp is None else self.tp.reduce_scatter(self._mlp(self.tp.all_gather(x, 1)), 1)
 
     def _mlp(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module

@@ -9,7 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
-from ligermodels.layers.parallel import Ranks, local_part, whole
+from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 
 
 class Experts(nn.Module):
@@ -20,7 +20,7 @@ class Experts(nn.Module):
     split (tensor parallel); the outputs are then to be summed over them.
     """
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
@@ -35,7 +35,7 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
-        gate_up, down = local_part(self.gate_up_proj, self.tp), local_part(self.down_proj, self.tp)
+        gate_up, down = local_shard(self.gate_up_proj, self.tp), local_shard(self.down_proj, self.tp)
         gate_up = gate_up.flatten(1, -2)  # sharded, gate and up are a dim of their own
         return moe_experts(x, weights, experts, gate_up, down, activation=self.activation, recompute=recompute)
 
@@ -47,7 +47,7 @@ class Experts(nn.Module):
 class Router(nn.Module):
     """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
@@ -55,7 +55,7 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, whole(self.weight, self.tp))
+        return linear(x, replicated(self.weight, self.tp))
 
 
 class MoE(nn.Module):
@@ -71,7 +71,7 @@ class MoE(nn.Module):
     """
 
     recompute = False
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
-        x = x if self.tp is None else self.tp.gather(x, 1)
+        x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
         y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute).view(x.shape)
         if self.tp is None:
             return y, router_logits
-        return self.tp.sum_and_scatter(y, 1), self.tp.share(router_logits)
+        return self.tp.reduce_scatter(y, 1), self.tp.divide_gradient(router_logits)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, jitter_noise={self.jitter_noise}"
@@ -109,7 +109,7 @@ def load_balancing_loss(
     *,
     top_k: int,
     attention_mask: Tensor | None = None,
-    data: Ranks | None = None,
+    data: MeshGroup | None = None,
 ) -> Tensor:
     """E * sum over experts e of f_e P_e: smallest where every expert gets an equal share of the tokens.
 
@@ -139,6 +139,6 @@ def load_balancing_loss(
     counts = counts.repeat(len(router_logits), 1)
     sums = [(chosen * counts).sum(0), (probabilities.float() * counts).sum(0), counts.sum()[None]]
     if data is not None:
-        sums = list(data.sum(torch.cat(sums)).split([len(one) for one in sums]))
+        sums = list(data.all_reduce(torch.cat(sums)).split([len(one) for one in sums]))
     share, probability = (one / sums[2].clamp(min=1) for one in sums[:2])
     return first.shape[-1] * (share * probability).sum()

@@ -7,7 +7,7 @@ from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
-from ligermodels.layers.parallel import Ranks, whole
+from ligermodels.layers.parallel import MeshGroup, replicated
 
 
 def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
     of which norms its own tokens or heads.
     """
 
-    tp: Ranks | None = None
+    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        weight = whole(self.weight, self.tp)
+        weight = replicated(self.weight, self.tp)
         if residual is None:
             y = rms_norm(x, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
             residual = x

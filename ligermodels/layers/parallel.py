@@ -1,13 +1,12 @@
-"""What a layer needs where several ranks share its work: collectives with gradients, and the rank's part of a weight.
+"""Collectives with gradients for layers whose work is split over ranks, and the ranks' shards of weights.
 
-Tensor parallel (`tp`, an attribute of the layers that `ligermodels.parallel` sets) splits heads, the inside of MLPs and
-the vocabulary over ranks; between these the residual stream is split over the sequence (sequence parallel). A layer
-gathers its input over the ranks, computes its part, and sums the parts while they are scattered over the sequence:
+Tensor parallel (`tp`, an attribute of the layers that `ligermodels.parallel` sets) splits heads, the columns of MLPs
+and the vocabulary over ranks. Between these layers the residual stream is split over the sequence (sequence parallel):
 
-    x [B, S/n, H] -> gather -> [B, S, H] -> heads or columns of this rank -> sum and scatter -> [B, S/n, H]
+    x [B, S/n, H] -> all-gather -> [B, S, H] -> this rank's heads or columns -> reduce-scatter -> [B, S/n, H]
 
-Context parallel (`Batch.context`) splits the sequence everywhere but in attention, for which an all-to-all turns
-[B, S/n, heads, D] into [B, S, heads/n, D]: so masks, windows and packed sequences are those of one process.
+Context parallel (`Batch.context`) splits the sequence everywhere except in attention. There an all-to-all turns
+[B, S/n, heads, D] into [B, S, heads/n, D], so masks, windows and packed sequences work as in one process.
 
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053, and its sequence parallelism, https://arxiv.org/abs/2205.05198;
 DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 renames them
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Ranks:
-    """The ranks of one mesh dimension, and collectives over them through which gradients flow.
+class MeshGroup:
+    """The ranks of one mesh dimension, and collectives over them with gradients.
 
     Every rank of the group calls the same collectives in the same order, with tensors of the same shape.
     """
@@ -44,28 +43,28 @@ class Ranks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, joined on `dim`. Backward: the ranks' gradients are summed and scattered."""
-        return _Linear.apply(x, lambda x: _gathered(x, self, dim), lambda dy: _summed_and_scattered(dy, self, dim))
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """All ranks' shards, concatenated on `dim`. Backward: gradients are reduce-scattered."""
+        return _Collective.apply(x, lambda x: _all_gather(x, self, dim), lambda dy: _reduce_scatter(dy, self, dim))
 
-    def sum_and_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, on `dim`, of the sum over the ranks. Backward: the parts' gradients are gathered."""
-        return _Linear.apply(x, lambda x: _summed_and_scattered(x, self, dim), lambda dy: _gathered(dy, self, dim))
+    def all_gather_replicated(self, x: Tensor, dim: int) -> Tensor:
+        """The same where all ranks then compute the same. Backward: this rank's shard of the gradient."""
+        return _Collective.apply(x, lambda x: _all_gather(x, self, dim), lambda dy: self.shard(dy, dim))
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks. Backward: the gradient as it is, which has to be the same on all ranks."""
-        return _Linear.apply(x, lambda x: _summed(x, self), lambda dy: dy)
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard, on `dim`, of the sum over ranks. Backward: gradients are all-gathered."""
+        return _Collective.apply(x, lambda x: _reduce_scatter(x, self, dim), lambda dy: _all_gather(dy, self, dim))
 
-    def share(self, x: Tensor) -> Tensor:
-        """x, which all ranks hold and go on with alike. Backward: a rank's share of the gradient, 1/n of it."""
-        return _Linear.apply(x, lambda x: x.view_as(x), lambda dy: dy / self.size)
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks. Backward: the identity; the gradient must be the same on all ranks."""
+        return _Collective.apply(x, lambda x: _all_reduce(x, self), lambda dy: dy)
 
-    def join(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, joined on `dim`, for what all ranks go on with alike. Backward: a rank's part."""
-        return _Linear.apply(x, lambda x: _gathered(x, self, dim), lambda dy: self.part(dy, dim))
+    def divide_gradient(self, x: Tensor) -> Tensor:
+        """x, with which all ranks compute the same. Backward: 1/n of the gradient, so that the ranks' sum is right."""
+        return _Collective.apply(x, lambda x: x.view_as(x), lambda dy: dy / self.size)
 
-    def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of x, which all ranks hold. Backward: zeros in the parts of other ranks.
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's shard of x, a view; x is the same on all ranks. Backward: zeros outside of the shard.
 
         Raises InputError where the length of `dim` is no multiple of the number of ranks.
         """
@@ -77,49 +76,49 @@ class Ranks:
         return x.narrow(dim, self.rank * length, length)
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of x, which all ranks hold. Backward: the parts' gradients are gathered."""
-        return _Linear.apply(x, lambda x: self.part(x, dim).contiguous(), lambda dy: _gathered(dy, self, dim))
+        """This rank's shard of x, which is the same on all ranks. Backward: gradients are all-gathered."""
+        return _Collective.apply(x, lambda x: self.shard(x, dim).contiguous(), lambda dy: _all_gather(dy, self, dim))
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[B, S/n, heads, D] -> [B, S, heads/n, D]; fewer heads than ranks are repeated, so that each rank has one."""
+        """[B, S/n, heads, D] -> [B, S, heads/n, D]. Fewer heads than ranks are repeated: each rank gets one."""
         if (repeats := self.size // x.shape[2]) > 1:
             x = x.repeat_interleave(repeats, dim=2)
-        return _Linear.apply(x, lambda x: _exchanged(x, self, 2, 1), lambda dy: _exchanged(dy, self, 1, 2))
+        return _Collective.apply(x, lambda x: _all_to_all(x, self, 2, 1), lambda dy: _all_to_all(dy, self, 1, 2))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """[B, S, heads/n, D] -> [B, S/n, heads, D]."""
-        return _Linear.apply(x, lambda x: _exchanged(x, self, 1, 2), lambda dy: _exchanged(dy, self, 2, 1))
+        return _Collective.apply(x, lambda x: _all_to_all(x, self, 1, 2), lambda dy: _all_to_all(dy, self, 2, 1))
 
 
-def _gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
+def _all_gather(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
     dim %= x.dim()
-    out = x.new_empty(ranks.size, *x.shape)
-    _all_gather(out.flatten(0, 1), x.contiguous(), group=ranks.group)
+    out = x.new_empty(group.size, *x.shape)
+    _all_gather_single(out.flatten(0, 1), x.contiguous(), group=group.group)
     return out.movedim(0, dim).flatten(dim, dim + 1)  # a copy, unless the dims before `dim` have size 1
 
 
-def _summed_and_scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
-    parts = x.unflatten(dim, (ranks.size, -1)).movedim(dim, 0).contiguous()
-    out = torch.empty_like(parts[0])
-    _reduce_scatter(out, parts.flatten(0, 1), group=ranks.group)
+def _reduce_scatter(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
+    shards = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    out = torch.empty_like(shards[0])
+    _reduce_scatter_single(out, shards.flatten(0, 1), group=group.group)
     return out
 
 
-def _summed(x: Tensor, ranks: Ranks) -> Tensor:
+def _all_reduce(x: Tensor, group: MeshGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=ranks.group)
+    dist.all_reduce(total, group=group.group)
     return total
 
 
-def _exchanged(x: Tensor, ranks: Ranks, split: int, join: int) -> Tensor:
-    """Part i of x on dim `split` goes to rank i; what arrives is joined on dim `join`."""
-    parts = x.unflatten(split, (ranks.size, -1)).movedim(split, 0).contiguous()
-    out = torch.empty_like(parts)
-    dist.all_to_all_single(out, parts, group=ranks.group)
+def _all_to_all(x: Tensor, group: MeshGroup, split: int, join: int) -> Tensor:
+    """Sends the i-th shard of x on dim `split` to rank i; concatenates what arrives on dim `join`."""
+    shards = x.unflatten(split, (group.size, -1)).movedim(split, 0).contiguous()
+    out = torch.empty_like(shards)
+    dist.all_to_all_single(out, shards, group=group.group)
     return out.movedim(0, join).flatten(join, join + 1)
 
 
-class _Linear(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
     """forward(x), whose gradient is backward(dy)."""
 
     @staticmethod
@@ -132,8 +131,8 @@ class _Linear(torch.autograd.Function):
         return ctx.function(dy), None, None
 
 
-def whole(parameter: Any, tp: Ranks | None) -> Any:
-    """A parameter of which all ranks hold the whole, and each computes a part of the gradient."""
+def replicated(parameter: Any, tp: MeshGroup | None) -> Any:
+    """A parameter that is replicated over the ranks, each of which computes a partial sum of its gradient."""
     if tp is None or parameter is None:
         return parameter
     from torch.distributed.tensor import Partial  # which takes half a second to import
@@ -141,32 +140,32 @@ def whole(parameter: Any, tp: Ranks | None) -> Any:
     return parameter.to_local(grad_placements=[Partial()])
 
 
-def local_part(parameter: Any, tp: Ranks | None) -> Any:
-    """The rank's part of a parameter that is sharded over the ranks."""
+def local_shard(parameter: Any, tp: MeshGroup | None) -> Any:
+    """This rank's shard of a parameter that is sharded over the ranks."""
     return parameter if tp is None or parameter is None else parameter.to_local()
 
 
-def distributed(parameter: Tensor, tp: Ranks, dim: int | None) -> nn.Parameter:
-    """`parameter`, which all ranks hold, as a DTensor: sharded on `dim`, or whole on each rank."""
+def to_dtensor(parameter: Tensor, tp: MeshGroup, dim: int | None) -> nn.Parameter:
+    """`parameter`, which is the same on all ranks, as a DTensor: sharded on `dim`, or replicated (None)."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     data = parameter.detach()
     if dim is not None:
-        data = tp.part(data, dim).clone(memory_format=torch.contiguous_format)
+        data = tp.shard(data, dim).clone(memory_format=torch.contiguous_format)
     placement = Replicate() if dim is None else Shard(dim)
-    made = DTensor.from_local(data, tp.mesh, [placement], run_check=False)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    dtensor = DTensor.from_local(data, tp.mesh, [placement], run_check=False)
+    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 
 class ShardedLinear(nn.Linear):
-    """A rank's part of a linear module, of which the weight is a DTensor over the ranks.
+    """This rank's part of a linear layer, whose weight is a DTensor over the ranks.
 
-    "columns": this rank computes its part of the outputs. "rows": it reads its part of the inputs, and the outputs
-    are to be summed over the ranks; the bias is the first rank's. "heads": all ranks hold the whole weight and each
-    computes `heads` of its heads, which are fewer than ranks: `first` and `rows` say which rows.
+    "columns": each rank computes some of the outputs. "rows": each rank reads some of the inputs, and the outputs are
+    summed over ranks later; only the first rank adds the bias. "heads": there are fewer heads than ranks; the weight is
+    replicated, and this rank computes one head: `rows` rows from row `first` on.
     """
 
-    def __init__(self, linear: nn.Linear, tp: Ranks, split: str, head_dim: int = 1):
+    def __init__(self, linear: nn.Linear, tp: MeshGroup, split: str, head_dim: int = 1):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.split, self.tp = split, tp
@@ -174,17 +173,17 @@ class ShardedLinear(nn.Linear):
         if split == "heads":
             self.first, self.rows = tp.rank * linear.out_features // head_dim // tp.size * head_dim, head_dim
         weight_dim, bias_dim = {"columns": (0, 0), "rows": (1, None), "heads": (None, None)}[split]
-        self.weight = distributed(linear.weight, tp, weight_dim)
-        self.bias = None if linear.bias is None else distributed(linear.bias, tp, bias_dim)
+        self.weight = to_dtensor(linear.weight, tp, weight_dim)
+        self.bias = None if linear.bias is None else to_dtensor(linear.bias, tp, bias_dim)
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this rank computes with."""
         if self.split == "columns":
-            return local_part(self.weight, self.tp), local_part(self.bias, self.tp)
+            return local_shard(self.weight, self.tp), local_shard(self.bias, self.tp)
         if self.split == "rows":
-            bias = whole(self.bias, self.tp)
-            return local_part(self.weight, self.tp), None if bias is None else bias * float(self.tp.rank == 0)
-        weight, bias = whole(self.weight, self.tp), whole(self.bias, self.tp)
+            bias = replicated(self.bias, self.tp)
+            return local_shard(self.weight, self.tp), None if bias is None else bias * float(self.tp.rank == 0)
+        weight, bias = replicated(self.weight, self.tp), replicated(self.bias, self.tp)
         rows = slice(self.first, self.first + self.rows)
         return weight[rows], None if bias is None else bias[rows]
 

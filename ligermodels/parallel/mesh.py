@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import num_labels
-from ligermodels.layers.parallel import Ranks
+from ligermodels.layers.parallel import MeshGroup
 
 DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
 """Names of a mesh's dimensions, outermost first: copies of the model, FSDP, context parallel, tensor parallel."""
@@ -69,8 +69,8 @@ class Parallel:
             raise InputError(f"the mesh lists its ranks as {ranks[:8]}; they have to ascend, since torch's groups do")
         self.mesh = mesh
         sizes = dict(zip(names, mesh.shape, strict=True))
-        self.context = Ranks(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
-        self.tp = Ranks(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
+        self.context = MeshGroup(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
+        self.tp = MeshGroup(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
         # torch has no public name for joining dims; torchtitan calls this one too.
         shard = mesh["dp_shard"] if self.context is None else mesh["dp_shard", "cp"]._flatten("fsdp")
         self.fsdp = data = shard
@@ -79,7 +79,7 @@ class Parallel:
                 warnings.simplefilter("ignore")  # of a later way to combine dims, which torch 2.11 does not have
                 self.fsdp = mesh["dp_replicate", "dp_shard" if self.context is None else "fsdp"]
             data = self.fsdp._flatten("data")
-        self.data = Ranks(data)
+        self.data = MeshGroup(data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parallel":
         return self

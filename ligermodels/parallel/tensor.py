@@ -8,7 +8,7 @@ from torch import nn
 from ligermodels.errors import InputError
 from ligermodels.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm
 from ligermodels.layers.moe import Experts, Router
-from ligermodels.layers.parallel import Ranks, ShardedLinear, distributed
+from ligermodels.layers.parallel import MeshGroup, ShardedLinear, to_dtensor
 
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 64)
 
@@ -85,7 +85,7 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"
 
 
-def shard_tensors(model: Any, tp: Ranks) -> None:
+def shard_tensors(model: Any, tp: MeshGroup) -> None:
     """Replaces the parameters of the text model and the head by DTensors over the ranks."""
     for module in list(_modules(model)):
         if isinstance(module, Attention):
@@ -104,18 +104,18 @@ def shard_tensors(model: Any, tp: Ranks) -> None:
         elif isinstance(module, Experts):
             gate_up = module.gate_up_proj.unflatten(1, (2, -1)).detach()
             gate_up.requires_grad_(module.gate_up_proj.requires_grad)
-            module.gate_up_proj = distributed(gate_up, tp, 2)
-            module.down_proj = distributed(module.down_proj, tp, 2)
+            module.gate_up_proj = to_dtensor(gate_up, tp, 2)
+            module.down_proj = to_dtensor(module.down_proj, tp, 2)
         elif isinstance(module, RMSNorm | Router):
             if module.weight is not None:
-                module.weight = distributed(module.weight, tp, None)
+                module.weight = to_dtensor(module.weight, tp, None)
         elif isinstance(module, Embedding) or (isinstance(module, LMHead) and not module.is_tied):
             for name, parameter in module.named_parameters(recurse=False):
-                module._parameters[name] = distributed(parameter, tp, 0)
+                module._parameters[name] = to_dtensor(parameter, tp, 0)
         elif not isinstance(module, MoE | LMHead):
             continue
         module.tp = tp
 
 
-def _replace(layer: nn.Module, name: str, tp: Ranks, split: str, head_dim: int = 1) -> None:
+def _replace(layer: nn.Module, name: str, tp: MeshGroup, split: str, head_dim: int = 1) -> None:
     layer._modules[name] = ShardedLinear(layer._modules[name], tp, split, head_dim)  # type: ignore[arg-type]

@@ -332,7 +332,7 @@ def answer_counts(batch: Batch) -> Tensor:
 
 def over_ranks(model: Any, loss: Tensor) -> Tensor:
     """The sum of the ranks' losses; the gradient is that of the own one, as `parallelize` has it for a model's loss."""
-    return loss if model.parallel is None else model.parallel.data.sum(loss)
+    return loss if model.parallel is None else model.parallel.data.all_reduce(loss)
 
 
 def mean_of(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
