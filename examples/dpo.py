@@ -3,9 +3,8 @@
     python examples/dpo.py                                                     # a tiny random model, on the CPU
     python examples/dpo.py Qwen/Qwen2.5-0.5B-Instruct pairs.jsonl --out tuned
 
-Each line of pairs.jsonl is {"prompt": "...", "chosen": "...", "rejected": "..."}. The reference costs one forward; its
-log probabilities can as well be computed once for a data set (`sequence_logps`) and given as ref_logps, and then no
-second model is in memory.
+Each line of pairs.jsonl is {"prompt": "...", "chosen": "...", "rejected": "..."}. The reference costs a second model in
+memory and one forward a step; its log probabilities can as well be computed once, before training.
 """
 
 import argparse
@@ -19,25 +18,30 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import ligermodels
-from ligermodels.layers.preference import LinearDPOLoss, PreferenceOutput
+from ligermodels.layers import dpo_loss, sum_per_sequence
 from ligermodels.training import AdamW
 
 IGNORED = -100
+BETA = 0.1
 PAIRS = [{"prompt": f"{n} + {n}?", "chosen": f"{2 * n}.", "rejected": f"maybe {n}"} for n in (1, 2, 3)]
 
 
 def encode(tokenizer: ligermodels.Tokenizer, prompt: str, answer: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids, and labels: at each token the next one, where that belongs to the answer."""
+    """The ids of prompt and answer, and the labels: the ids of the answer."""
     question = [{"role": "user", "content": prompt}]
     before = tokenizer.apply_chat_template(question, add_generation_prompt=True)
     whole = tokenizer.apply_chat_template([*question, {"role": "assistant", "content": answer}])
     if whole[: len(before)] != before:
         raise SystemExit("the chat template changes the prompt once it has an answer: labels are not known")
-    labels = [IGNORED] * (len(before) - 1) + whole[len(before) :] + [IGNORED]  # nothing follows the last token
-    return torch.tensor(whole), torch.tensor(labels)
+    return torch.tensor(whole), torch.tensor([IGNORED] * len(before) + whole[len(before) :])
 
 
-def main(arguments: list[str] | None = None) -> list[PreferenceOutput]:
+def answer_logps(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The log probability of each answer. The logits are never whole: the head returns those of the labels."""
+    return sum_per_sequence(model(ids, labels=labels, use_cache=False, return_logprobs=True).logprobs)
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a repository of the Hub or a folder; default a tiny one")
     parser.add_argument("pairs", nargs="?", type=Path, help="a file of JSON lines; default three short pairs")
@@ -52,25 +56,26 @@ def main(arguments: list[str] | None = None) -> list[PreferenceOutput]:
     tokenizer = ligermodels.Tokenizer.from_hub(name)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
     pairs = [json.loads(line) for line in options.pairs.open()] if options.pairs else PAIRS
-    optimizer, dpo = AdamW(policy.train().parameters(), lr=options.lr, max_grad_norm=1.0), LinearDPOLoss(beta=0.1)
-    outputs = []
+    optimizer = AdamW(policy.train().parameters(), lr=options.lr, max_grad_norm=1.0)
+    metrics = []
     for step in range(options.steps):
         batch = random.Random(step).choices(pairs, k=options.batch)
         encoded = [encode(tokenizer, pair["prompt"], pair[kind]) for kind in ("chosen", "rejected") for pair in batch]
         ids = pad_sequence([ids for ids, _ in encoded], batch_first=True).to(device)  # what is on the right is not seen
         labels = pad_sequence([labels for _, labels in encoded], batch_first=True, padding_value=IGNORED).to(device)
         with torch.no_grad():
-            ref_x = reference.base_model(ids, use_cache=False).last_hidden_state
-        x = policy.base_model(ids).last_hidden_state  # the loss makes what it needs of the logits
-        output = dpo(x, policy.lm_head.weight, labels, ref_x=ref_x, ref_weight=reference.lm_head.weight)
-        output.loss.backward()
+            ref = answer_logps(reference, ids, labels)
+        logps = answer_logps(policy, ids, labels)
+        loss = dpo_loss(*logps.chunk(2), *ref.chunk(2), beta=BETA).mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        outputs.append(output)
-        print(f"step {step}: loss {output.loss:.4f}, margin {output.reward_margin:.3f}", flush=True)
+        chosen, rejected = (BETA * (logps.detach() - ref)).chunk(2)  # the rewards of DPO
+        metrics.append({"loss": loss.item(), "margin": (chosen - rejected).mean().item()})
+        print(f"step {step}: loss {loss:.4f}, margin {metrics[-1]['margin']:.3f}", flush=True)
     if options.out:
         policy.save_pretrained(options.out)  # the files of the tokenizer come along
-    return outputs
+    return metrics
 
 
 if __name__ == "__main__":

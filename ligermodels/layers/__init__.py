@@ -14,22 +14,7 @@ from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.norm import LayerNorm, RMSNorm
-from ligermodels.layers.preference import (
-    KTOOutput,
-    LinearCPOLoss,
-    LinearDPOLoss,
-    LinearKTOLoss,
-    LinearORPOLoss,
-    LinearSimPOLoss,
-    PreferenceOutput,
-    cpo_loss,
-    dpo_loss,
-    kto_kl,
-    kto_loss,
-    orpo_loss,
-    sequence_logps,
-    simpo_loss,
-)
+from ligermodels.layers.preference import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss, sum_per_sequence
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.layers.rotary import RotaryEmbedding, VisionRotary
 
@@ -45,19 +30,12 @@ __all__ = [
     "GatedMLP",
     "JSDLoss",
     "KLDivLoss",
-    "KTOOutput",
     "LMHead",
     "LayerNorm",
-    "LinearCPOLoss",
     "LinearCrossEntropyLoss",
-    "LinearDPOLoss",
     "LinearJSDLoss",
-    "LinearKTOLoss",
-    "LinearORPOLoss",
-    "LinearSimPOLoss",
     "MoE",
     "NF4Linear",
-    "PreferenceOutput",
     "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
@@ -69,6 +47,5 @@ __all__ = [
     "kto_loss",
     "load_balancing_loss",
     "orpo_loss",
-    "sequence_logps",
-    "simpo_loss",
+    "sum_per_sequence",
 ]

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ligermodels.layers.preference.cpo import PER_TOKEN, check_options, cpo_loss
+from ligermodels.layers.preference import PER_TOKEN, check_cpo, cpo_loss
 from ligermodels.recipes.options import CPOOptions
 from ligermodels.recipes.preference import PairLoss, PreferenceData, pair_counts
 from ligermodels.recipes.run import Recipe, run
@@ -26,5 +26,5 @@ RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss
 
 def train(options: CPOOptions) -> int:
     """Tunes a model to prefer the chosen answers to the rejected ones. Returns the exit status."""
-    check_options(options.loss_type, options.beta, options.label_smoothing)
+    check_cpo(options.loss_type, options.beta, options.label_smoothing)
     return run(options, RECIPE)

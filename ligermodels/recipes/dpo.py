@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ligermodels.layers.preference.dpo import PER_TOKEN, check_options, dpo_loss
+from ligermodels.layers.preference import PER_TOKEN, check_dpo, dpo_loss
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import Processes
 from ligermodels.recipes.options import DPOOptions
@@ -30,5 +30,5 @@ RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss
 
 def train(options: DPOOptions) -> int:
     """Tunes a model to prefer the chosen answers to the rejected ones. Returns the exit status."""
-    check_options(options.loss_type, options.beta, options.label_smoothing, discopop_tau=0.05)
+    check_dpo(options.loss_type, options.beta, options.label_smoothing)
     return run(options, RECIPE)

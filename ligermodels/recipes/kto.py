@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.layers.preference.kto import kto_kl, kto_loss
+from ligermodels.layers.preference import kto_kl, kto_loss
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import Batch, Processes, Sums
 from ligermodels.recipes.options import KTOOptions

@@ -393,7 +393,7 @@ _SMOOTHING = "the share of pairs whose order is taken to be wrong"
 _SFT = "of the cross entropy of the chosen answers, which is added to the loss"
 _PAIRED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
            "apo_zero", "apo_down", "discopop")  # fmt: skip
-"""Those of `layers.preference.dpo` that are a mean over pairs."""
+"""Those of `layers.preference.DPO_LOSS_TYPES` that are a mean over pairs."""
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ligermodels.layers.preference.orpo import orpo_loss
+from ligermodels.layers.preference import orpo_loss
 from ligermodels.recipes.options import ORPOOptions
 from ligermodels.recipes.preference import PairLoss, PreferenceData, pair_counts
 from ligermodels.recipes.run import Recipe, run

@@ -24,7 +24,7 @@ from torch import Tensor
 from ligermodels.arch.inputs import Targets
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
-from ligermodels.layers.preference.sequences import totals
+from ligermodels.layers.preference import sum_per_sequence
 from ligermodels.recipes import masking
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
@@ -292,9 +292,11 @@ def logps(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) 
     scored = _with_prompts(batch) if prompts else labels
     answers, every = (Targets(one, bounds).labels != IGNORED for one in (labels, scored))
     output = model(**inputs, labels=scored, return_logprobs=True)
-    tokens, total = output.logprobs, totals(output.logprobs, bounds)
+    of_answers = torch.where(answers, output.logprobs, 0)
+    sums, lengths = sum_per_sequence(of_answers, bounds), sum_per_sequence(answers, bounds)
+    nll, nll_lengths = sum_per_sequence(output.logprobs, bounds), sum_per_sequence(every, bounds)
     aux = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
-    return Logps(total(torch.where(answers, tokens, 0)), total(answers), total(tokens), total(every), aux)
+    return Logps(sums, lengths, nll, nll_lengths, aux)
 
 
 def _with_prompts(batch: Batch) -> Tensor:
@@ -310,8 +312,7 @@ def _with_prompts(batch: Batch) -> Tensor:
 
 def _lengths(labels: Tensor, bounds: Tensor | None) -> Tensor:
     """The number of labels of each sequence that count."""
-    targets = Targets(labels, bounds).labels
-    return totals(targets, bounds)(targets != IGNORED)
+    return sum_per_sequence(Targets(labels, bounds).labels != IGNORED, bounds)
 
 
 def pair_counts(batch: Batch, *, prompts: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ligermodels.layers.preference.cpo import simpo_loss
+from ligermodels.layers.preference import cpo_loss
 from ligermodels.recipes.options import SimPOOptions
 from ligermodels.recipes.preference import PairLoss, PreferenceData, pair_counts
 from ligermodels.recipes.run import Recipe, run
@@ -16,7 +16,7 @@ def make_loss(options: SimPOOptions, *unused: Any) -> PairLoss:
     how: dict[str, Any] = dict(beta=options.beta, gamma=options.simpo_gamma, label_smoothing=options.label_smoothing)
 
     def losses(chosen: Tensor, rejected: Tensor, *zeros: Tensor) -> Tensor:
-        return simpo_loss(chosen, rejected, **how)
+        return cpo_loss(chosen, rejected, loss_type="simpo", **how)
 
     return PairLoss(losses, options.beta, per_token=True, nll_weight=options.sft_weight)
 

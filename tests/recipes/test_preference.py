@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import ligermodels
 from ligermodels import InputError
 from ligermodels.cli import main
-from ligermodels.layers.preference import dpo
+from ligermodels.layers.preference import DPO_LOSS_TYPES
 from ligermodels.recipes import cpo, kto, masking, orpo, simpo
 from ligermodels.recipes import dpo as dpo_recipe
 from ligermodels.recipes.batches import Batches
@@ -300,7 +300,7 @@ def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokeniz
 
 def test_the_losses_of_the_command_are_those_of_the_layers():
     """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
-    assert set(_PAIRED) == set(dpo.LOSS_TYPES) - {"aot", "aot_unpaired"}
+    assert set(_PAIRED) == set(DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
 
 
 # ---- runs ----
