@@ -76,6 +76,12 @@ def _found(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
+def config_files(folder: Path, *more: str) -> dict[str, Path]:
+    """{name: path} of those of config.json, generation_config.json and `more` that are there."""
+    names = ("config.json", "generation_config.json", *more)
+    return {name: folder / name for name in names if (folder / name).is_file()}
+
+
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The object that a JSON file holds; `lenient` as `lenient_json`. Raises CheckpointError if it holds none."""
     if not os.path.lexists(path):

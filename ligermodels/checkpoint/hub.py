@@ -40,7 +40,7 @@ def resolve(
     if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
         folder = local / inside
         if file := find_gguf(folder):
-            from ligermodels.checkpoint.gguf import folder_of
+            from ligermodels.checkpoint.gguf.reader import folder_of
 
             return folder_of(file)
         if os.path.isdir(folder):

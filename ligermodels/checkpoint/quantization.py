@@ -1,5 +1,5 @@
-"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py, weight_only.py): loaded, and
-but for those of weight_only.py trained under adapters and saved again.
+"""Models with quantised linear modules, of bitsandbytes, torchao or our own: loaded, and,
+except in our int8, fp8 and int4, trained under adapters and saved again.
 
 Modules are quantised one after the other, as a checkpoint is read. The head, which is no `nn.Linear` here, stays as it
 is. What a module becomes is for its quantiser (quantizers.py).
@@ -17,9 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.nf4 import NF4
-from ligermodels.checkpoint.quantizers import BitsAndBytes, Parts, Quantizer, TorchAO, is_of_torchao
-from ligermodels.checkpoint.weight_only import WeightOnly
+from ligermodels.checkpoint.quantizers import NF4, BitsAndBytes, Parts, Quantizer, TorchAO, WeightOnly, is_of_torchao
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 OURS = ("nf4", "int8", "fp8", "int4")

@@ -32,7 +32,7 @@ from ligermodels.checkpoint.weights import TensorInfo, plain_name
 from ligermodels.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ligermodels.checkpoint.gguf import GgufReader
+    from ligermodels.checkpoint.gguf.reader import GgufReader
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -211,7 +211,7 @@ def open_checkpoint(
     """
     kind = weights_in(folder, allow_pickle=allow_pickle)
     if kind == GGUF:
-        from ligermodels.checkpoint.gguf import GgufReader
+        from ligermodels.checkpoint.gguf.reader import GgufReader
 
         return GgufReader((Path(folder) / GGUF).resolve())
     return SafetensorsReader(folder) if kind == SAFETENSORS else PickleReader(folder)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.checkpoint import files, weights
+from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.conversion.layouts import layout_of, locate, open_source, takes_config
 from ligermodels.conversion.options import LEVELS, Level
-from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
-from ligermodels.conversion.view import View
+from ligermodels.conversion.source import View
 from ligermodels.errors import InputError
 
 DIFFERENCE = 5e-5
@@ -76,12 +76,12 @@ def verify(
     given = Path(os.path.expanduser(config)) if config is not None else None
     if given and not any(map(takes_config, folders)):
         raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
-    if rope_factor is not None and not any(kind_of(folder) == "meta" for folder in folders):
+    if rope_factor is not None and not any(layout_of(folder) == "meta" for folder in folders):
         raise InputError(f"--rope-factor is for Meta's files, and neither {a} nor {b} holds some")
 
     def view(folder: Path) -> View:
         its = given if takes_config(folder) else None
-        factor = rope_factor if kind_of(folder) == "meta" else None
+        factor = rope_factor if layout_of(folder) == "meta" else None
         return View(open_source(folder, allow_pickle=allow_pickle, config=its, rope_factor=factor))
 
     one, other = map(view, folders)
@@ -134,18 +134,11 @@ def _dtypes(a: View, b: View) -> Iterator[str]:
 def _settings(a: View, b: View) -> Iterator[str]:
     """Fields of the two configs that differ, and of what generate takes by default; dtypes are those of the tensors."""
     configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
-    generation = [generation_config(view) for view in (a, b)]
+    generation = [view.generation_config() for view in (a, b)]
     for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
         for name in {**one, **other}:
             if one.get(name) != other.get(name):
                 yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
-
-
-def generation_config(view: View) -> dict[str, Any]:
-    """The contents of generation_config.json but for the version that wrote it; {} without one."""
-    content = view.files().get("generation_config.json", b"{}")
-    text = content if isinstance(content, bytes) else content.read_bytes()
-    return {**files.lenient_json(text.decode()), "transformers_version": None}
 
 
 def dtype_counts(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.dcp import Reader, Writer, cause, one_process
-from ligermodels.checkpoint.files import companion_files, read_json
-from ligermodels.conversion.huggingface import config_files
+from ligermodels.checkpoint.files import companion_files, config_files, read_json
 from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError, ConfigError
 

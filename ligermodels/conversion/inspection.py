@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint.adapters import CONFIG, WEIGHTS, read_options
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.conversion import lora, meta
+from ligermodels.conversion import merging
 from ligermodels.conversion.comparison import dtype_counts
-from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.source import MismatchError, Source
-from ligermodels.conversion.sources import KINDS, Kind, kind_of, locate, open_source, weight_paths
-from ligermodels.conversion.view import check_fit, model_of
+from ligermodels.conversion.layouts import LAYOUTS, FolderSource, Layout, layout_of, locate, open_source, weight_paths
+from ligermodels.conversion.original import PARAMS
+from ligermodels.conversion.source import MismatchError, Source, check_fit, model_of
 from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
 
 
@@ -87,24 +87,24 @@ def inspect(
         remote = _Remote(str(src), revision)
         return _of_model(remote, "folder", str(src), remote.sizes, remote.folder, [], revision)
     sizes = {path.name: path.stat().st_size for path in weight_paths(folder) if path.is_file()}
-    kind = kind_of(folder)
-    if kind == "adapter":
+    layout = layout_of(folder)
+    if layout == "adapter":
         if config is not None or rope_factor is not None:
             raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
         return _of_adapter(str(src), folder, sizes, allow_pickle)
-    if kind == "meta" and not allow_pickle:
+    if layout == "meta" and not allow_pickle:
         return _of_unread(str(src), folder, sizes)
     given = Path(os.path.expanduser(config)) if config is not None else None
     source = open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor)
-    flags = ["--allow-pickle"] * (kind == "meta")
+    flags = ["--allow-pickle"] * (layout == "meta")
     for flag, value in (("--revision", revision), ("--config", config), ("--rope-factor", rope_factor)):
         flags += [flag, str(value)] if value is not None else []
-    return _of_model(source, kind, str(src), sizes, given or folder, flags, revision)
+    return _of_model(source, layout, str(src), sizes, given or folder, flags, revision)
 
 
 def _of_model(
     source: Source,
-    kind: Kind,
+    layout: Layout,
     src: str,
     sizes: dict[str, int],
     config_folder: Path,
@@ -123,7 +123,7 @@ def _of_model(
         parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
     is_pickled = isinstance(source, FolderSource) and source.is_pickled
     types = source.types if isinstance(source, FolderSource) else {}
-    if kind not in ("folder", "gguf") or "--config" in flags:
+    if layout not in ("folder", "gguf") or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
     else:
         options = f", revision={revision!r}" if revision is not None else ""
@@ -133,7 +133,7 @@ def _of_model(
     return Inspection(
         source=src,
         folder=source.source,
-        layout=KINDS[kind] + (", pickled" if is_pickled else ""),
+        layout=LAYOUTS[layout] + (", pickled" if is_pickled else ""),
         use=use,
         tensors=len(source.headers),
         parameters=model.num_parameters(),
@@ -162,11 +162,11 @@ def _of_model(
 
 def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
     """Of Meta's files whose pickles may not be read."""
-    params = read_json(folder / meta.PARAMS) if (folder / meta.PARAMS).is_file() else {}
+    params = read_json(folder / PARAMS) if (folder / PARAMS).is_file() else {}
     return Inspection(
         source=src,
         folder=str(folder),
-        layout=KINDS["meta"],
+        layout=LAYOUTS["meta"],
         use=shlex.join(["ligermodels", "convert", src, "DST", "--allow-pickle"]),
         files=sizes,
         params=params,
@@ -175,18 +175,18 @@ def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
 
 
 def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
-    options, headers = read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
+    options, headers = read_json(folder / CONFIG), merging.headers(folder, allow_pickle=allow_pickle)
     problem = None
     try:
-        lora.read_options(folder, computed=frozenset({"use_dora"}))
+        read_options(folder, computed=frozenset({"use_dora"}))
     except CheckpointError as error:
         problem = str(error)
     parts: dict[str, int] = {}
     for name, info in headers.items():
-        module = lora.module_of(name).rpartition(".")[2]
+        module = merging.module_of(name).rpartition(".")[2]
         parts[module] = parts.get(module, 0) + math.prod(info.shape)
     base = options.get("base_model_name_or_path") or None
-    pickled = not (folder / lora.WEIGHTS).is_file()
+    pickled = not (folder / WEIGHTS).is_file()
     flags, more = ["--allow-pickle"] * pickled, ", allow_pickle=True" * pickled
     revision = options.get("revision") or None
     at = f", revision={revision!r}" if base and revision else ""
@@ -200,7 +200,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
     return Inspection(
         source=src,
         folder=str(folder),
-        layout=KINDS["adapter"] + (", pickled" if pickled else ""),
+        layout=LAYOUTS["adapter"] + (", pickled" if pickled else ""),
         use=shlex.join(use),
         load=load,
         merge=None if options.get("use_dora") else shlex.join(merge),

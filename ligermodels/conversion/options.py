@@ -14,8 +14,8 @@ Level = Literal["none", "keys", "bytes", "logits"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 KEPT = ("keep", "auto")
 """The names that leave dtypes as they are."""
-Layout = Literal["hf", "dcp", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "dcp", "gguf")
+Target = Literal["hf", "dcp", "gguf"]
+TARGETS: tuple[Target, ...] = ("hf", "dcp", "gguf")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Options:
 
     to: "hf", "dcp" (under the names that models have in memory, ours and transformers') or "gguf" (one file, for
     llama.cpp, whose name ends in .gguf). None: "gguf" for a destination of such a name, else "hf".
-    name: of the model, for people, in a GGUF file; by default that of its repository or folder (`gguf.model_name`).
+    name: of the model, for people, in a GGUF file; by default that of its repository or folder (`writer.model_name`).
     dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead.
@@ -37,7 +37,7 @@ class Options:
     dry_run: plan and check from headers, write nothing. progress: bars on stderr, if that is a terminal.
     """
 
-    to: Layout | None = None
+    to: Target | None = None
     name: str | None = None
     dtype: str = "keep"
     max_shard_size: int | str | None = None
@@ -62,7 +62,7 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
     is_gguf_name = Path(str(dst or "")).suffix.lower() == ".gguf"
     if options.to is None:
         options = dataclasses.replace(options, to="gguf" if is_gguf_name else "hf")
-    for name, known in (("to", LAYOUTS), ("verify", LEVELS)):
+    for name, known in (("to", TARGETS), ("verify", LEVELS)):
         if getattr(options, name) not in known:
             raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
     if options.to == "gguf" and dtype_name(options.dtype, KEPT) == "float64":

@@ -5,20 +5,23 @@ verified: a conversion that fails or is killed leaves the destination as it was.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
 from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.dtypes import dtype_name
+from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
-from ligermodels.conversion.gguf import GgufTarget, model_name
-from ligermodels.conversion.huggingface import SafetensorsTarget
+from ligermodels.conversion.layouts import locate, open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
-from ligermodels.conversion.source import MismatchError, Source, Target
-from ligermodels.conversion.sources import locate, open_source
-from ligermodels.conversion.view import View
+from ligermodels.conversion.source import MismatchError, Source, View
+from ligermodels.errors import InputError
+from ligermodels.text import Tokenizer
 
 
 def convert(src: str | Path, dst: str | Path | None, options: Options | None = None) -> Report:
@@ -78,6 +81,18 @@ def _dtype(options: Options) -> torch.dtype | None:
     return None if name in KEPT else getattr(torch, name)
 
 
+class Target(Protocol):
+    """A checkpoint to write, planned from headers."""
+
+    headers: Mapping[str, TensorInfo]
+
+    def files(self) -> dict[str, bytes | Path]:
+        """The files to write beside the weights: {name: bytes, or the file to copy}."""
+
+    def write(self, folder: Path) -> None:
+        """Writes the weights into `folder`, which is empty, one tensor at a time. Raises OSError."""
+
+
 def _target(view: View, name: str, options: Options) -> Target:
     """What is to be written, planned. name: the model's, for people."""
     if options.to == "dcp":
@@ -85,7 +100,7 @@ def _target(view: View, name: str, options: Options) -> Target:
 
         return DcpTarget(view)
     if options.to == "gguf":
-        return GgufTarget(view, dtype=_dtype(options), name=name)
+        return GgufTarget(view, Tokenizer.from_folder, dtype=_dtype(options), name=name)
     size = "5GB" if options.max_shard_size is None else options.max_shard_size
     return SafetensorsTarget(view, saving.num_bytes(size), like=options.like)
 
@@ -93,7 +108,8 @@ def _target(view: View, name: str, options: Options) -> Target:
 def _verify(staging: Path, source: Source, target: Target, options: Options, report: Report) -> None:
     """Compares what was written with the source. Raises MismatchError."""
     if isinstance(target, GgufTarget):
-        target.compare(staging, level=options.verify, report=report)
+        report.details["verified"] = options.verify
+        report.mismatches += target.compare(staging, level=options.verify)
     else:
         expected = View(source, dtype=_dtype(options))
         written = View(open_source(staging))
@@ -102,3 +118,31 @@ def _verify(staging: Path, source: Source, target: Target, options: Options, rep
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")
+
+
+class SafetensorsTarget:
+    """`source` as model.safetensors, or as shards of at most `max_bytes` and their index.
+
+    like: divides into the files that the source is divided into instead. shards: the tensors of each file.
+    Raises InputError for a source that is not divided between tensors.
+    """
+
+    def __init__(self, source: Source, max_bytes: int, *, like: bool = False):
+        self._source, self.headers = source, source.headers
+        self.shards = _like(source) if like else saving.split_into_shards(source.headers, max_bytes)
+
+    def files(self) -> dict[str, bytes | Path]:
+        return self._source.files()
+
+    def write(self, folder: Path) -> None:
+        tensors = (self._source.read(name) for names in self.shards for name in names)
+        saving.write_shards(folder, self.headers, tensors, self.shards)
+
+
+def _like(source: Source) -> list[list[str]]:
+    if source.places is None:
+        raise InputError(f"--like: {source.source} is not divided by tensors; give --max-shard-size instead")
+    files: dict[str, list[str]] = {}
+    for name in source.headers:
+        files.setdefault(source.places[name], []).append(name)
+    return [saving.align(source.headers, files[file]) for file in sorted(files)]

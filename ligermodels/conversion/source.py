@@ -1,15 +1,17 @@
-"""The interfaces of the layouts: a `Source` is read, a `Target` is written."""
+"""An open checkpoint of any layout under Hugging Face's names (`Source`), and checked against its model (`View`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from ligermodels.errors import CheckpointError
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.arch import ARCHS, CausalLM
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.files import json_bytes, lenient_json
+from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.errors import CheckpointError, ConfigError
 
 
 class MismatchError(CheckpointError):
@@ -17,22 +19,22 @@ class MismatchError(CheckpointError):
 
 
 class Source:
-    """An open checkpoint of any layout, under Hugging Face's names: a `weights.Reader` with a config and files.
+    """A `weights.Reader` with a config and files. Each layout is a subclass.
 
-    source: where it was read from, for messages. headers: every tensor, known without reading it.
-    places: {tensor: the weight file that holds it}; None where tensors are cut across files.
+    source: the path, for messages. headers: {tensor: dtype and shape}, known without reading it.
+    places: {tensor: its weight file}; None where a tensor is cut across files.
     """
 
     source: str
-    headers: Mapping[str, "TensorInfo"]
+    headers: Mapping[str, TensorInfo]
     places: Mapping[str, str] | None = None
 
-    def read(self, name: str) -> "Tensor":
-        """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """The contents of a config.json."""
+        """The contents of config.json."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes | Path]:
@@ -40,13 +42,69 @@ class Source:
         raise NotImplementedError
 
 
-class Target(Protocol):
-    """A checkpoint to be written, planned from headers."""
+class View(Source):
+    """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given.
 
-    headers: Mapping[str, "TensorInfo"]
+    memory: use the names of the model in memory instead, which are transformers' as well.
+    model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
+    Tied copies and names that the architecture ignores are dropped. Reading a tensor that is joined from several and
+    cast needs memory for both the joined and the cast tensor.
+    Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
+    """
+
+    def __init__(self, origin: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
+        self.origin, self.source, self.dtype = origin, origin.source, dtype
+        self.on_read: Callable[[int], object] = lambda nbytes: None
+        self.model, table = model_of(origin)
+        check_fit(origin, self.model, table)
+        weights.check_tied(self.model, table, origin, self.model.tied_weights)
+        self._renamed = weights.Renamed(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
+        self.headers = {
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._renamed.headers.items()
+        }
+        if origin.places is not None:  # a joined tensor counts to the file of its first part
+            self.places = {name: origin.places[self._renamed.boxes(name)[0].source] for name in self.headers}
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._renamed.read(name).to(self.headers[name].dtype)
+        self.on_read(tensor.nbytes)
+        return tensor
+
+    def config(self) -> dict[str, Any]:
+        config = self.origin.config()
+        if self.dtype is None:
+            return config
+        name = str(self.dtype).removeprefix("torch.")
+        return {**config, "dtype": name, "torch_dtype": name}
 
     def files(self) -> dict[str, bytes | Path]:
-        """The files to write beside the weights: {name: bytes, or the file to copy}."""
+        """The files of the source and a config.json: its own, byte for byte, unless the dtype changes."""
+        files = {"config.json": json_bytes(self.config()), **self.origin.files()}
+        if self.dtype is not None:
+            files["config.json"] = json_bytes(self.config())
+        return files
 
-    def write(self, folder: Path) -> None:
-        """Writes the weights into `folder`, which is empty, one tensor at a time. Raises OSError."""
+    def generation_config(self) -> dict[str, Any]:
+        """The contents of generation_config.json without the version that wrote it; {} if there is none."""
+        content = self.files().get("generation_config.json", b"{}")
+        text = content if isinstance(content, bytes) else content.read_bytes()
+        return {**lenient_json(text.decode()), "transformers_version": None}
+
+
+def model_of(source: Source) -> tuple[CausalLM, weights.Table]:
+    """(the model that the config asks for, on the meta device; the table of the source's names). Raises ConfigError."""
+    config = source.config()
+    model_type = config.get("model_type")
+    if model_type not in ARCHS:
+        raise ConfigError(f"{source.source} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
+    arch = ARCHS[model_type]
+    model = arch.from_config(config, device="meta")
+    return model, weights.layout(model, arch.DISK_NAMES, source.headers, also=arch.ALSO_READ)
+
+
+def check_fit(source: Source, model: CausalLM, table: weights.Table) -> None:
+    """Raises MismatchError where names or shapes of the weights do not fit the model of their config."""
+    try:
+        weights.check(model, table, source.headers, ignore=model.IGNORE, tied=model.tied_weights, where=source.source)
+    except CheckpointError as error:
+        raise MismatchError(str(error)) from error

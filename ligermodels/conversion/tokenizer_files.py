@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ligermodels.checkpoint.gguf_tokenizer import NORMAL, USER_DEFINED
-from ligermodels.conversion.gguf_vocabulary import sentencepiece_pieces
+from ligermodels.checkpoint.gguf.tokenizer import NORMAL, USER_DEFINED
+from ligermodels.checkpoint.gguf.vocabulary import sentencepiece_pieces
 from ligermodels.errors import TokenizerError
 from ligermodels.text import saving
 from ligermodels.text.files import call_settings, read_bytes, read_files

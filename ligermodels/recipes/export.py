@@ -21,18 +21,19 @@ def check(options: TrainOptions, folder: Path, sketch: Any) -> None:
     if not getattr(options, "scratch", False):
         conversion.convert(folder, None, conversion.Options(to="gguf", dry_run=True))
         return
-    from ligermodels.checkpoint.gguf import package  # there are no weights whose headers could be read
-    from ligermodels.conversion.gguf import FAMILIES, add_tokenizer, check
+    from ligermodels.checkpoint.gguf.reader import package  # there are no weights whose headers could be read
+    from ligermodels.checkpoint.gguf.writer import FAMILIES, add_tokenizer, check
+    from ligermodels.text import Tokenizer
 
     check(sketch, options.model)
     writer = package().GGUFWriter(None, FAMILIES[sketch.config.model_type][0])
-    add_tokenizer(writer, companion_files(folder), sketch.config.vocab_size, options.model)
+    add_tokenizer(writer, companion_files(folder), Tokenizer.from_folder, sketch.config.vocab_size, options.model)
 
 
 def write(options: TrainOptions, folder: Path) -> Path:
     """Writes OUT/model.gguf in the dtype of the weights; returns its path. `check` has said what its warnings say."""
     from ligermodels import conversion
-    from ligermodels.conversion.gguf import model_name
+    from ligermodels.checkpoint.gguf.writer import model_name
 
     out = Path(options.output_dir)
     how = conversion.Options(to="gguf", overwrite=True, name=f"{model_name(options.model)}-{out.resolve().name}")

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligermodels.checkpoint.gguf_tokenizer import LLAMA_3_PATTERN
+from ligermodels.checkpoint.gguf.tokenizer import LLAMA_3_PATTERN
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import TokenizerFiles, read_bytes, read_text
 from ligermodels.text.json_backend import JsonBackend

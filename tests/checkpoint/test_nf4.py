@@ -13,7 +13,7 @@ from torch import nn
 import ligermodels
 from ligermodels import CheckpointError, ConfigError, InputError
 from ligermodels.checkpoint import quantization
-from ligermodels.checkpoint.nf4 import NF4
+from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
 from ligermodels.layers import NF4Linear

@@ -8,7 +8,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels import CheckpointError, InputError
-from ligermodels.checkpoint.weight_only import WeightOnly
+from ligermodels.checkpoint.quantizers import WeightOnly
 from ligermodels.kernels.quantized import dequantize_reference, quantize
 from ligermodels.layers import GatedMLP, QuantizedLinear
 from ligermodels.layers.linear import is_fusable

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion.distributed import DcpSource, DcpTarget
-from ligermodels.conversion.huggingface import FolderSource
+from ligermodels.conversion.layouts import FolderSource
 from ligermodels.errors import CheckpointError
 from tests.processes import spawn
 

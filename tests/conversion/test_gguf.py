@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from ligermodels import cli
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.files import read_json
+from ligermodels.checkpoint.gguf import writer as gguf_writer
+from ligermodels.checkpoint.gguf.writer import GgufTarget
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert
-from ligermodels.conversion import gguf as gguf_layout
-from ligermodels.conversion.gguf import GgufTarget
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import (
@@ -211,8 +211,8 @@ def test_tensors_and_keys(tmp_path, model_of, name, dtype):
 
 def test_phi_3_in_the_name():
     """llama.cpp looks for Phi-3's special tokens in models with this name, and ends where there are none."""
-    assert [gguf_layout._named(name, False) for name in ("My-Phi3", "tuned")] == ["My-phi", "tuned"]
-    assert [gguf_layout._named(name, True) for name in ("my-phi-3", "tuned")] == ["my-phi-3", "tuned (Phi-3)"]
+    assert [gguf_writer._named(name, False) for name in ("My-Phi3", "tuned")] == ["My-phi", "tuned"]
+    assert [gguf_writer._named(name, True) for name in ("my-phi-3", "tuned")] == ["my-phi-3", "tuned (Phi-3)"]
 
 
 @pytest.mark.parametrize("folders, name", [
@@ -224,10 +224,10 @@ def test_the_name_of_a_model(tmp_path, monkeypatch, folders, name):
     place = tmp_path / folders
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch() if place.suffix == ".gguf" else place.mkdir()
-    assert gguf_layout.model_name(folders) == gguf_layout.model_name(place) == name
+    assert gguf_writer.model_name(folders) == gguf_writer.model_name(place) == name
     (tmp_path / "tuned" / "adapter").mkdir(parents=True)
-    assert gguf_layout.model_name(place, "tuned/adapter") == f"{name}-tuned"
-    assert gguf_layout.model_name("someone/Tiny-1B-Instruct") == "Tiny-1B-Instruct"
+    assert gguf_writer.model_name(place, "tuned/adapter") == f"{name}-tuned"
+    assert gguf_writer.model_name("someone/Tiny-1B-Instruct") == "Tiny-1B-Instruct"
 
 
 def test_the_command(tmp_path, model_of, capsys):
@@ -325,7 +325,7 @@ def test_what_llama_cpp_does_not_compute(tmp_path, case):
 FIXTURES = [
     path
     for path in sorted((Path(__file__).parents[1] / "fixtures" / "configs").glob("*.json"))
-    if read_json(path)["model_type"] in gguf_layout.FAMILIES
+    if read_json(path)["model_type"] in gguf_writer.FAMILIES
 ]
 
 
@@ -335,7 +335,7 @@ def test_every_released_model_is_computed(path):
     model = ARCHS[read_json(path)["model_type"]].from_config(read_json(path), device="meta")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gguf_layout.check(model, path.stem)
+        gguf_writer.check(model, path.stem)
     windows = ("Mistral-7B-v0.1", "Phi-3-mini-4k-instruct", "Phi-3-medium-4k-instruct")
     assert any("window" in str(warning.message) for warning in caught) == (path.stem in windows)
 
@@ -383,7 +383,7 @@ def test_a_folder_a_missing_package_and_an_unknown_family(tmp_path, model_of, mo
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'ligermodels\[gguf\]'"):
         patch.setitem(sys.modules, "gguf", None)
         to_gguf(model_of("llama"), tmp_path / "out.gguf")
-    monkeypatch.delitem(gguf_layout.FAMILIES, "llama")
+    monkeypatch.delitem(gguf_writer.FAMILIES, "llama")
     with pytest.raises(ConfigError, match=r"is a llama, and GGUF files are written for mistral, .* alone"):
         to_gguf(model_of("llama"), tmp_path / "out.gguf")
 

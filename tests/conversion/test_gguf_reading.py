@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels import cli
 from ligermodels.checkpoint.files import read_json
-from ligermodels.checkpoint.gguf import TYPES, GgufReader
+from ligermodels.checkpoint.gguf.reader import TYPES, GgufReader
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert, inspect, verify
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError, TokenizerError

@@ -9,9 +9,9 @@ import pytest
 import ligermodels
 from ligermodels.checkpoint import reading
 from ligermodels.cli import main
-from ligermodels.conversion import inspect, meta, mistral
+from ligermodels.conversion import inspect, original
 from ligermodels.conversion.distributed import DcpSource
-from ligermodels.conversion.huggingface import FolderSource
+from ligermodels.conversion.layouts import FolderSource
 from ligermodels.errors import InputError
 from tests.conversion import layouts
 from tests.conversion.layouts import PARAMETERS
@@ -31,7 +31,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def unread(monkeypatch):
     """Reading a tensor fails."""
-    for source in (FolderSource, DcpSource, meta.MetaSource, mistral.MistralSource, reading.SafetensorsReader):
+    for source in (FolderSource, DcpSource, original.MetaSource, original.MistralSource, reading.SafetensorsReader):
         monkeypatch.setattr(source, "read", None)
 
 

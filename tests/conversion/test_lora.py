@@ -12,9 +12,9 @@ import ligermodels
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion import Options, convert
-from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.lora import MergedSource
-from ligermodels.conversion.view import View
+from ligermodels.conversion.layouts import FolderSource
+from ligermodels.conversion.merging import MergedSource
+from ligermodels.conversion.source import View
 from ligermodels.errors import CheckpointError
 from tests.conversion.layouts import a_checkpoint, same, stored, write_adapter
 

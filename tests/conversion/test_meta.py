@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from ligermodels import Llama
 from ligermodels.checkpoint import weights
 from ligermodels.conversion import Options, convert
-from ligermodels.conversion.meta import MetaSource
+from ligermodels.conversion.original import MetaSource
 from ligermodels.errors import CheckpointError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
 from tests.conversion.layouts import cut, logits, own_weights, same, write_meta
@@ -111,7 +111,7 @@ def test_logits_are_metas_and_not_without_the_permutation(tmp_path, ranks, axis,
     source = opened(a_folder(tmp_path, cut(state, ranks, axis)))
     with torch.no_grad():
         right = (as_model(source)(ids).logits - expected).abs().max()
-        monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
+        monkeypatch.setattr("ligermodels.conversion.original.to_halves", lambda x, heads: x)
         wrong = (as_model(source)(ids).logits - expected).abs().max()
     assert right < 2e-5 * expected.abs().max()
     assert wrong > 1e-3 * expected.abs().max()

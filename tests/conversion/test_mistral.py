@@ -12,7 +12,7 @@ from ligermodels import Mistral, Mixtral
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
-from ligermodels.conversion.mistral import MistralSource
+from ligermodels.conversion.original import MistralSource
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
 from tests.conversion.layouts import logits, same
@@ -76,7 +76,7 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
             return (model.eval()(ids).logits - expected).abs().max() / expected.abs().max()
 
     assert error() < 2e-5
-    monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
+    monkeypatch.setattr("ligermodels.conversion.original.to_halves", lambda x, heads: x)
     assert error() > 1e-3
 
 

@@ -17,8 +17,9 @@ from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
 from ligermodels.conversion.distributed import DcpSource
-from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
-from ligermodels.conversion.view import View
+from ligermodels.conversion.layouts import FolderSource
+from ligermodels.conversion.pipeline import SafetensorsTarget
+from ligermodels.conversion.source import View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_own
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import sentencepiece
 from transformers import tokenization_utils_sentencepiece
 
-from ligermodels.conversion.gguf_vocabulary import sentencepiece_pieces
+from ligermodels.checkpoint.gguf.vocabulary import sentencepiece_pieces
 
 
 class _Proto:

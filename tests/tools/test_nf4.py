@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 
 import ligermodels
-from ligermodels.checkpoint.nf4 import NF4
+from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.layers import NF4Linear
 from tests.tools import models

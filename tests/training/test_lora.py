@@ -15,9 +15,9 @@ from ligermodels import CheckpointError, InputError
 from ligermodels import layers as L
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.lora import MergedSource
-from ligermodels.conversion.view import View
+from ligermodels.conversion.layouts import FolderSource
+from ligermodels.conversion.merging import MergedSource
+from ligermodels.conversion.source import View
 from ligermodels.layers import linear
 from ligermodels.layers.batch import CrossStates
 from ligermodels.layers.lora import LoRALinear

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.gguf_tokenizer import token_ids
+from ligermodels.checkpoint.gguf.tokenizer import token_ids
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import ConfigError
 
+_SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
-    "llama": ("llama", "silu"), "mistral": ("llama", "silu"), "mixtral": ("llama", "silu"),
-    "gemma": ("gemma", "gelu_tanh"), "gemma2": ("gemma2", "gelu_tanh"), "qwen2": ("qwen2", "silu"),
-    "qwen3": ("qwen3", "silu"), "phi3": ("phi3", "silu"),
+    "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
+    "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "phi3": ("phi3", _SILU),
 }  # fmt: skip
-"""model_type -> (llama.cpp's architecture, the activation that it computes)."""
+"""model_type -> (llama.cpp's architecture, the names in config.json of the activation that it computes)."""
 
 TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """The tensors that are no weights: divisors of the rotary frequencies."""
@@ -89,7 +89,7 @@ def config_of(fields: Fields, headers: Mapping[str, TensorInfo], tables: Mapping
     head_dim = fields.get("attention.key_length", width // heads)
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise ConfigError(f"{fields.where}: values and keys of a head have other sizes, which is not supported")
-    activation = "silu" if FAMILIES[model_type][1] == "silu" else "gelu_pytorch_tanh"
+    activation = FAMILIES[model_type][1][0]
     dtype = str(embedding.dtype).removeprefix("torch.")
     context = fields.number("context_length")
     config = {

@@ -12,26 +12,24 @@ import re
 import struct
 import tempfile
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ligermodels.checkpoint import saving
-from ligermodels.checkpoint.gguf_tokenizer import (
+from ligermodels.checkpoint.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
     PHI3_TOKENS,
     PRE_TOKENIZERS,
+    SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
 )
 from ligermodels.errors import CheckpointError, TokenizerError
-from ligermodels.text import Tokenizer
-from ligermodels.text.files import read_bytes, read_text
-from ligermodels.text.sentencepiece_backend import SPACE, is_tiktoken
 
 _ADDED_SCORE = -1000.0
 
@@ -43,9 +41,15 @@ class _Piece:
     type: int = NORMAL
 
 
-def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, where: str) -> bool:
-    """Adds tokens, special ids and chat templates. Returns whether special tokens strip the white space after them, as
-    in Phi-3. Raises CheckpointError, TokenizerError."""
+def add_tokenizer(
+    writer: Any, files: Mapping[str, bytes | Path], open_folder: Callable[[Path], Any], rows: int, where: str
+) -> bool:
+    """Adds tokens, special ids and chat templates.
+
+    open_folder: makes the Tokenizer of a folder, here of `files`. rows: of the embedding.
+    Returns whether special tokens strip the white space after them, as in Phi-3.
+    Raises CheckpointError, TokenizerError.
+    """
     if not files.keys() & {"tokenizer.json", "tokenizer.model"}:
         tiktoken = "original/tokenizer.model" in files
         raise CheckpointError(
@@ -56,7 +60,7 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
     with tempfile.TemporaryDirectory() as folder:
         saving.finish(Path(folder), files)
         try:
-            tokenizer = Tokenizer.from_folder(folder)
+            tokenizer = open_folder(Path(folder))
             strips = _add_tokens(writer, tokenizer, rows, where)
         except TokenizerError as error:
             raise TokenizerError(str(error).replace(folder, where)) from error
@@ -86,16 +90,16 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
     return strips
 
 
-def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> bool:
+def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
     """The vocabulary: pieces and scores, or byte-level tokens and merges. Returns as `add_tokenizer`."""
     json_path, model_path = tokenizer.files.path("tokenizer.json"), tokenizer.files.path("tokenizer.model")
-    state = json.loads(read_text(json_path)) if json_path else {}
+    state = json.loads(json_path.read_bytes()) if json_path else {}
     flags = [*(state.get("added_tokens") or ()), *map(dataclasses.asdict, tokenizer.files.added)]
     added = {token["id"] for token in flags}
     model = state.get("model") or {}
-    data = read_bytes(model_path) if model_path else b""
+    data = model_path.read_bytes() if model_path else b""
     pieces: dict[int, _Piece] | None = None
-    if data and not is_tiktoken(data):
+    if data.startswith(b"\n"):  # a protobuf; tiktoken's file of the same name is text
         pieces = sentencepiece_pieces(data)
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         pieces = _from_merges(model, added)

@@ -21,8 +21,7 @@ from ligermodels.checkpoint import adapters, weights
 from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
 from ligermodels.checkpoint.files import companion_files, json_bytes
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
-from ligermodels.conversion.source import Source
-from ligermodels.conversion.view import View
+from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError
 
 __all__ = ["CONFIG", "WEIGHTS", "MergedSource", "headers", "module_of", "read_options"]

@@ -5,7 +5,7 @@
   are split off first, and the dummy prefix stands before every text and after every such token.
 Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), which llama.cpp knows by
 name or leaves out, so do these files. Unused tokens after the last used one are not tokens.
-conversion/gguf_vocabulary.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
+vocabulary.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
 """
 
 import json

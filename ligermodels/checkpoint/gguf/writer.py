@@ -1,6 +1,6 @@
 """GGUF written: the one file that llama.cpp runs, of weights, configuration, tokenizer and chat template.
 
-checkpoint/gguf.py reads such files.
+reader.py reads such files.
 
 - Llama, Mistral and Mixtral are its architecture "llama", which rotates neighbouring rows of a head: rows of q and
   k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2, qwen3 and phi3 rotate halves, as
@@ -25,7 +25,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.checkpoint.gguf import FLOATS, package
-from ligermodels.checkpoint.gguf_config import FAMILIES, llama3_divisors
+from ligermodels.checkpoint.gguf.config import FAMILIES, llama3_divisors
+from ligermodels.checkpoint.gguf.reader import FLOATS, package
+from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
-from ligermodels.conversion.comparison import Report, generation_config
-from ligermodels.conversion.gguf_vocabulary import add_tokenizer
-from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
@@ -69,13 +66,21 @@ class _Part:
 class GgufTarget:
     """A checkpoint as llama.cpp sees it, under its names; made from headers and the tokenizer's files alone.
 
-    view: the source in Hugging Face's layout, as stored. dtype: of the matrices, None to keep theirs. name: the
-    model's, for people; the attribute has what is written of it. headers: {name: TensorInfo}, in the order of the file.
+    view: the source, a `conversion.source.View`, as stored. open_tokenizer: makes the Tokenizer of a folder.
+    dtype: of the matrices, None to keep theirs. name: of the model, for people; the attribute is the one written.
+    headers: {name: TensorInfo}, in the order of the file.
     Raises ConfigError (a family or feature that llama.cpp does not compute, or no gguf package), InputError (float64
     kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no counterpart for).
     """
 
-    def __init__(self, view: View, *, dtype: torch.dtype | None = None, name: str = ""):
+    def __init__(
+        self,
+        view: Any,
+        open_tokenizer: Callable[[Path], Any],
+        *,
+        dtype: torch.dtype | None = None,
+        name: str = "",
+    ):
         self._gguf = gguf = package()
         self._view = view
         config: Any = view.model.config
@@ -94,7 +99,7 @@ class GgufTarget:
         self._writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[most]))
         self._writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _describe(self._writer, gguf, config, view.model.decoder.rotary_emb)
-        strips = add_tokenizer(self._writer, view.files(), config.vocab_size, view.source)
+        strips = add_tokenizer(self._writer, view.files(), open_tokenizer, config.vocab_size, view.source)
         self.name = _named(name, strips)
         self._writer.add_name(self.name)
         for tensor, info in self.headers.items():
@@ -117,30 +122,31 @@ class GgufTarget:
         finally:
             writer.close()
 
-    def compare(self, folder: Path, *, level: str, report: Report) -> None:
-        """Adds to `report` what the file, read back by the gguf package, has otherwise.
+    def compare(self, folder: Path, *, level: str) -> list[str]:
+        """What the file, read back by the gguf package, has otherwise.
 
         level: "keys" compares metadata, names, shapes and types; "bytes" every bit too.
         """
-        report.details["verified"] = level
+        mismatches: list[str] = []
         reader = self._gguf.GGUFReader(folder / GGUF)
         for key, value in self._writer.kv_data[0].items():
             field = reader.fields.get(key)
             if field is None or not _equal(field.contents(), value.value):
-                report.mismatches.append(f"metadata {key}: differs from what was to be written")
+                mismatches.append(f"metadata {key}: differs from what was to be written")
         found = {tensor.name: tensor for tensor in reader.tensors}
         for name, info in self.headers.items():
             if name not in found:
-                report.mismatches.append(f"{name}: is not in the file")
+                mismatches.append(f"{name}: is not in the file")
                 continue
             tensor = found[name]
             header = tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist()))
             if header != (_TYPES[info.dtype], info.shape):
-                report.mismatches.append(f"{name}: {header}, expected {info}")
+                mismatches.append(f"{name}: {header}, expected {info}")
             elif level == "bytes":
                 stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8).copy()).view(info.dtype)
                 if not same_bits(stored.reshape(info.shape), self._read(name)):
-                    report.mismatches.append(f"{name}: values differ")
+                    mismatches.append(f"{name}: values differ")
+        return mismatches
 
     def _read(self, name: str) -> Tensor:
         """The tensor as the file holds it; mapped from the source where nothing changes: not to be written to."""
@@ -205,10 +211,10 @@ def check(model: Any, where: str) -> None:
             f"{where} is a {kind}, and GGUF files are written for {', '.join(FAMILIES)} alone.\n"
             "  Next: keep another layout."
         )
-    arch, activation = FAMILIES[kind]
+    arch, activations = FAMILIES[kind]
     layers = range(config.num_hidden_layers)
     odd = []
-    if ACTIVATIONS[config.hidden_act] != activation:
+    if config.hidden_act not in activations:
         odd.append(f"hidden_act {config.hidden_act}")
     if arch in ("gemma", "gemma2"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not config.tie_word_embeddings)
@@ -238,20 +244,22 @@ def check(model: Any, where: str) -> None:
         )
 
 
-def _warn_of_losses(view: View) -> None:
-    """Warns of what the file does not hold; see `check` and gguf_vocabulary.py for the window and NFC."""
+def _warn_of_losses(view: Any) -> None:
+    """Warns of what the file does not hold; see `check` and vocabulary.py for the window and NFC."""
     lost = []
     if view.model.config.model_type.startswith("gemma"):
         lost.append("GGUF holds Gemma's norm weights as 1 + weight in fp32: read back, they are rounded to 1e-7.")
     if view.model.config.rope_parameters["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
-    if settings := [name for name, value in generation_config(view).items() if name in _SAMPLING and value is not None]:
+    if settings := [
+        name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None
+    ]:
         lost.append(f"GGUF has no place for {', '.join(settings)} of generation_config.json: set them in llama.cpp.")
     for line in lost:
         warnings.warn(f"{view.source}: {line}", stacklevel=4)
 
 
-def _odd_rope(config: ModelConfig, rotary: Any, arch: str) -> list[str]:
+def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
     rope = config.rope_parameters
     kind = rope["rope_type"]
     if kind == "dynamic" or (kind == "llama3" and arch != "llama") or (kind == "longrope" and arch != "phi3"):
@@ -265,12 +273,12 @@ def _odd_rope(config: ModelConfig, rotary: Any, arch: str) -> list[str]:
     return []
 
 
-def _factor(config: ModelConfig) -> float:
+def _factor(config: Any) -> float:
     rope = config.rope_parameters
     return rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"]
 
 
-def _describe(writer: Any, gguf: Any, config: ModelConfig, rotary: Any) -> None:
+def _describe(writer: Any, gguf: Any, config: Any, rotary: Any) -> None:
     """The configuration in llama.cpp's keys."""
     c: Any = config
     rope = config.rope_parameters
@@ -311,7 +319,7 @@ def _describe(writer: Any, gguf: Any, config: ModelConfig, rotary: Any) -> None:
 # Tensors
 
 
-def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[str, _Part]:
+def _parts(gguf: Any, view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Part]:
     """{name in the file: where it comes from}, tables first."""
     rotary: Any = view.model.decoder.rotary_emb
     config, kind = view.model.config, gguf.MODEL_TENSOR

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's one file of weights, configuration and tokenizer, read as a folder in Hugging Face's layout.
 
 `folder_of` gives that folder: config.json and the tokenizer's files are made from the metadata, the weights are read
-from the file, one tensor at a time. conversion/gguf.py writes such files and says how they differ from a checkpoint;
+from the file, one tensor at a time. writer.py writes such files and says how they differ from a checkpoint;
 this is its inverse:
 - "llama" holds Llama, Mistral and Mixtral: with experts it is a mixtral, with a window a mistral, else a llama, which
   computes the same as a Mistral without a window. Its rows of q and k are permuted back, so are their biases.
@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
-from ligermodels.checkpoint.gguf_config import FAMILIES, TABLES, Fields, config_of
-from ligermodels.checkpoint.gguf_tokenizer import token_ids, tokenizer_files
+from ligermodels.checkpoint.gguf.config import FAMILIES, TABLES, Fields, config_of
+from ligermodels.checkpoint.gguf.tokenizer import token_ids, tokenizer_files
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.errors import CheckpointError, ConfigError
 
