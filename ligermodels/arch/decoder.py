@@ -18,7 +18,7 @@ from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.cache import BorrowedCache, KVCache
+from ligermodels.layers.cache import KVCache, TransformersCache
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
@@ -191,7 +191,7 @@ class Decoder(BaseModel):
         x = (x if self.tp is None else self.tp.all_gather(x, 1)).reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
         if cache is not None:
-            output["past_key_values"] = cache.cache if isinstance(cache, BorrowedCache) else cache
+            output["past_key_values"] = cache.cache if isinstance(cache, TransformersCache) else cache
         if hidden_states is not None:
             output["hidden_states"] = (*hidden_states, x)
         if router_logits is not None:
@@ -230,7 +230,7 @@ class Decoder(BaseModel):
         length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
         position_ids = inputs.position_ids
         if position_ids is None and cu_seqlens is None and past == 0:
-            cos, sin = self.rotary_emb.first(length, tokens.device)
+            cos, sin = self.rotary_emb.tables(length, tokens.device)
         else:
             if position_ids is None:
                 position_ids = torch.arange(past, past + length, device=tokens.device)[None]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.batch import MovableInputs
-from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
+from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.training.recompute import is_captured, must_not_sync
@@ -54,7 +54,7 @@ class TextInputs(MovableInputs):
 
     def check_own_cache(self) -> None:
         """Raises InputError for a cache of transformers, in which a model with images could not store their state."""
-        if isinstance(self.cache, BorrowedCache):
+        if isinstance(self.cache, TransformersCache):
             raise InputError(
                 f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a KVCache, "
                 "as model.new_cache makes"

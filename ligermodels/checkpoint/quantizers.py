@@ -364,7 +364,7 @@ class NF4(Quantizer):
         if shape != linear.weight.shape or values.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
             raise ValueError(f"it holds a weight {list(shape)}, nested in blocks of {values.get('nested_blocksize')}")
         dtype = dtype_of("dtype", values["dtype"], torch.float32)
-        return NF4Linear.from_packed(packed, NF4State(absmax, code, shape, dtype, block, *nested), parts.get("bias"))
+        return NF4Linear.from_quantized(packed, NF4State(absmax, code, shape, dtype, block, *nested), parts.get("bias"))
 
     def to_dict(self) -> dict[str, Any]:
         """That of bitsandbytes, whose folder it is."""
@@ -411,7 +411,7 @@ class WeightOnly(Quantizer):
     def finish(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, JointProjections):
-                module.lay_together()
+                module.join_weights()
 
     def is_quantized(self, module: nn.Module) -> bool:
         return type(module) is QuantizedLinear

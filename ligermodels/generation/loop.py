@@ -26,7 +26,7 @@ from ligermodels.generation.request import Request, is_adapted
 from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
-from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
+from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
 
 
 class Streamer(Protocol):
@@ -179,7 +179,7 @@ def generate(
     if step.logits is not None:
         output["logits"] = tuple(step.logits)
     if step.cache is not None:
-        output["past_key_values"] = step.cache.cache if isinstance(step.cache, BorrowedCache) else step.cache
+        output["past_key_values"] = step.cache.cache if isinstance(step.cache, TransformersCache) else step.cache
     return output
 
 
@@ -379,7 +379,7 @@ class _Forward:
             else:
                 self.cache = None
         if speculation is not None:
-            most = min(self.end - length - 1, rotary.room(longest)) if self.past else 0
+            most = min(self.end - length - 1, rotary.tokens_left(longest)) if self.past else 0
             speculation.begin(most)
         if self.is_captured and self.past == length - 1 and length > start:
             found = self._captured(ids, mask)
@@ -492,7 +492,7 @@ class _Forward:
             return False
         if self.is_adapted:
             reason: str | None = "another object, such as a PEFT model, prepares the inputs of each step"
-        elif isinstance(request.cache, BorrowedCache):
+        elif isinstance(request.cache, TransformersCache):
             reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
         elif not request.pads_left:
             reason = "attention_mask has gaps between tokens"

@@ -16,7 +16,7 @@ from ligermodels.generation.options import KNOWN_NAMES, MOST_GUESSES, Options
 from ligermodels.generation.processors import LogitsProcessor
 from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.generation.stopping import StoppingCriterion
-from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
+from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +273,7 @@ def _check_speculation(
         problem = "takes a prompt of ids: leave inputs_embeds out"
     elif options.use_cache is False:
         problem = "needs the KV cache: leave use_cache=False out"
-    elif isinstance(cache, BorrowedCache):
+    elif isinstance(cache, TransformersCache):
         problem = "needs a cache that can forget tokens: pass one of model.new_cache"
     elif is_adapted(model):
         problem = "does not work where another object, such as a PEFT model, prepares the inputs of each step"

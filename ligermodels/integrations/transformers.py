@@ -76,7 +76,7 @@ class _Model:
         for name in ("fusion_config", "kernel_config", "use_kernels"):
             _ignore(name, options.pop(name, None) or None)
         loaded = PreTrainedModel.from_pretrained.__func__(cls, *args, **options)  # type: ignore[attr-defined]
-        _lay_weights_together(loaded[0] if isinstance(loaded, tuple) else loaded)
+        _join_weights(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
     from_hub = from_pretrained
@@ -339,7 +339,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     for path, parameter in theirs.items():
         parent, _, leaf = path.rpartition(".")
         made.get_submodule(parent)._parameters[leaf] = parameter
-    _lay_weights_together(made)
+    _join_weights(made)
     settings = json.loads(model.generation_config.to_json_string(ignore_metadata=True))
     made.generation_config = GenerationConfig.of_file(settings)
     source = str(model.name_or_path)
@@ -391,11 +391,11 @@ def _config_of(config: PreTrainedConfig) -> ModelConfig:
     return ARCHS[config.model_type].config_class.from_hf(values)
 
 
-def _lay_weights_together(model: nn.Module) -> None:
+def _join_weights(model: nn.Module) -> None:
     """Gives the plain weights of q, k, v and of gate, up one storage in each layer, for one matmul."""
     for module in model.modules():
         if isinstance(module, JointProjections):
-            module.lay_together()
+            module.join_weights()
 
 
 def _ignore(name: str, value: Any, default: Any = None) -> None:

@@ -13,9 +13,9 @@ from ligermodels.layers.batch import Batch
 from ligermodels.layers.cache import LayerCache
 from ligermodels.layers.linear import (
     JointProjections,
+    apply_joint,
     apply_linear,
     apply_linears,
-    apply_packed,
     is_fusable,
     warn_unfused,
 )
@@ -76,7 +76,7 @@ class Attention(JointProjections):
         self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
         self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
-        self.lay_together()
+        self.join_weights()
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
@@ -121,7 +121,7 @@ class Attention(JointProjections):
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
-            qkv = apply_packed(inputs, x) if fused else inputs[0](x)
+            qkv = apply_joint(inputs, x) if fused else inputs[0](x)
             if rotates and self.q_norm is None:
                 # A packed output is ours alone, and may be overwritten; a hook or an adapter may have kept its own.
                 heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)

@@ -497,7 +497,7 @@ class KVCache:
         return [x for x in (*held, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
 
 
-class BorrowedCache(KVCache):
+class TransformersCache(KVCache):
     """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `KVCache`.
 
     Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
@@ -522,7 +522,7 @@ class BorrowedCache(KVCache):
             )
         self.cache = cache
         self.kv_cache_dtype = "auto"
-        self._layers = [_BorrowedLayer(cache, layer) for layer in range(num_layers)]  # type: ignore[misc]
+        self._layers = [_TransformersLayer(cache, layer) for layer in range(num_layers)]  # type: ignore[misc]
         self._text = self._layers[0]  # type: ignore[assignment]
         self.state = {}
 
@@ -542,8 +542,8 @@ class BorrowedCache(KVCache):
         self.cache.batch_select_indices(rows)
 
 
-class _BorrowedLayer:
-    """One layer of a `BorrowedCache`, with the members of a `LayerCache` that attention uses."""
+class _TransformersLayer:
+    """One layer of a `TransformersCache`, with the members of a `LayerCache` that attention uses."""
 
     def __init__(self, cache: Any, layer: int):
         self._cache, self._layer = cache, layer
@@ -564,5 +564,5 @@ class _BorrowedLayer:
 
 
 def as_kv_cache(cache: Any, num_layers: int) -> KVCache:
-    """`cache` itself, or a `BorrowedCache` around one of transformers. Raises InputError for anything else."""
-    return cache if isinstance(cache, KVCache) else BorrowedCache(cache, num_layers)
+    """`cache` itself, or a `TransformersCache` around one of transformers. Raises InputError for anything else."""
+    return cache if isinstance(cache, KVCache) else TransformersCache(cache, num_layers)

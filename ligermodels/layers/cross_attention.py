@@ -51,7 +51,7 @@ class CrossAttention(JointProjections):
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps)
         self.k_norm = RMSNorm(head_dim, eps=eps)
-        self.lay_together()
+        self.join_weights()
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
         assert batch.cross is not None, "a block without images does not call this"

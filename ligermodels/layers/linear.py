@@ -22,7 +22,7 @@ from ligermodels.kernels.low_bit import LowBitWeight, Weight
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
-from ligermodels.layers.quantized import PackedLinear, QuantizedLinear
+from ligermodels.layers.quantized import LowBitLinear, QuantizedLinear
 
 _OURS = (LoRALinear, LoRANF4Linear, NF4Linear, QuantizedLinear)
 _PLAIN = (nn.Parameter, type(None))
@@ -31,7 +31,7 @@ _PLAIN = (nn.Parameter, type(None))
 def is_fusable(*modules: nn.Module) -> bool:
     """True if a fused kernel may stand in for calling each module: it is what `parameters_of` gives and nothing else.
 
-    That is x @ weight.T + bias, the weight dense or a PackedLinear's, and an adapter of ours without dropout and DoRA.
+    That is x @ weight.T + bias, the weight dense or a LowBitLinear's, and an adapter of ours without dropout and DoRA.
     Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor
     parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantization its class or its
     weight. Each of them makes this False, since bypassing it would be silently wrong.
@@ -45,7 +45,7 @@ def is_fusable(*modules: nn.Module) -> bool:
 
 
 def _is_fusable_of_ours(module: nn.Module) -> bool:
-    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, PackedLinear)):
+    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, LowBitLinear)):
         return False
     factors: tuple[nn.Module, ...] = ()
     if isinstance(module, Adapted):
@@ -147,10 +147,10 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); of a fusable module, an x that a norm has just made is recomputed in the backward, not saved."""
     if not is_fusable(module):
         return module(x)
-    return apply_packed([module], x)
+    return apply_joint([module], x)
 
 
-def apply_packed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     """The outputs of fusable modules side by side, as one op; the caller may overwrite them where they are several."""
     weights, biases, adapters = parameters_of(modules)
     if is_frozen(weights, adapters):
@@ -163,7 +163,7 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
-    packed = apply_packed(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
+    packed = apply_joint(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
     outputs = dict(zip(plain, packed, strict=True))
     return [outputs[module] if module in outputs else module(x) for module in modules]
 
@@ -180,7 +180,7 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor 
     """
     pairs: Any = [
         module.parts() if type(module) is ShardedLinear
-        else (module.operand, module.bias) if isinstance(module, PackedLinear)
+        else (module.operand, module.bias) if isinstance(module, LowBitLinear)
         else (module._parameters["weight"], module._parameters["bias"])
         for module in modules
     ]  # fmt: skip
@@ -207,7 +207,7 @@ class JointProjections(nn.Module):
         super().__init__()
         self.register_state_dict_post_hook(_give_own_storages)
 
-    def lay_together(self) -> None:
+    def join_weights(self) -> None:
         plain: list[Any] = [
             module for module in self.joint_modules
             if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
@@ -235,12 +235,12 @@ class JointProjections(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.lay_together()
+        self.join_weights()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.lay_together()
+        self.join_weights()
 
 
 def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

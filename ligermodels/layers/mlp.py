@@ -53,7 +53,7 @@ class GatedMLP(JointProjections):
         for name in self.joint_names:
             self.add_module(name, nn.Linear(hidden_size, 2 * intermediate_size // len(self.joint_names), bias=bias))
         self.add_module(self.output_name, nn.Linear(intermediate_size, hidden_size, bias=bias))
-        self.lay_together()
+        self.join_weights()
 
     def forward(self, x: Tensor) -> Tensor:
         return self._mlp(x) if self.tp is None else self.tp.reduce_scatter(self._mlp(self.tp.all_gather(x, 1)), 1)

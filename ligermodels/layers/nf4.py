@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import cdiv
 from ligermodels.kernels.nf4 import BLOCKS, NESTED_BLOCK, NF4State, NF4Weight, quantize_nf4
-from ligermodels.layers.quantized import PackedLinear
+from ligermodels.layers.quantized import LowBitLinear
 
 
-class NF4Linear(PackedLinear):
+class NF4Linear(LowBitLinear):
     """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 bits, in bitsandbytes' bytes.
 
     It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
@@ -73,10 +73,10 @@ class NF4Linear(PackedLinear):
         Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
         """
         cls._check(weight, bias)
-        return cls.from_packed(*quantize_nf4(weight, block=block, double=double), bias)
+        return cls.from_quantized(*quantize_nf4(weight, block=block, double=double), bias)
 
     @classmethod
-    def from_packed(cls, packed: Tensor, state: NF4State, bias: Tensor | None = None) -> Self:
+    def from_quantized(cls, packed: Tensor, state: NF4State, bias: Tensor | None = None) -> Self:
         """The layer of what `quantize_nf4` returns, over the same memory."""
         rows, columns = state.shape
         double = state.nested_absmax is not None

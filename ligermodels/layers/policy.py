@@ -70,7 +70,7 @@ def token_losses(kind: str, logp: Tensor, ratio: Tensor, advantages: Tensor, *, 
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-def clipped(kind: str, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
+def is_clipped(kind: str, ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Tensor:
     """bool, where the clip takes the gradient away (in cispo: bounds its weight)."""
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     if kind == "cispo":
@@ -87,7 +87,7 @@ def kl_losses(logp: Tensor, ref_logp: Tensor, ratio: Tensor) -> Tensor:
     return ratio * (difference.exp() - difference - 1)
 
 
-def reduced(kind: str, losses: Tensor, mask: Tensor, counts: Counts, longest: int) -> Tensor:
+def reduce_losses(kind: str, losses: Tensor, mask: Tensor, counts: Counts, longest: int) -> Tensor:
     """This forward's part of the loss of a step. longest: tokens that a completion may have, for dr_grpo."""
     losses = torch.where(mask, losses, 0)
     if kind in ("grpo", "gspo"):

@@ -27,7 +27,7 @@ def _one(weight: LowBitWeight, dtype: torch.dtype) -> Iterator[Tensor]:
         yield found
 
 
-class PackedLinear(nn.Module):
+class LowBitLinear(nn.Module):
     """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of few bits, the `operand`.
 
     It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
@@ -75,7 +75,7 @@ class PackedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class QuantizedLinear(PackedLinear):
+class QuantizedLinear(LowBitLinear):
     """A linear layer for inference, of kind "int8", "fp8" or "int4"; products of few rows read the weight as it is.
 
     weight, scale: frozen parameters, those of a `QuantizedWeight` in integers of their size, so that whatever casts a

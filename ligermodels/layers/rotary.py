@@ -129,7 +129,7 @@ class RotaryEmbedding(nn.Module):
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos, sin
 
-    def first(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions 0 to length - 1, [1, length, R/2].
 
         The last tables are cached, which saves five kernels a step; not under torch.compile or CUDA graph capture,
@@ -174,7 +174,7 @@ class RotaryEmbedding(nn.Module):
         """
         return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
-    def room(self, length: int) -> float:
+    def tokens_left(self, length: int) -> float:
         """How many tokens a call that reaches `length` can have more of, with the same frequencies."""
         left = self.original_length - length if self.rope_type in ("dynamic", "longrope") else math.inf
         return math.inf if left < 0 and self.rope_type == "longrope" else max(0, left)

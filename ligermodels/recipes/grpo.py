@@ -53,10 +53,10 @@ class PolicyLoss:
                 kl = policy.kl_losses(logp, ref_logp, ratio)
                 losses = losses + o.beta * kl
                 sums["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-            is_clipped = policy.clipped(o.loss_type, ratio.detach(), advantages, **clip) & mask
+            is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **clip) & mask
             sums["clipped"] = is_clipped.sum(), tokens
             sums["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-            return policy.reduced(o.loss_type, losses, mask, counts, o.max_completion_length)
+            return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
 
         total = next_token_loss(model, _inputs(batch) | {"loss_function": loss}, counts.tokens)
         for name, row in zip(told_names(self.sampler.rewards), batch["told"].unbind(), strict=True):

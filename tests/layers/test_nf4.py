@@ -249,5 +249,5 @@ def test_bad_calls_say_what_is_wrong(device):
 
 def test_it_is_over_the_memory_that_was_packed():
     packed, state = quantize_nf4(torch.randn(8, 64))
-    layer = NF4Linear.from_packed(packed, state)
+    layer = NF4Linear.from_quantized(packed, state)
     assert layer.weight.data_ptr() == packed.data_ptr() and layer.absmax.data_ptr() == state.absmax.data_ptr()

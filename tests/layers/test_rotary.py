@@ -98,21 +98,21 @@ def test_tables_stay_fp32(name, change):
 def test_tables_from_0_on_are_cached(name):
     rotary, cpu = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16), torch.device("cpu")
     for length in (9, 20, 9):
-        tables = rotary.first(length, cpu)
+        tables = rotary.tables(length, cpu)
         assert all(map(torch.equal, tables, rotary(torch.arange(length)[None])))
-        assert rotary.first(length, cpu) is tables
+        assert rotary.tables(length, cpu) is tables
 
 
 @pytest.mark.gpu
 def test_tables_of_a_graph_are_its_own():
     """And the frequencies that it reads stay where they are."""
     rotary, cuda = RotaryEmbedding(32), torch.device("cuda", 0)
-    kept, graph = rotary.first(9, cuda), torch.cuda.CUDAGraph()
+    kept, graph = rotary.tables(9, cuda), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = rotary.first(9, cuda)
-    assert captured[0] is not kept[0] and rotary.first(9, cuda) is kept
+        captured = rotary.tables(9, cuda)
+    assert captured[0] is not kept[0] and rotary.tables(9, cuda) is kept
     rotary(torch.arange(3)[None])
-    rotary.first(20, cuda)
+    rotary.tables(20, cuda)
     spoiled = [torch.full((16,), float("nan"), device="cuda") for _ in range(64)]
     graph.replay()
     assert all(map(torch.equal, captured, kept)), len(spoiled)
