@@ -1,6 +1,8 @@
 """The errors a user can cause. Each message says what is wrong, where, the likely cause and the next step."""
 
+import difflib
 import warnings
+from collections.abc import Iterable
 
 
 class LigermodelsError(Exception):
@@ -29,6 +31,12 @@ class InputError(LigermodelsError, ValueError):
 
 class TrainingError(LigermodelsError, ArithmeticError):
     """A loss or a gradient that is not a finite number, or a process of a run that has died."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error message that suggests the nearest known name; "" if none is near."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 _warned: set[str] = set()

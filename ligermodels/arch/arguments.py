@@ -1,8 +1,9 @@
-"""Keyword arguments of transformers' from_pretrained and save_pretrained: which are ignored, warned of or refused."""
+"""Keyword arguments of transformers' from_pretrained and save_pretrained.
 
-import dataclasses
-import difflib
-import inspect
+One rule: a keyword that is unknown or not supported is an error that suggests the nearest one. It is accepted where
+its value asks for nothing that differs from what happens here anyway.
+"""
+
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -10,106 +11,46 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoint.dtypes import dtype_name
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, did_you_mean
 
-_NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
-_NOTHING_TO_DO |= {"tqdm_class", "resume_download", "offload_folder"}
-"""Always the case here, not needed, or a detail of how transformers reads files."""
-
-_WARNED = {
-    "attn_implementation": "the attention of ligermodels is its own, whatever the name",
-    "experts_implementation": "the experts of ligermodels are its own, whatever the name",
-    "use_kernels": "the kernels of ligermodels are its own",
-    "trust_remote_code": "ligermodels runs no code from a repository; the model is the zoo's own",
-}
-"""Has no effect here: a value other than None and False gets a warning with this reason."""
-
-_REFUSED = {
-    "adapter_kwargs": "load the model, then PeftModel.from_pretrained(model, adapter)",
-    "device_mesh": "load the model, then shard it with torch.distributed.fsdp.fully_shard or parallelize_module",
-    "distributed_config": "load the model, then shard it with torch.distributed.fsdp.fully_shard",
-    "force_download": "`hf download --force-download` fetches what the cache holds again",
-    "from_flax": "weights are read from safetensors",
-    "from_tf": "weights are read from safetensors",
-    "generation_config": "set model.generation_config after loading",
-    "gguf_file": "give the path of the GGUF file in place of the folder",
-    "ignore_mismatched_sizes": "every weight must fit; correct config.json",
-    "key_mapping": "rename the tensors on disk",
-    "load_in_4bit": 'pass quantization_config={"load_in_4bit": True}',
-    "load_in_8bit": 'pass quantization_config={"load_in_8bit": True}',
-    "output_loading_info": "loading raises for every missing and unexpected weight, so there is nothing to report",
-    "proxies": "set HTTPS_PROXY",
-    "state_dict": "make the model with from_config(config), then model.load_state_dict(state_dict)",
-    "tp_plan": "load the model, then shard it with torch.distributed.tensor.parallel.parallelize_module",
-    "tp_size": "load the model, then shard it with torch.distributed.tensor.parallel.parallelize_module",
-    "variant": "rename the files to model.safetensors or model-*-of-*.safetensors with their index",
-}
-"""Not supported, with what to do instead. None, False and {} are transformers' defaults, and allowed."""
-
-_REFUSED_SAVING = {
-    "distributed_checkpoint": "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder) writes one",
-    "variant": "rename the files afterwards",
-}
-
-_ALWAYS = {
-    "use_safetensors": "allow_pickle=True reads pickles where there is nothing else",
-    "safe_serialization": "weights are written as safetensors only, never as pickles",
-    "save_original_format": "names on disk are always those of the Hub's checkpoints",
-}
-"""Always the case here: False is refused, with this reason."""
-
-_SAVE_PRETRAINED = ("state_dict", "is_main_process", "max_shard_size", "push_to_hub")
-_HUB = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
+_NO_EFFECT = frozenset("""
+    disable_mmap low_cpu_mem_usage offload_buffers offload_folder offload_state_dict resume_download save_function
+    save_peft_format tqdm_class weights_only
+""".split())  # fmt: skip  # noqa: SIM905
+"""Accepted with any value: details of how transformers reads and writes files."""
+_WARNED = frozenset(("attn_implementation", "experts_implementation", "trust_remote_code", "use_kernels"))
+"""Accepted with a warning: every layer has one implementation here, and no code of a repository runs."""
+_ONLY_FALSE = frozenset("""
+    adapter_kwargs force_download from_flax from_tf ignore_mismatched_sizes load_in_4bit load_in_8bit
+    output_loading_info
+""".split())  # fmt: skip  # noqa: SIM905
+_ONLY_TRUE = frozenset(("safe_serialization", "save_original_format", "use_safetensors"))
 
 
-def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
-    """The `options`, further keyword arguments of `arch.from_hub`, that change fields of its config.
+def supported(options: Mapping[str, Any], accepted: Collection[str], parameters: Iterable[str]) -> dict[str, Any]:
+    """The accepted ones of `options`. parameters: of the function itself, to suggest instead of an unknown name.
 
-    Raises InputError for options that are not supported and for unknown names; warns of those without effect.
+    Raises InputError for other options, unless they change nothing. None never does.
     """
-    fields = [field.name for field in dataclasses.fields(arch.config_class)]
-    return _select(options, fields, _REFUSED, _NOTHING_TO_DO, inspect.signature(arch.from_hub).parameters)
-
-
-def hub_options(options: Mapping[str, Any], push_to_hub: bool) -> dict[str, Any]:
-    """The `options`, further keyword arguments of `save_pretrained`, that are for the Hub. Raises InputError."""
-    found = _select(options, _HUB, _REFUSED_SAVING, {"save_function", "save_peft_format"}, _SAVE_PRETRAINED)
-    if push_to_hub:
-        return found
-    if given := sorted(found.keys() - {"token"}):
-        raise InputError(f"{given[0]}= is for the Hub: it goes with push_to_hub=True")
-    return {}
-
-
-def _select(
-    options: Mapping[str, Any],
-    accepted: Collection[str],
-    refused: Mapping[str, str],
-    ignored: Collection[str],
-    explicit: Iterable[str],
-) -> dict[str, Any]:
-    """The accepted ones of `options`. explicit: the function's own parameters, for the hint on an unknown name."""
     found = {}
     for name, value in options.items():
         if name in accepted:
             found[name] = value
-        elif name in refused:
-            if value not in (None, False, {}):
-                raise InputError(f"{name}={value!r} is not supported: {refused[name]}")
-        elif name in _ALWAYS:
-            if value is False:
-                raise InputError(f"{name}=False: {_ALWAYS[name]}")
-        elif name in _WARNED:
-            if value:
-                warnings.warn(f"{name}={value!r} changes nothing: {_WARNED[name]}", stacklevel=4)
-        elif name not in ignored:
-            near = difflib.get_close_matches(name, [*explicit, *accepted, *refused, *_ALWAYS, *_WARNED, *ignored], n=1)
-            raise InputError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        elif name in _WARNED and value:
+            warnings.warn(f"{name}={value!r} changes nothing: ligermodels runs its own layers", stacklevel=4)
+        elif not (
+            value is None
+            or name in _NO_EFFECT | _WARNED
+            or (name in _ONLY_FALSE and value in (False, {}))
+            or (name in _ONLY_TRUE and value is True)
+        ):
+            known = {*parameters, *accepted}
+            raise InputError(f"argument {name}={value!r:.80} is not supported" + did_you_mean(name, known))
     return found
 
 
 def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> str:
-    """torch's name of the dtype, given under either argument; "auto" where neither says. Raises InputError."""
+    """torch's name of the dtype that either argument gives; "auto" if neither does. Raises InputError."""
     names = {dtype_name(given) for given in (dtype, torch_dtype) if given is not None} - {"auto"}
     if len(names) > 1:
         raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")

@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import (
-    IGNORE_INDEX,
-    Targets,
-    caches_by_default,
-    check_inputs,
-    check_labels,
-    unknown_argument,
-)
+from ligermodels.arch.inputs import IGNORE_INDEX, Targets, check_inputs, check_labels
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
@@ -96,44 +89,28 @@ class CausalLM(Pretrained, TrainerInterface):
         logits_to_keep: int = 0,
         *,
         ignore_index: int = IGNORE_INDEX,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         return_logits: bool | None = None,
         return_logprobs: bool = False,
         loss_function: Callable[..., Tensor] | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         skip_logits: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
-        cache_position: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **others: Any,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
         input_ids: [B, S], or inputs_embeds: [B, S, hidden_size] in their place.
         attention_mask: [B, past + S], 1 at tokens, 0 at padding on either side. Leave it out where nothing is padded:
-            looking into it costs a host synchronisation.
+            reading it costs a host synchronisation.
         position_ids: [B, S] or [1, S], or [axes, B or 1, S] where positions have several axes (multimodal); default
-            0, 1, ... after what the cache holds. Without a mask and a cache, ids of one axis that restart mark a
-            packed batch: no token sees another sequence. Finding the restarts costs a host synchronisation (and
-            breaks the graph of torch.compile); `cu_seqlens`, int32 [N + 1], the boundaries of the sequences in a
-            batch of one row, with `max_seqlen`, the longest one's length, saves it.
+            0, 1, ... after the cached tokens. Without a mask and a cache, ids of one axis that restart mark packed
+            sequences: no token sees another sequence. Finding the restarts costs a host synchronisation (and breaks
+            the graph of torch.compile). `cu_seqlens` saves it.
         labels: [B, S], the ids themselves (the shift by one happens here), -100 where nothing is to be predicted. The
             fused linear cross entropy then runs, and logits are None, unless `return_logits=True`, or in evaluation
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
             there. Where tokens are padded on the left, give the first token of a row the label -100: else the last
             position of the padding, which sees nothing, has to predict it (in transformers as well, where the loss then
             depends on the implementation of attention).
-        shift_labels, by keyword alone: [B, S], labels of the next tokens, shifted by the caller, in place of
-            `labels`. It is not a named argument because Trainer expects each one with "label" in it in every batch.
-        ignore_index: a label that counts as -100 does.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A
             device scalar costs no synchronisation.
@@ -143,50 +120,50 @@ class CausalLM(Pretrained, TrainerInterface):
             tokens alone, not the cached ones. Where `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope),
             empty it and pass the whole text, as `generate` does: the cached keys were rotated by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0: of all.
+        ignore_index: a label that counts as -100 does.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
-        return_logprobs: with labels, in place of the loss `logprobs`: at each position the log probability of the label
-            after it, 0 where nothing is to be predicted. Not under context or tensor parallelism.
-        loss_function: with labels, what is computed in place of the cross entropy; see `LMHead.forward`. There are no
-            logits then.
-        output_hidden_states: adds `hidden_states` and `last_hidden_state`.
-        output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
-            as well, times the config's `router_aux_loss_coef`; default is the config's `output_router_logits`.
-        output_attentions, return_dict: for callers that always pass them; attention weights are never built.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
-            transformers and TRL name them, for queries and for keys; here they must be equal. seq_idx, which comes
-            with them, is ignored.
+        return_logprobs: with labels, returns `logprobs` in place of the loss: at each position the log probability of
+            the label after it, 0 where nothing is to be predicted. Not under context or tensor parallelism.
+        loss_function: with labels, computed in place of the cross entropy; see `LMHead.forward`. Excludes logits.
         skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
-        cache_position: ignored, as positions follow what the cache holds; others raise. token_type_ids: ignored.
-        others: images and their sizes; see the model's own forward.
+        output_hidden_states: adds `hidden_states` and `last_hidden_state`.
 
-        Raises InputError for unknown arguments, and where arguments do not fit together.
+        By keyword alone:
+
+        shift_labels: [B, S], labels of the next tokens, shifted by the caller, in place of `labels`. Trainer expects
+            each parameter of forward with "label" in its name in every batch, so that this cannot be one.
+        cu_seqlens: int32 [N + 1], the boundaries of the packed sequences in a batch of one row. max_seqlen: the length
+            of the longest one.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
+            transformers and TRL name them, for queries and for keys, which must be equal. seq_idx, which comes with
+            them, is ignored.
+        output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
+            as well, times the config's `router_aux_loss_coef`; default: the config's `output_router_logits`.
+        output_attentions, return_dict: for callers that always pass them; attention weights are never in memory.
+        cache_position: those of the tokens after the cached ones; others raise. token_type_ids: ignored.
+        Images and their sizes; see the model's own forward.
+
+        Raises InputError for unknown arguments, and for arguments that do not fit together.
         """
         shift_labels = others.pop("shift_labels", None)
-        if not others.keys() <= self.extra_inputs:
-            unknown = next(name for name in others if name not in self.extra_inputs)
-            known = [*inspect.signature(CausalLM.forward).parameters, *self.extra_inputs, "shift_labels"]
-            raise unknown_argument(unknown, known)
         given = labels if shift_labels is None else shift_labels
-        inputs = check_inputs(
-            self.decoder,
+        # With transformers' classes around ours, self.config is not the config of self.model.
+        if use_cache is None and (given is not None or not getattr(self.config, "use_cache", True)):
+            use_cache = False
+        inputs, options = check_inputs(
+            self.model,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
-            caches_by_default=use_cache is None and given is None and caches_by_default(self, self.model),
-            cache_position=cache_position,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            cu_seq_lens_q=cu_seq_lens_q,
-            cu_seq_lens_k=cu_seq_lens_k,
-            max_length_q=max_length_q,
+            **others,
         )
         check_labels(given, inputs.tokens, num_items_in_batch, logits_to_keep, ignore_index)
         parallel, context = self.parallel, self.decoder.context
         if return_logprobs and given is None:
-            raise InputError("return_logprobs=True needs labels, of which the log probabilities are")
+            raise InputError("return_logprobs=True needs labels: it returns their log probabilities")
         if parallel is not None and parallel.shards > 1:
             headless = given is None and return_logits is False
             if inputs.cache is not None or output_hidden_states or logits_to_keep or headless or return_logprobs:
@@ -202,10 +179,10 @@ class CausalLM(Pretrained, TrainerInterface):
         if given is not None:
             shifted = shift_labels is not None
             targets = Targets(given, inputs.cu_seqlens, context, shifted=shifted, ignore_index=ignore_index)
-        if targets is not None and parallel is not None and num_items_in_batch is None:
-            num_items_in_batch = parallel.total(targets.labels)
-        if skip_logits is not None and return_logits is None and given is not None:
-            return_logits = not skip_logits
+            if parallel is not None and num_items_in_batch is None:
+                num_items_in_batch = parallel.total(targets.labels)
+            if skip_logits is not None and return_logits is None:
+                return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (given is None or evaluates))
         if loss_function is not None and (
@@ -214,21 +191,12 @@ class CausalLM(Pretrained, TrainerInterface):
             raise InputError(
                 "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
             )
-        if output_router_logits is None:
-            output_router_logits = getattr(self.config, "output_router_logits", None)
-        output = self.model(
-            inputs,
-            output_hidden_states=output_hidden_states,
-            output_router_logits=output_router_logits,
-            output_attentions=output_attentions,
-            return_dict=return_dict,
-            **others,
-        )
+        output = self.model(inputs, output_hidden_states=output_hidden_states, **options)
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
         if targets is not None and return_logprobs:
-            computed = self._logprobs(x, targets)
+            computed = {"logprobs": self._logprobs(x, targets)}
         elif targets is not None:
             with_logits = bool(wants_logits) and loss_function is None
             computed = self._loss(x, targets, num_items_in_batch, with_logits=with_logits, loss_function=loss_function)
@@ -261,7 +229,7 @@ class CausalLM(Pretrained, TrainerInterface):
         with_logits: bool,
         loss_function: Callable[..., Tensor] | None,
     ) -> dict[str, Any]:
-        """The loss of the last hidden state, and the logits where they are wanted."""
+        """The loss of the last hidden state, and with `with_logits` the logits."""
         head = unwrapped(self.lm_head)
         if takes_labels(head) and not with_logits:
             options: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, num_valid=targets.count())
@@ -274,18 +242,14 @@ class CausalLM(Pretrained, TrainerInterface):
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
-    def _logprobs(self, x: Tensor, targets: Targets) -> dict[str, Any]:
+    def _logprobs(self, x: Tensor, targets: Targets) -> Tensor:
+        """The log probability of each label, [B, S]."""
         head = unwrapped(self.lm_head)
         if takes_labels(head):
-            return {
-                "logprobs": head(
-                    x, labels=targets.labels, softcap=self._softcap, return_logprobs=True, num_valid=targets.count()
-                )
-            }
+            options: dict[str, Any] = dict(return_logprobs=True, num_valid=targets.count())
+            return head(x, labels=targets.labels, softcap=self._softcap, **options)
         warn_unfused_head(self.lm_head, x)
-        losses = cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")
-        assert isinstance(losses, torch.Tensor), "nothing else was asked for"
-        return {"logprobs": -losses}
+        return -cast(Tensor, cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none"))
 
     @property
     def _softcap(self) -> float | None:

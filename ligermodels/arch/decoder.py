@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.hooks import is_hooked, watched
-from ligermodels.arch.inputs import TextInputs, caches_by_default, check_inputs, unknown_argument
+from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
@@ -49,48 +49,23 @@ class BaseModel(nn.Module):
         past_key_values: KVCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        *,
-        cache_position: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
+        """The last hidden state, and where asked for the cache, the hidden states and the router logits.
 
-        Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
+        Arguments as in `CausalLM.forward`, all but those of the head: TRL and PEFT call this in its place.
         input_ids: also the `TextInputs` of a caller that has checked the other arguments.
         """
-        if output_attentions:
-            raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
-        if return_dict is False:
-            raise InputError("return_dict=False is not supported: the output is a dict with attributes")
         if not isinstance(input_ids, TextInputs):
-            if not options.keys() <= self.run_options:
-                unknown = next(name for name in options if name not in self.run_options)
-                raise unknown_argument(unknown, [*inspect.signature(BaseModel.forward).parameters, *self.run_options])
-            input_ids = check_inputs(
-                getattr(self, "language_model", self),
+            input_ids, options = check_inputs(
+                self,
                 input_ids=input_ids,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
-                caches_by_default=use_cache is None and caches_by_default(self, self),
-                cache_position=cache_position,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                cu_seq_lens_q=cu_seq_lens_q,
-                cu_seq_lens_k=cu_seq_lens_k,
-                max_length_q=max_length_q,
+                **options,
             )
         return self.run(input_ids, **options)
 

@@ -1,13 +1,12 @@
-"""The checked inputs of a text model, and the targets of the loss.
+"""Checks of the arguments of a forward pass, and the targets of the loss.
 
-Types, dtypes and shapes are always checked. Values are checked for tensors on the CPU, outside of torch.compile. On a
-GPU reading them would synchronise: ids and labels outside the vocabulary end in a device-side assertion there, and the
-values of a mask and of cu_seqlens are trusted.
+Types, dtypes and shapes are always checked. Values are checked for tensors on the CPU, outside of torch.compile.
+Reading values on a GPU would synchronise: there, ids and labels outside the vocabulary end in a device-side assertion,
+and the values of a mask and of cu_seqlens are trusted.
 """
 
-import difflib
+import inspect
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, did_you_mean
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
 from ligermodels.layers.losses import check_count
@@ -28,10 +27,10 @@ _IDS = (torch.int64, torch.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class TextInputs(MovableInputs):
-    """What a text model reads in one forward pass, as `check_inputs` returns it; see `CausalLM.forward`.
+    """The checked inputs of a text model for one forward pass; see `CausalLM.forward`.
 
-    cache: the KVCache to read and extend; None without one. cu_seqlens, max_seqlen: of packed sequences, by whichever
-    argument they were marked; None where nothing is packed.
+    cache: the KVCache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
+    marked them; None where nothing is packed.
     """
 
     input_ids: Tensor | None
@@ -53,7 +52,7 @@ class TextInputs(MovableInputs):
         return 0 if self.cache is None else self.cache.length
 
     def check_own_cache(self) -> None:
-        """Raises InputError for a cache of transformers, in which a model with images could not store their state."""
+        """Raises InputError for a cache of transformers, which cannot store the state of a model with images."""
         if isinstance(self.cache, TransformersCache):
             raise InputError(
                 f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a KVCache, "
@@ -61,22 +60,8 @@ class TextInputs(MovableInputs):
             )
 
 
-def caches_by_default(model: nn.Module, base: Any) -> bool:
-    """Whether a forward of `model`, of which `base` is the part without the head, makes a cache where nobody says.
-
-    As in transformers: in evaluation, if the config says so, unless the backward recomputes the blocks. And not where a
-    cache cannot be: under context and tensor parallelism, and where ranks run a vision tower together.
-    """
-    if model.training or not all(getattr(one, "use_cache", True) for one in (model.config, base.config)):
-        return False
-    decoder = getattr(base, "language_model", base)
-    recomputes = torch.is_grad_enabled() and decoder.checkpointing.enabled
-    runs_tower = base is not decoder and base.always_runs_tower
-    return not (recomputes or runs_tower or decoder.context is not None or decoder.tp is not None)
-
-
 def check_inputs(
-    decoder: Any,
+    model: Any,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
@@ -84,20 +69,33 @@ def check_inputs(
     position_ids: Tensor | None,
     past_key_values: Any,
     use_cache: bool | None,
-    caches_by_default: bool,
-    cache_position: Tensor | None,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
-    max_length_q: int | None,
-) -> TextInputs:
-    """Checks the arguments of a forward pass, which are those of `CausalLM.forward`, and creates the cache.
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    seq_idx: Tensor | None = None,
+    cache_position: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    output_attentions: bool | None = None,
+    return_dict: bool | None = None,
+    **options: Any,
+) -> tuple[TextInputs, dict[str, Any]]:
+    """Checks the arguments of a forward pass, and creates the cache where one is asked for.
 
-    caches_by_default: whether use_cache=None creates one, where nothing is packed.
-    Raises InputError for arguments that do not fit together.
+    model: a `BaseModel`. The arguments are those of `CausalLM.forward`; options: those of `model.run`.
+    Returns the inputs of the text model, and the options. Raises InputError for arguments that do not fit together.
     """
+    if not options.keys() <= model.run_options:
+        name = next(name for name in options if name not in model.run_options)
+        known = [*inspect.signature(check_inputs).parameters, *model.run_options, "labels", "logits_to_keep"]
+        raise InputError(f"forward has no argument {name!r}" + did_you_mean(name, known))
     _check_transforms()
+    if output_attentions:
+        raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
+    if return_dict is False:
+        raise InputError("return_dict=False is not supported: the output is a dict with attributes")
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
     if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
@@ -110,7 +108,8 @@ def check_inputs(
         ids = x.shape if inputs_embeds is None else x.shape[:-1]
         raise InputError(f"ids have shape {tuple(ids)}, expected [batch, sequence]")
     if x.numel() == 0:
-        raise InputError(f"the batch has shape {tuple(x.shape)}, which holds no token; leave empty batches out")
+        raise InputError(f"the batch has shape {tuple(x.shape)} and no token; leave empty batches out")
+    decoder = getattr(model, "language_model", model)
     batch_size, length = x.shape[:2]
     if inputs_embeds is not None:
         _check_embeds(decoder, inputs_embeds)
@@ -123,17 +122,18 @@ def check_inputs(
     elif max_seqlen is not None:
         raise InputError(f"max_seqlen={max_seqlen} belongs to packed sequences; give cu_seqlens too")
     elif position_ids is not None and attention_mask is None and past_key_values is None and not use_cache:
-        cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
+        cu_seqlens, max_seqlen = _packed_sequences(position_ids, x)
     cache = None
     if past_key_values is not None:
         cache = _check_cache(past_key_values, decoder.config.num_hidden_layers)
-    elif use_cache or (use_cache is None and caches_by_default and cu_seqlens is None):
+    elif use_cache or (use_cache is None and cu_seqlens is None and _caches_by_default(model, decoder)):
         cache = decoder.new_cache(batch_size, length)
+    past = 0 if cache is None else cache.length
     if cache_position is not None:
-        _check_cache_position(cache_position, 0 if cache is None else cache.length, length)
+        _check_cache_position(cache_position, past, length)
     if attention_mask is not None:
-        _check_mask(attention_mask, batch_size, length + (0 if cache is None else cache.length))
-    return TextInputs(
+        _check_mask(attention_mask, batch_size, past + length)
+    inputs = TextInputs(
         input_ids=input_ids,
         inputs_embeds=inputs_embeds,
         attention_mask=attention_mask,
@@ -142,21 +142,31 @@ def check_inputs(
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
     )
+    return inputs, options
+
+
+def _caches_by_default(model: Any, decoder: Any) -> bool:
+    """Whether a forward without `use_cache` creates a cache.
+
+    As in transformers: in evaluation, if the config says so, unless the backward recomputes the blocks. Never where a
+    cache is not possible: under context and tensor parallelism, and where ranks run a vision tower together.
+    """
+    if model.training or not model.config.use_cache:
+        return False
+    recomputes = torch.is_grad_enabled() and decoder.checkpointing.enabled
+    runs_tower = model is not decoder and model.always_runs_tower
+    return not (recomputes or runs_tower or decoder.context is not None or decoder.tp is not None)
 
 
 def check_labels(
-    labels: Tensor | None,
-    x: Tensor,
-    num_items_in_batch: Tensor | int | None,
-    logits_to_keep: int,
-    ignore_index: int = IGNORE_INDEX,
+    labels: Tensor | None, x: Tensor, num_items_in_batch: Tensor | int | None, logits_to_keep: int, ignore_index: int
 ) -> None:
-    """Raises InputError for arguments of `CausalLM.forward` that choose what is computed of the last hidden state.
+    """Raises InputError for arguments of `CausalLM.forward` that do not fit: of the loss, and logits_to_keep.
 
-    labels: those that count, shifted or not. x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
+    labels: [B, S], shifted or not. x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
     """
     if type(ignore_index) is not int:
-        raise InputError(f"ignore_index={ignore_index!r} must be a whole number, the label that is left out")
+        raise InputError(f"ignore_index={ignore_index!r} must be a whole number: the label that does not count")
     if num_items_in_batch is not None:
         check_count(num_items_in_batch)
     if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
@@ -165,21 +175,13 @@ def check_labels(
         return
     if logits_to_keep:
         raise InputError("labels need the logits of all positions: leave logits_to_keep out")
-    _check_tensors(labels=labels)
+    _check_tensors(ids=x, labels=labels)
     if labels.shape != x.shape[:2]:
         raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
-    if labels.device != x.device:
-        raise InputError(f"labels are on {labels.device}, the ids on {x.device}; move one of them: .to(...)")
-
-
-def unknown_argument(name: str, known: Iterable[str]) -> InputError:
-    """The error of a keyword that forward does not have."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return InputError(f"forward has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def _check_tensors(**given: Tensor | None) -> Tensor:
-    """The first that is given. Raises InputError where one is no tensor, on another device, or of a wrong dtype."""
+    """Returns the first tensor. Raises InputError for another type, a wrong dtype, or tensors on several devices."""
     first: Any = None
     for name, tensor in given.items():
         if tensor is None:
@@ -204,12 +206,16 @@ def _check_transforms() -> None:
         )
 
 
+def _is_readable(x: Tensor) -> bool:
+    """Whether reading the values of x costs no synchronisation."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _same_lengths(q: Tensor | None, k: Tensor | None) -> Tensor:
-    """The boundaries of packed sequences, of queries and keys alike. Raises InputError where they differ."""
+    """The boundaries of packed sequences, which must be the same for queries and keys. Raises InputError."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k are given together, as tensors; or give cu_seqlens")
-    readable = q.device.type == k.device.type == "cpu" and not torch.compiler.is_compiling()
-    if q.shape != k.shape or (readable and not torch.equal(q, k)):
+    if q.shape != k.shape or (_is_readable(q) and _is_readable(k) and not torch.equal(q, k)):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; packed sequences attend within themselves")
     return q
 
@@ -220,14 +226,14 @@ def _check_embeds(decoder: Any, embeds: Tensor) -> None:
         raise InputError(
             f"inputs_embeds are {embeds.dtype} {list(embeds.shape)}; expected floating point [batch, sequence, {size}]"
         )
-    # A wrapped weight (FSDP's, a quantised one) does not tell the dtype that is computed in, nor does any in autocast.
+    # The dtype of a wrapped weight (FSDP's, a quantised one) is not the dtype of the computation; autocast changes it.
     plain = type(weight) is nn.Parameter
     if plain and embeds.dtype != weight.dtype and not torch.is_autocast_enabled(embeds.device.type):
         raise InputError(f"inputs_embeds are {embeds.dtype}, the model {weight.dtype}: use .to(model.dtype)")
 
 
 def _check_position_shape(position_ids: Tensor, shape: torch.Size, axes: int) -> None:
-    """[B or 1, S], or [axes, B or 1, S]; models with several axes also take the text's positions before those."""
+    """[B or 1, S], or [axes, B or 1, S]; models with several axes also take one more, the text's, before those."""
     leading, rows = position_ids.shape[:-2], position_ids.shape[-2:-1]
     known = [(), (axes,), (axes + 1,)] if axes > 1 else [(), (1,)]
     if tuple(leading) not in known or rows not in ((1,), shape[:1]) or position_ids.shape[-1] != shape[1]:
@@ -241,17 +247,17 @@ def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
             f"attention_mask has shape {tuple(mask.shape)}, expected [{batch_size}, {length}]: one entry for each "
             "cached and each new token"
         )
-    if mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
+    if mask.dtype == torch.bool or not _is_readable(mask):
         return
     if (other := mask[(mask != 0) & (mask != 1)]).numel():
         raise InputError(
-            f"attention_mask holds {other[0].item()}; it must be 1 at tokens and 0 at padding. Additive masks and the "
-            "numbers of packed sequences are not supported: see position_ids and cu_seqlens"
+            f"attention_mask has the value {other[0].item()}; it must be 1 at tokens and 0 at padding. Additive masks "
+            "and the numbers of packed sequences are not supported: see position_ids and cu_seqlens"
         )
 
 
 def _check_cache(given: Any, num_layers: int) -> KVCache:
-    """`given`, or a view of a cache of transformers. Raises InputError for anything else, and another model's."""
+    """`given`, or a view of a cache of transformers. Raises InputError for anything else, and for another model's."""
     cache = as_kv_cache(given, num_layers)
     if len(cache) != num_layers:
         raise InputError(
@@ -262,13 +268,12 @@ def _check_cache(given: Any, num_layers: int) -> KVCache:
 
 
 def _check_cache_position(positions: Any, past: int, length: int) -> None:
-    """Raises InputError unless they are those of the new tokens in the cache. Values are read on the CPU only."""
+    """Raises InputError unless these are the positions of the new tokens in the cache."""
     is_row = isinstance(positions, Tensor) and positions.shape == (length,)
-    readable = is_row and positions.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not is_row or (readable and positions.tolist() != [*range(past, past + length)]):
+    if not is_row or (_is_readable(positions) and positions.tolist() != [*range(past, past + length)]):
         raise InputError(
-            f"cache_position must be the positions {past} to {past + length - 1} of the new tokens, which follow what "
-            "the cache holds; leave it out, as it says nothing else"
+            f"cache_position must be the positions {past} to {past + length - 1} of the new tokens, which follow the "
+            "cached ones; leave it out, as it says nothing else"
         )
 
 
@@ -277,24 +282,27 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> N
         raise InputError(
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected torch.int32 [N + 1], N >= 1"
         )
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if not _is_readable(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise InputError(
             f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must ascend from 0 to the number of tokens, {tokens}"
         )
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    if max_seqlen is not None and max_seqlen < longest:
+    if max_seqlen is not None and max_seqlen < (longest := _longest(bounds)):
         raise InputError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
 
 
-def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, int | None]:
-    """(cu_seqlens, max_seqlen) of the sequences that position_ids [B or 1, S] mark by restarting.
+def _longest(bounds: list[int]) -> int:
+    return max(end - start for start, end in itertools.pairwise(bounds))
 
-    (None, None) if none restarts. Of [4, B, S] the first are the text's; [3, B, S] mark nothing. x: [B, S, ...]. Rows
-    are taken one after the other. Synchronises: the number of sequences is read. Raises InputError while a CUDA graph
-    is captured, where that cannot be.
+
+def _packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, int | None]:
+    """(cu_seqlens, max_seqlen) of the packed sequences that position_ids [B or 1, S] mark by restarting.
+
+    (None, None) if none restarts. In [4, B, S] the first axis is the text's; [3, B, S] mark nothing. x: [B, S, ...],
+    whose rows follow each other. Synchronises: the number of sequences is read. Raises InputError while a CUDA graph
+    is captured, which rules that out.
     """
     if position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
@@ -302,7 +310,7 @@ def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, in
         return None, None
     if is_captured(position_ids):
         raise InputError(
-            "position_ids may mark packed sequences, which the host cannot look for while a CUDA graph is captured; "
+            "position_ids may mark packed sequences, and the host cannot read them while a CUDA graph is captured; "
             "give cu_seqlens and max_seqlen as well, or leave position_ids out where nothing is packed"
         )
     position_ids = position_ids.expand(x.shape[:2])
@@ -312,19 +320,18 @@ def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, in
     if len(bounds) == len(position_ids):
         return None, None
     bounds.append(position_ids.numel())
-    longest = max(end - start for start, end in itertools.pairwise(bounds))
-    return torch.tensor(bounds, dtype=torch.int32, device=position_ids.device), longest
+    return torch.tensor(bounds, dtype=torch.int32, device=position_ids.device), _longest(bounds)
 
 
 class Targets:
-    """`labels` [B, S], the label of the next token at each position, and how many of them count.
+    """The label of the next token at each position, [B, S], and the number of labels that count.
 
-    labels: of the tokens themselves, or with `shifted` of the next ones already. ignore_index: counts as -100 does.
-    Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
-    label, and a GEMM needs its size on the host: the number is copied there while the forward runs. The copy is queued
-    before the first block, so that it is complete long before the head asks for the number.
+    labels: of the tokens themselves, or with `shifted` of the next tokens. ignore_index: counts as -100 does. The last
+    token of a row, and of a packed sequence, has no label. context: the ranks over which the sequence is split; the
+    result has this rank's tokens.
 
-    context: the ranks over which the sequence is split; `labels` are then those of this rank's tokens.
+    The loss drops the rows without a label, and the host needs their number for a GEMM. The number is copied to the
+    host during the forward: the copy is queued before the first block, and complete when the head asks for it.
     """
 
     def __init__(
@@ -354,7 +361,7 @@ class Targets:
         self._copied.record(torch.cuda.current_stream(targets.device))  # which may not be the current device
 
     def count(self) -> int | None:
-        """How many labels count; None where that is not known, or cheaply found out by the caller (on the CPU)."""
+        """The number of labels that count; None if it was not copied (on the CPU the caller counts at no cost)."""
         if self._count is None:
             return None
         self._copied.synchronize()

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import os
 import tempfile
@@ -25,8 +26,11 @@ from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 
 
+_HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
+
+
 class Pretrained(nn.Module):
-    """The part of `CausalLM` that creates, loads and saves models."""
+    """Creates, loads and saves models; a base class of `CausalLM`."""
 
     config_class: ClassVar[type[ModelConfig]]
     DISK_NAMES: ClassVar[weights.Table] = {}
@@ -61,12 +65,11 @@ class Pretrained(nn.Module):
     ) -> Self:
         """A model with random weights, from a config or the contents of a config.json.
 
-        `dtype="auto"` is the config's own; `device="meta"` builds shapes only. activation_checkpointing: "none", "mlp"
-        or "block", or the dict of `gradient_checkpointing_enable`.
+        dtype: "auto" is the config's own. device: "meta" builds shapes only.
+        activation_checkpointing: "none", "mlp" or "block", or the dict of `gradient_checkpointing_enable`.
         mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same seed on a device
-            of the same kind; memory beyond the shards holds one whole parameter.
-        Raises ConfigError if the config cannot work, InputError for another value of activation_checkpointing, and as
-        `from_hub` does for mesh and parallel.
+            of the same kind. Beyond the shards, memory for one whole parameter is needed.
+        Raises ConfigError if the config cannot work, and InputError.
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
@@ -109,33 +112,33 @@ class Pretrained(nn.Module):
     ) -> Self:
         """The model of a repository on the Hub, or of a folder in its layout, ready for inference (`eval()`).
 
-        config: a config, the contents of a config.json, its path, or the folder or repository that holds it; for a
-            folder of weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
+        config: a config, the contents of a config.json, its path, or its folder or repository; needed for a folder of
+            weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
         revision: branch, tag or commit. token: True is the one of `hf auth login`. A complete copy in the cache
             needs neither network nor token.
-        dtype: "auto" is config.json's own, and beside `config` that of the weights. Names as in `dtypes.NAMES`, such
+        dtype: "auto" is config.json's own, and with `config` that of the weights. Names as in `dtypes.NAMES`, such
             as "bfloat16" or "bf16". torch_dtype: its older name.
-        device: the device of the whole model. To a GPU, safetensors are read by several threads through 192 MiB of
-            pinned memory, which torch keeps; other files one tensor at a time. On the CPU, safetensors of the model's
-            dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
+        device: the device of the whole model. To a GPU, several threads read safetensors through 192 MiB of pinned
+            memory, which torch keeps; other files are read one tensor at a time. On the CPU, safetensors of the
+            model's dtype stay mapped: training writes to memory, never to the file. Do not truncate the file meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
-            checkpoint's files, from which each forward reads them; `offload_folder` is not needed, and ignored.
-        quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; "int8", "fp8" and "int4" are
-            for inference; bitsandbytes or torchao quantise them by a config of theirs. See
-            `quantization.quantizer_of`. Each is quantised as it is read; with bitsandbytes the default device is the
-            GPU.
+            checkpoint's files, and each forward reads them; `offload_folder` is not needed, and ignored.
+        quantization_config: "nf4" quantises the linear modules to 4 bits, frozen, for LoRA; "int8", "fp8" and "int4"
+            are for inference; a config of bitsandbytes or torchao selects that library. See
+            `quantization.quantizer_of`. Modules are quantised as they are read; with bitsandbytes the default device is
+            the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
-        mesh: a DeviceMesh, over whose processes `ligermodels.parallel.parallelize` shards the model before it is
-            loaded; each of them calls this and reads its own rows alone, onto its device. parallel: that function's
-            options.
-        options: fields of the config to change, such as use_cache=False. Other arguments of transformers are ignored
-            where they make no difference, and otherwise raise and say what to do.
+        mesh: a DeviceMesh. `ligermodels.parallel.parallelize` shards the model over its processes before it is loaded;
+            each process calls this, and reads its own rows onto its device. parallel: options of `parallelize`.
+        options: fields of the config to change, such as use_cache=False. Arguments of transformers that change nothing
+            are ignored; others raise.
 
         Raises HubError, ConfigError, CheckpointError or InputError.
         """
-        changes = arguments.config_changes(options, cls)
+        fields = cls.config_class.field_names()
+        changes = arguments.supported(options, fields, inspect.signature(cls.from_hub).parameters)
         dtype = arguments.one_dtype(dtype, torch_dtype)
         _check_mesh(mesh, parallel, device, device_map)
         place = placement.one_device(device, device_map) if mesh is None else torch.device(mesh.device_type)
@@ -185,7 +188,7 @@ class Pretrained(nn.Module):
 
     @classmethod
     def _checked_config(cls, values: ModelConfig | Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-        """A config of its own, with `changes`. Raises ConfigError."""
+        """A copy of the config with `changes`. Raises ConfigError."""
         if not isinstance(values, ModelConfig):
             values = cls.config_class.from_hf(values)
         if not isinstance(values, cls.config_class):
@@ -208,7 +211,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter; of one that is sharded, each rank keeps its part of what one process draws.
+        """Draws every parameter. A sharded parameter gets its rows of what one process would draw.
 
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
@@ -251,27 +254,28 @@ class Pretrained(nn.Module):
     ) -> Path:
         """Writes a checkpoint in Hugging Face's layout, which transformers loads. Returns the folder.
 
-        Holds config.json, generation_config.json, safetensors in shards of at most `max_shard_size`, and the
+        It has config.json, generation_config.json, safetensors in shards of at most `max_shard_size`, and the
         tokenizer and template files of the checkpoint that this model came from, unless the folder has a tokenizer
-        already. Written beside `folder` and renamed when complete: an interruption leaves the old contents.
+        already. It is written beside `folder` and renamed when complete: an interruption leaves the old contents.
 
         state_dict: {name of a parameter: tensor} to save in place of the model's own weights, as
             accelerator.get_state_dict(model) gives them.
         is_main_process: False writes nothing. By default every process writes.
-        Sharded weights (FSDP2, tensor parallelism): every rank of the mesh calls this. They are gathered one by one,
-            and the ranks write shards at the same time, into one folder, on a file system that all of them see. The
-            folder is there when any of them returns; an error in one of them raises in all. Beyond the model, a rank
-            holds a whole parameter or two in device memory and one in host memory. With a `state_dict` of whole tensors
-            for a sharded model, rank 0 writes by default, and the others return at once.
-        push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default its name; options are those of
-            `hub.push`.
-        options: further arguments of transformers' save_pretrained; those not supported raise.
+        Sharded weights (FSDP2, tensor parallelism): every rank of the mesh calls this. Parameters are gathered one by
+            one, and all ranks write shards into one folder, on a file system that all of them see. The folder is
+            complete when any rank returns; an error in one rank raises in all. A rank needs memory for a whole
+            parameter or two on the device and one on the host. With a `state_dict` of whole tensors for a sharded
+            model, rank 0 writes by default, and the others return at once.
+        push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default the folder's name.
+        options: those of `hub.push`. Arguments of transformers that change nothing are ignored; others raise.
 
         Weights that accelerate has offloaded are fetched; a quantised model is saved with its quantization_config.
         Raises CheckpointError for weights that cannot be saved so, HubError where the folder cannot be written,
         InputError.
         """
-        for_hub = arguments.hub_options(options, push_to_hub)
+        for_hub = arguments.supported(options, _HUB_OPTIONS, inspect.signature(self.save_pretrained).parameters)
+        if for_hub.keys() - {"token"} and not push_to_hub:
+            raise InputError(f"{', '.join(for_hub)}: options of an upload; pass push_to_hub=True with them")
         target = saving.absolute(folder)
         if state_dict is None:
             for module in self.modules():
@@ -300,9 +304,9 @@ class Pretrained(nn.Module):
     def _exported(
         self, given: Mapping[str, Tensor], is_state: bool, target: Path
     ) -> tuple[weights.Exported, dict[str, Any], Mapping[str, str] | None]:
-        """What `save_pretrained` writes to `target`: the tensors, the other files, the metadata of the safetensors.
+        """(tensors, other files, metadata of the safetensors) that `save_pretrained` writes to `target`.
 
-        given: the parameters or, where `is_state`, what the caller gives in their place. Raises CheckpointError.
+        given: the parameters, or with `is_state` the caller's state_dict. Raises CheckpointError.
         """
         if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()):
             raise CheckpointError(
@@ -360,9 +364,9 @@ class Pretrained(nn.Module):
 
     @property
     def tied_weights(self) -> dict[str, str]:
-        """Name on disk of a tensor that has no parameter of its own -> the parameter whose copy it must be.
+        """{name of a tensor without a parameter of its own: name of the parameter that it must equal}.
 
-        The head is tied where it reads the table, and where its weight is the table's Parameter, as PEFT may leave it.
+        The head is tied if it reads the table, and if its weight is the table's Parameter, as PEFT may leave it.
         """
         head, table = self.lm_head, self.get_input_embeddings().weight
         if (isinstance(head, LMHead) and head.is_tied) or getattr(head, "weight", None) is table:
@@ -371,10 +375,10 @@ class Pretrained(nn.Module):
 
 
 def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, device_map: Any = None) -> None:
-    """Raises InputError where a model cannot be sharded over `mesh` as the other arguments say."""
+    """Raises InputError for arguments that contradict `mesh`."""
     if mesh is None:
         if parallel is not None:
-            raise InputError("parallel= holds options of parallelize, which shards over mesh=: pass both")
+            raise InputError("parallel= has options of parallelize, which shards over mesh=: pass both")
         return
     if device_map is not None:
         raise InputError(
@@ -384,7 +388,7 @@ def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, devi
     if device is not None and torch.device(device) not in (torch.device(mesh.device_type), own):
         raise InputError(
             f"device={device!r}, but the mesh puts this process on {own}: leave device out; "
-            "torch.cuda.set_device says which GPU is a process's own"
+            "torch.cuda.set_device chooses the GPU of a process"
         )
 
 
@@ -395,7 +399,7 @@ def _parallelize(model: Any, mesh: Any, parallel: Mapping[str, Any] | None) -> A
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
-    """`config` of `from_hub` as a config or the contents of a config.json; by default those of the folder.
+    """The `config` argument of `from_hub`, as a config or the contents of a config.json; default: the folder's.
 
     found: token, cache_dir and local_files_only of `hub.resolve`. Raises CheckpointError or HubError.
     """
@@ -403,7 +407,7 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
         place = folder / "config.json"
         if not os.path.lexists(place) and any(folder.glob("model*.safetensors")):
             raise CheckpointError(
-                f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
+                f"{place} is not there: {folder} has weights alone, as Trainer and accelerate leave them.\n"
                 "  Next: pass config=, the folder or repository that the model came from, or its config."
             )
         return read_json(place)

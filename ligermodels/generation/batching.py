@@ -1,12 +1,12 @@
-"""`generate_many`: many prompts of unequal length through one batch whose rows come and go.
+"""`generate_many`: continuous batching. Many prompts of unequal length go through one batch of rows.
 
-All rows share one count of columns, as in `generate`: a prompt ends in the last column, and its row begins as many
-columns before as it has tokens. So a row that has finished makes room at any time: the next prompt runs on a cache of
-its own and its keys and values are copied into the row, to the columns before the present one; kernels and CUDA graph
-read from the device where each row begins. When the columns are used up, all rows move to the left.
+All rows have the same number of columns, as in `generate`: a prompt ends in the last column, so that its row begins as
+many columns earlier as it has tokens. A finished row is free at any step: the next prompt runs on a cache of its own,
+and its keys and values are copied into the row, to the columns before the current one. Kernels and CUDA graph read from
+the device where each row begins. When no column is left, all rows move to the left.
 
-The host is a step behind, as in `generate`: it reads a token while the model computes the next logits. A row that has
-ended computes one token too many, which nobody sees.
+The host reads one step late, as in `generate`: it reads a token while the model computes the next logits. A finished
+row computes one token more, which is dropped.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graph
-from ligermodels.generation.loop import Reading, generate, nan_logits
+from ligermodels.generation.loop import AsyncToHost, generate, nan_logits
 from ligermodels.generation.options import Options
 from ligermodels.generation.processors import Applies, Change, LogitsProcessor, draw, make_processors
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
@@ -29,29 +29,30 @@ from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
 from ligermodels.layers.cache import KVCache
 
-SLACK = 256
-"""Columns beyond the longest row. Moving all rows reads and writes the cache once in at least so many steps."""
-ROOM = 8
-"""Prompts come in where one in ROOM rows is free: a prompt costs the time of several steps, whether one comes or more,
-and an empty row that of its share of a step."""
+SPARE_COLUMNS = 256
+"""Columns beyond the longest row. All rows move, which reads and writes the cache, at most once in this many steps."""
+REFILL_FRACTION = 8
+"""Prompts are prefilled when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one prompt
+or for several, and a free row wastes its share of each step."""
 PREFILL_TOKENS = 16384
-"""Prompts run together up to so many tokens, padding included."""
+"""Maximum number of tokens of the prompts that are prefilled together, with padding."""
 
-_NOTHING = 2**40
-"""The id in columns before a row begins: no token, so that penalties do not count it."""
+_EMPTY_ID = 2**40
+"""The id in the columns before a row begins. It is no token: penalties do not count it."""
 _REFUSED = {
     "attention_mask": "every id of a prompt is a token",
     "generation_config": "pass its options as keywords",
     "input_ids": "the prompts are the first argument",
     "inputs_embeds": "the prompts are ids; use `generate`",
     "inputs": "the prompts are the first argument",
-    "medusa": "guesses are for one row; use `generate`",
-    "prompt_lookup_num_tokens": "guesses are for one row; use `generate`",
+    "medusa": "speculation is for one row; use `generate`",
+    "prompt_lookup_num_tokens": "speculation is for one row; use `generate`",
     "logits_processor": "rows begin in different columns; use `generate`",
     "past_key_values": "the batch has a cache of its own",
     "stopping_criteria": "rows begin in different columns; use `generate`",
     "streamer": "use `generate_many_iter`",
 }
+"""{argument of `generate`: why `generate_many` does not take it}."""
 
 
 def generate_many(
@@ -70,14 +71,14 @@ def generate_many(
 
     Args:
         prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
-        batch_size: rows that decode at once. A CUDA graph is made for each size, and kept for the next call.
+        batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
         num_return_sequences: continuations of each prompt, which follow each other in the result; above 1 needs
             sampling. The prompt runs once for all of them.
-        prefill_chunk_size: prompts run through the model by so many tokens at a time, which bounds the memory that
-            long ones need; None: whole.
+        prefill_chunk_size: tokens of a prompt in one forward pass, which bounds the memory that long prompts need;
+            None: all.
         options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, stop_strings with
-            tokenizer. max_length and min_length count a prompt's own tokens. Not: scores, logits and the cache
-            (return_dict_in_generate), processors and criteria of the caller, max_time, embeddings and images.
+            tokenizer. max_length and min_length count a prompt's own tokens. Not supported: scores, logits and the
+            cache (return_dict_in_generate), processors and criteria of the caller, max_time, embeddings and images.
 
     Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
     length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
@@ -105,15 +106,14 @@ def generate_many_iter(
 ) -> Iterator[tuple[int, Tensor]]:
     """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
 
-    The longest prompts come first. Arguments are checked by the call, before the first step. Leaving the loop early is
-    the way to stop.
+    The longest prompts run first. The call checks its arguments, before the first step. To stop early, leave the loop.
     """
     texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
     if not hasattr(type(model), "new_cache"):
         raise InputError(
-            f"generate_many wants a model of ligermodels, not a {type(model).__name__} around one: pass the model "
+            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one: pass the model "
             "inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
         )
     if is_adapted(model):
@@ -132,19 +132,19 @@ def generate_many_iter(
         warn_once(
             f"generate_many: one by one, {rotary.rope_type}",
             f"generate_many runs the prompts one by one: rope_type={rotary.rope_type!r} chooses its frequencies by the "
-            f"longest row of a batch, and {most} tokens go beyond its original length, {rotary.original_length}; "
-            "shorten prompts or max_new_tokens to have batches",
+            f"longest row of a batch, and {most} tokens exceed its original length, {rotary.original_length}; shorten "
+            "prompts or max_new_tokens to run batches",
         )
         return _one_by_one(call, options)
     rows = min(batch_size, len(texts) * call.request.copies)
-    return _Batch(call, rows, longest, cdiv(most + SLACK, graph.BUCKET) * graph.BUCKET).run()
+    return _Batch(call, rows, longest, cdiv(most + SPARE_COLUMNS, graph.BUCKET) * graph.BUCKET).run()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     model: Any
     prompts: list[Tensor]  # on the CPU
-    limits: list[int]  # the most new tokens of each
+    limits: list[int]  # max_new_tokens of each
     request: Request  # of the longest prompt
 
 
@@ -180,9 +180,9 @@ def _checked(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> _Cal
     if request.inputs:
         raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # there was one for the longest
+        warnings.simplefilter("ignore")  # the longest prompt has caused them already
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [chosen.longest(len(prompt), positions, set()) for prompt in prompts]
+        limits = [chosen.new_tokens(len(prompt), positions, set()) for prompt in prompts]
     return _Call(model=model, prompts=prompts, limits=limits, request=request)
 
 
@@ -197,21 +197,21 @@ def _one_by_one(call: _Call, options: dict[str, Any]) -> Iterator[tuple[int, Ten
 
 @dataclass
 class _Row:
-    """A continuation in the making."""
+    """A row of the batch while it decodes one continuation."""
 
     index: int  # in the result
     start: int  # the column of its prompt's first token
-    limit: int  # of new tokens
-    least: int  # new tokens before a stop id may come
+    max_new: int
+    min_new: int  # new tokens before a stop id is allowed
     text: StopText | None
-    ids: list[int] = field(default_factory=list)  # the new ones, as the host has read them
+    ids: list[int] = field(default_factory=list)  # the new ids that the host has read
 
 
 @dataclass
 class _Ready:
-    """Prompts that have run, and their continuations that have no row yet."""
+    """Prefilled prompts, and their continuations that have no row yet."""
 
-    prompts: Tensor  # [N, S], _NOTHING before the shorter ones
+    prompts: Tensor  # [N, S], _EMPTY_ID before the shorter ones
     logits: Tensor  # [N, V] fp32, after the last token
     cache: KVCache
     waiting: deque[tuple[int, int]]  # row of the above, index in the result
@@ -224,7 +224,7 @@ class _Batch:
         self.device = self.model.device
         self.longest = longest
         copies = self.request.copies
-        order = sorted(range(len(call.prompts)), key=lambda i: -len(call.prompts[i]))  # alike ones run together
+        order = sorted(range(len(call.prompts)), key=lambda i: -len(call.prompts[i]))  # similar lengths run together
         self.waiting = deque(order)
         self.left = len(order) * copies  # continuations that have no row yet
         self.ready: _Ready | None = None
@@ -249,13 +249,13 @@ class _Batch:
         self.decode: graph.Decode | None = None
         try:
             self.cache.shift(self.longest)
-            self.ids = torch.full((len(rows), self.end), _NOTHING, device=self.device)
+            self.ids = torch.full((len(rows), self.end), _EMPTY_ID, device=self.device)
             self.raw = torch.zeros(len(rows), vocab_size, device=self.device)  # logits of the next token
             while self.left or any(rows):
                 if self.cache.length == self.end:
                     self._make_columns()
                 free = [b for b, row in enumerate(rows) if row is None]
-                if self.left and len(free) >= min(max(1, len(rows) // ROOM), self.left):
+                if self.left and len(free) >= min(max(1, len(rows) // REFILL_FRACTION), self.left):
                     self._fill(free)
                 column = self.cache.length
                 processed = self.raw
@@ -265,8 +265,8 @@ class _Batch:
                 if options.do_sample:
                     token = draw(processed, generator)
                 self.ids[:, column] = token
-                reading = Reading(torch.where(best > -math.inf, token, -1))
-                if any(row is not None and len(row.ids) + 1 < row.limit for row in rows):
+                reading = AsyncToHost(torch.where(best > -math.inf, token, -1))
+                if any(row is not None and len(row.ids) + 1 < row.max_new for row in rows):
                     self._step(token)
                 yield from self._read(reading.result().tolist())
         finally:
@@ -274,7 +274,7 @@ class _Batch:
             graph.keep_cache(self.model, self.cache, kept)
 
     def _read(self, values: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """Takes up the last token of each row, and yields what has ended."""
+        """Appends the last token of each row, and yields the rows that are finished."""
         ended = []
         for b, (row, value) in enumerate(zip(self.rows, values, strict=True)):
             if row is None:
@@ -283,7 +283,7 @@ class _Batch:
                 raise nan_logits()
             row.ids.append(value)
             stopped = row.text is not None and row.text.ends_with(value)
-            if stopped or value in self.request.eos_ids or len(row.ids) == row.limit:
+            if stopped or value in self.request.eos_ids or len(row.ids) == row.max_new:
                 ended.append(row)
                 self.rows[b] = None
         if ended:
@@ -305,7 +305,7 @@ class _Batch:
             self._step(token)
 
     def _place(self) -> None:
-        """Tells the device where rows begin; one without a text sees only itself, at the first position."""
+        """Writes to the device where rows begin. A free row sees only its own token, at the first position."""
         column = self.cache.length
         starts = self._to_device([column if row is None else row.start for row in self.rows], torch.int32)
         if self.decode is None:
@@ -315,12 +315,12 @@ class _Batch:
             self.decode.place(self.cache, starts)
 
     def _make_columns(self) -> None:
-        """Moves all rows to the left, as far as the longest of them and of the prompts to come allows."""
+        """Moves all rows to the left, as far as the longest of them and of the waiting prompts allows."""
         column = self.cache.length
-        held = [column - row.start for row in self.rows if row is not None]
-        coming = [len(self.call.prompts[i]) for i in list(self.waiting)[:1]]
-        coming += [self.ready.cache.length] if self.ready is not None else []
-        length = max(held + coming)
+        lengths = [column - row.start for row in self.rows if row is not None]
+        lengths += [len(self.call.prompts[i]) for i in list(self.waiting)[:1]]
+        lengths += [self.ready.cache.length] if self.ready is not None else []
+        length = max(lengths)
         self.cache.shift(length)
         self.ids[:, :length] = self.ids[:, column - length : column].clone()  # the two ranges may overlap
         for row in self.rows:
@@ -329,7 +329,7 @@ class _Batch:
         self._place()
 
     def _fill(self, free: list[int]) -> None:
-        """Puts prompts into the rows `free`, running more of them where none is ready."""
+        """Puts prompts into the `free` rows, and prefills more of them when none is ready."""
         column, copies = self.cache.length, self.request.copies
         while free and self.left:
             if self.ready is None:
@@ -341,15 +341,15 @@ class _Batch:
                 strings, text = self.request.stop_strings, None
                 if strings:
                     text = StopText(self.request.tokenizer, strings, prompt[-8:].tolist())
-                least = self.options.shortest(len(prompt)) - len(prompt)
-                limit = self.call.limits[index // copies]
-                self.rows[b] = _Row(index, column - len(prompt), limit, least, text)
+                min_new = self.options.min_columns(len(prompt)) - len(prompt)
+                max_new = self.call.limits[index // copies]
+                self.rows[b] = _Row(index, column - len(prompt), max_new, min_new, text)
                 sources.append(source)
                 into.append(b)
             self.left -= len(into)
             taken, rows, width = self._to_device(sources), self._to_device(into), ready.prompts.shape[1]
             self.cache.put(ready.cache, taken, rows)
-            self.ids[rows, : column - width] = _NOTHING
+            self.ids[rows, : column - width] = _EMPTY_ID
             self.ids[rows, column - width : column] = ready.prompts[taken]
             self.raw = self.raw.index_put((rows,), ready.logits[taken])
             if not ready.waiting:
@@ -362,21 +362,21 @@ class _Batch:
         kind = self.options.kv_cache_dtype
         count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
         chosen = [self.waiting.popleft() for _ in range(count)]
-        prompts = torch.full((count, width), _NOTHING)
+        prompts = torch.full((count, width), _EMPTY_ID)
         for row, i in zip(prompts, chosen, strict=True):
             row[width - len(self.call.prompts[i]) :] = self.call.prompts[i]
-        is_padded = bool((prompts == _NOTHING).any())
+        is_padded = bool((prompts == _EMPTY_ID).any())
         prompts = prompts.to(self.device)
         cache, mask, positions = self.model.new_cache(count, width, kv_cache_dtype=kind), None, None
         if is_padded:
-            mask = prompts != _NOTHING
+            mask = prompts != _EMPTY_ID
             positions = (mask.cumsum(1) - 1).clamp_(min=0)
         chunk = self.options.prefill_chunk_size or width
         with self.model.decoder.rotary_emb.of_length(width):
             for begin in range(0, width, chunk):
                 part = slice(begin, begin + chunk)
                 output = self.model(
-                    input_ids=prompts[:, part].where(prompts[:, part] != _NOTHING, 0),
+                    input_ids=prompts[:, part].where(prompts[:, part] != _EMPTY_ID, 0),
                     attention_mask=None if mask is None else mask[:, : part.stop],
                     position_ids=None if positions is None else positions[:, part],
                     past_key_values=cache, use_cache=True, logits_to_keep=1,
@@ -390,7 +390,7 @@ class _Batch:
         def process(ids: Tensor, logits: Tensor) -> Tensor:
             counts = [
                 (b, len(row.ids)) for b, row in enumerate(self.rows)
-                if row is not None and applies(len(row.ids), row.least, row.limit)
+                if row is not None and applies(len(row.ids), row.min_new, row.max_new)
             ]  # fmt: skip
             if not counts:
                 return logits

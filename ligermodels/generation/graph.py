@@ -1,9 +1,9 @@
 """The decode step as a CUDA graph: the host launches a model's hundreds of kernels in one call.
 
-A `Decode` belongs to a KVCache, whose memory its graph reads and writes, and holds for any number of tokens, since the
-lengths are on the device. `take_cache` and `keep_cache` let the next call of `generate` have the cache of the last one,
-and with it the graph. What a graph would get wrong is looked at in every call: hooks, modules and weights of unknown
-kinds (`obstacle_to_capture`), and everything that the capture has read, from places of weights to numbers in modules
+A `Decode` belongs to a KVCache, whose memory its graph reads and writes. One graph serves any number of tokens, since
+the lengths are on the device. `take_cache` and `keep_cache` hand the cache of one call of `generate` to the next, and
+with it the graph. Every call checks what would make a graph wrong: hooks, and modules and weights of unknown kinds
+(`obstacle_to_capture`); and everything that the capture has read, from addresses of weights to numbers in modules
 (`Decode.begin`).
 """
 
@@ -21,9 +21,9 @@ from ligermodels.layers.cache import KVCache
 from ligermodels.layers.linear import is_untouched
 
 DEVICES = {"cuda"}
-"""Types of devices that decode by `Decode`. Elsewhere it computes the same without a graph, which tests make use of."""
+"""Types of devices that decode by `Decode`. On others it computes the same without a graph, which tests use."""
 BUCKET = 512
-"""Caches of `take_cache` have room for a multiple of so many tokens."""
+"""Caches of `take_cache` have memory for a multiple of this number of tokens."""
 KEPT = 4
 KEPT_SHARE = 8
 """At most KEPT caches of a model are kept for its next call, with at most a KEPT_SHARE-th of the GPU's memory."""
@@ -35,10 +35,10 @@ _caches: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple, KVCache]]] = wea
 
 
 class Decode:
-    """decode(model, ids [B]) -> the logits [B, V] of the next token, over one KVCache that holds all before `ids`.
+    """decode(model, ids [B]) -> the logits [B, V] of the next token, over one KVCache with all tokens before `ids`.
 
-    The logits are in memory that the next call overwrites. `begin` comes before the first call, and after everything
-    else that has changed the cache.
+    The next call overwrites the logits. Call `begin` before the first call, and after anything else has changed the
+    cache.
     """
 
     def __init__(self, rows: int, device: torch.device):
@@ -50,16 +50,16 @@ class Decode:
 
     @staticmethod
     def of(cache: KVCache) -> "Decode":
-        """The one that belongs to `cache`."""
+        """The `Decode` of `cache`."""
         found = _decodes.get(cache)
         if found is None or (len(found._ids), found._ids.device) != (cache.batch_size, cache.device):
             found = _decodes[cache] = Decode(cache.batch_size, cache.device)
         return found
 
     def begin(self, model: Any, cache: KVCache, starts: Tensor | None, length: int, *, by_host: bool = False) -> None:
-        """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes.
+        """starts: [B], the column of each row's first token; None: 0. length: the maximum length of the cache.
 
-        by_host: every kernel of a step is launched by the host, without a graph.
+        by_host: the host launches every kernel of a step, without a graph.
         """
         self.cache, self._by_host = weakref.ref(cache), by_host
         cache.reserve(length)
@@ -69,7 +69,7 @@ class Decode:
             self._graph, self._captured = None, state
 
     def place(self, cache: KVCache, starts: Tensor | None) -> None:
-        """Tells the device where the rows begin and end; in place of `begin` where nothing else has changed."""
+        """Writes to the device where the rows begin and end; replaces `begin` if nothing else has changed."""
         cache.place(starts, len(self._ids))
         self._positions.fill_(cache.length - 1)
         if starts is not None:
@@ -83,7 +83,7 @@ class Decode:
         return self._logits
 
     def replay(self, model: Any, cache: Any, tokens: int) -> None:
-        """Runs the step that writes `tokens` of each row, which the cache counts already; not if it raises."""
+        """Runs the step for `tokens` per row that the cache has counted already; takes them back if it raises."""
         try:
             if self._by_host or self._ids.device.type != "cuda":
                 self._run(model, cache)
@@ -167,7 +167,7 @@ def first_cause(error: BaseException) -> str:
 
 
 def _state_of_capture(model: Any, cache: KVCache) -> list[Any]:
-    """What a graph has captured and would keep using."""
+    """Everything that a graph has captured and would use again."""
     kind, config = model.device.type, model.config.get_text_config()
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     found: list[Any] = [autocast, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
@@ -186,7 +186,7 @@ def _numbers(owner: Any) -> list[tuple[str, Any]]:
 
 
 def take_cache(model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[KVCache, tuple]:
-    """An empty cache for `rows` sequences of up to `length` tokens, and what `keep_cache` wants to know of it."""
+    """(an empty cache for `rows` sequences of up to `length` tokens, its key for `keep_cache`)."""
     kind, length = model.device.type, cdiv(length, BUCKET) * BUCKET
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
@@ -196,7 +196,7 @@ def take_cache(model: Any, rows: int, length: int, kv_cache_dtype: str | None) -
             del kept[i]
             cache.reset()
             return cache, key
-    with torch.inference_mode(False):  # it outlives the call
+    with torch.inference_mode(False):  # the cache outlives the call
         try:
             return model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype), key
         except torch.OutOfMemoryError:
@@ -205,7 +205,7 @@ def take_cache(model: Any, rows: int, length: int, kv_cache_dtype: str | None) -
 
 
 def keep_cache(model: Any, cache: KVCache, key: tuple) -> None:
-    """Gives back a cache of `take_cache`, which nobody else holds."""
+    """Keeps a cache of `take_cache`, which has no other user, for the next call."""
     kept = _caches.setdefault(model, [])
     kept.append((key, cache))
     limit = math.inf

@@ -1,15 +1,15 @@
-"""`generate` and `generate_iter`: one loop, `_decode`, of which the first returns whole rows and the second a stream.
+"""`generate` and `generate_iter`: one loop, `_decode`; the first returns whole rows, the second yields each token.
 
-The prompt runs once and only its last position gets logits; then one token a row and step, over a KV cache that is
-allocated for the whole request. The next token is chosen on the model's device. The host reads one small tensor a
-step where it has to decide or show something (stop ids, stop strings, criteria, streaming), and nothing before the end
-otherwise.
+The prompt runs once, and only its last position gets logits. Then each step computes one token per row, over a KV cache
+that is allocated for the whole request. The next token is chosen on the model's device. The host reads one small tensor
+per step where it has to decide or show something (stop ids, stop strings, criteria, streaming); otherwise it reads
+nothing before the end.
 
-On CUDA a step is a graph (graph.py), and the host reads a token while the model computes the next logits: they are
-asked for before it is known whether a row goes on, and if none does, the cache forgets that token again. Nothing is
+On CUDA a step is a graph (graph.py), and the host reads a token while the model computes the next logits. These are
+launched before the host knows whether a row continues; if none does, the cache drops that token again. No token is
 drawn ahead.
 
-With speculation (speculation.py) the logits of a step may be there before the token is: the loop stays the same.
+With speculation (speculation.py), the logits of a step may be known before its token is; the loop is the same.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.generation import graph
 from ligermodels.generation.processors import counted_by_columns, draw, make_processors
-from ligermodels.generation.request import Request, is_adapted
+from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
@@ -41,11 +41,11 @@ class Streamer(Protocol):
 
 
 class GenerateOutput(dict):
-    """What `generate(return_dict_in_generate=True)` returns: a dict whose fields are attributes too, None where absent.
+    """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
     processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values: the
-    cache, which holds all but the last token.
+    cache of all tokens but the last.
     """
 
     fields: ClassVar = ("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states")
@@ -85,9 +85,9 @@ def generate(
     Args:
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
             pad on the left. None: the bos token.
-        inputs_embeds: [B, S, hidden_size], embeddings that the model reads in place of the prompt's ids, in the model's
-            dtype. Without input_ids, which are those of the same tokens, the result holds only new ids, and penalties,
-            processors and criteria see only those.
+        inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids. input_ids may be
+            passed with them, for the same tokens; without them the result has only new ids, and penalties, processors
+            and criteria see only those.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
             after the penalties and before temperature and cuts.
@@ -98,13 +98,13 @@ def generate(
         past_key_values: a KVCache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
             is still passed in full. The cache is extended in place.
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
-        streamer: receives ids as they come, see `Streamer`.
+        streamer: receives each step's ids, see `Streamer`.
         tokenizer: for stop_strings; anything with `decode`.
 
     Options:
-        max_new_tokens: the most tokens added to a row; default 20, with a warning. max_length: the same, the prompt
-            and its padding included.
-        min_new_tokens, min_length: how many tokens there are before a stop id may come.
+        max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
+            the prompt and its padding.
+        min_new_tokens, min_length: minimum number of tokens before a stop id is allowed.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
         temperature: logits are divided by it; default 1.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
@@ -112,17 +112,17 @@ def generate(
         min_p: draw among tokens at least min_p times as likely as the likeliest, in [0, 1].
         typical_p: draw among the tokens whose information is nearest to the entropy, up to typical_p of the
             probability, in (0, 1].
-        epsilon_cutoff, eta_cutoff: draw among tokens at least so likely, and the likeliest; eta_cutoff asks for less
-            where the entropy is high.
+        epsilon_cutoff, eta_cutoff: draw among tokens of at least this probability, and the likeliest; eta_cutoff
+            lowers the bound where the entropy is high.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, in greedy
             decoding too.
         no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
-        suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new one.
+        suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new token.
         bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
         sequence_bias: {tuple of ids: bias}, or a list of [ids, bias]; the bias is added to the logit of the last id
             where a row ends in those before it.
-        forced_eos_token_id: the last of max_new_tokens (or max_length) is this id, or the likeliest of a list's.
+        forced_eos_token_id: the last of max_new_tokens (or max_length) is this id, or the likeliest of a list.
         exponential_decay_length_penalty: (n, factor); after n new tokens, the logits of stop ids grow by
             abs(logit) * (factor ** (tokens since) - 1).
         renormalize_logits: scores are log probabilities.
@@ -133,30 +133,30 @@ def generate(
         max_time: seconds after which no further token is computed.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
-        kv_cache_dtype: "fp8" holds the cache's keys and values in e4m3, in half the memory, with a scale for each token
-            and key head (docs/operations.md has the error). The prompt attends to its own as they are, later tokens to
-            what the cache holds. None or "auto": the dtype of the model, exactly.
+        kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory, with a scale for each token and key
+            head (docs/operations.md has the error). The prompt attends to its own unrounded keys, later tokens to the
+            rounded ones. None or "auto": the dtype of the model, exactly.
         prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory that a long prompt
             needs; None: all of them.
-        disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
-            KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
-        prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, taken from where the last
-            max_matching_ngram_size tokens (default 2), or fewer of them, came first. For text that copies, such as
-            edited code. One row, use_cache, a KVCache or none. The ids are those without it, drawn ones of a seed too,
-            up to ties: a forward pass of several tokens rounds otherwise than one of a single token, which in bf16
-            decides between tokens that are about equally likely. Each guess reads the cache once more.
-        medusa: heads, such as `training.load_medusa(model, folder)`, that guess in the same way, one token each.
+        disable_compile: True decodes without a CUDA graph. By default each step on CUDA is one. The graph's memory,
+            most of it the KV cache, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
+        prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, the tokens that followed
+            the first occurrence of the last max_matching_ngram_size tokens (default 2), or fewer of them. For text
+            that copies, such as edited code. One row, use_cache, a KVCache or none. The ids, also those drawn with a
+            seed, are the same as without it, up to ties: a forward pass of several tokens rounds differently, which in
+            bf16 decides between tokens that are about equally likely. Each guess reads the cache once more.
+        medusa: heads, such as `training.load_medusa(model, folder)`, that guess one token each, verified in that way.
         return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
-        are inputs of the model's forward for the prompt, such as pixel_values.
+        are inputs of the model's forward for the prompt, such as pixel_values; unknown ones raise.
 
     Returns:
         [B * num_return_sequences, S + new] ids, prompt included where it has ids; new is the length of the longest row.
         Or a `GenerateOutput`.
 
     Raises:
-        InputError: arguments out of range or that do not fit or are not supported, padding on the right, ids outside
-            the vocabulary, NaN logits.
+        InputError: arguments that are out of range, contradictory or not supported; padding on the right; ids outside
+            the vocabulary; NaN logits.
     """
     request = Request.checked(
         model, inputs, generation_config, logits_processor, stopping_criteria, input_ids=input_ids,
@@ -170,7 +170,7 @@ def generate(
             streamer.put(step.new)  # type: ignore[arg-type]
     if streamer is not None:
         streamer.end()
-    ids = step.ids.clone()  # a view of a buffer that is longer where rows stopped early
+    ids = step.ids.clone()  # step.ids is a view of a buffer, which is longer if rows stopped early
     if not request.options.return_dict_in_generate:
         return ids
     output = GenerateOutput(sequences=ids)
@@ -186,21 +186,21 @@ def generate(
 def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
     """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows.
 
-    Arguments and errors are those of `generate`, without `streamer`; they are checked by the call, before the first
-    step. Leaving the loop early is the way to stop.
+    Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
+    stop early, leave the loop.
     """
     return _tokens(Request.checked(model, *args, **options))
 
 
 def _tokens(request: Request) -> Iterator[Tensor]:
-    with contextlib.closing(_decode(request, to_host=True)) as steps:  # settles the cache when the caller closes this
+    with contextlib.closing(_decode(request, to_host=True)) as steps:  # rolls the cache back if the caller stops
         for step in steps:
             yield step.new  # type: ignore[misc]
 
 
 class _Step(NamedTuple):
-    ids: Tensor  # [B, S + steps so far], S = 0 where the prompt has no ids; a view of a buffer that later steps extend
-    new: Tensor | None  # [B] on the CPU, where the host reads
+    ids: Tensor  # [B, S + steps so far], S = 0 if the prompt has no ids; a view of a buffer that later steps extend
+    new: Tensor | None  # [B] on the CPU, if the host reads each step
     scores: list[Tensor] | None  # of all steps so far
     logits: list[Tensor] | None
     cache: Any
@@ -208,10 +208,10 @@ class _Step(NamedTuple):
 
 @torch.no_grad()
 def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
-    """Yields after each token. Reads the device in each step where `to_host`, else only after the last one."""
+    """Yields after each token. Reads the device in each step if `to_host`, else only after the last one."""
     options, prompt, copies = request.options, request.input_ids, request.copies
     rows, start = len(prompt) * copies, prompt.shape[1]
-    end, shown = start + request.max_new_tokens, request.without_ids  # ids are shown from this column on
+    end, shown = start + request.max_new_tokens, request.without_ids  # `shown`: the first column with ids
     device = prompt.device
 
     ids = prompt.new_zeros(rows, end, dtype=torch.int64)
@@ -223,7 +223,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     vocab_size = request.model.config.get_text_config().vocab_size
     processors = make_processors(
         options, request.processors, mask=None if shown else mask,
-        counted=counted_by_columns(start - shown, options.shortest(start) - start, request.max_new_tokens),
+        counted=counted_by_columns(start - shown, options.min_columns(start) - start, request.max_new_tokens),
         stop_ids=[i for i in request.eos_ids if i < vocab_size], device=device,
     )  # fmt: skip
     generator = None if options.seed is None else torch.Generator(device).manual_seed(int(options.seed))
@@ -239,7 +239,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     broken = ids.new_zeros(rows)  # 1 where no token could be chosen
     done = [False] * rows
     finished: Tensor | None = None  # `done` on the device
-    last = 0  # columns that count: the cache may hold one more
+    last = 0  # columns that are valid: the cache may have one more
 
     def compute(length: int) -> Tensor:
         return forward(ids[:, :length], None if mask is None else mask[:, :length])
@@ -247,7 +247,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     try:
         raw = compute(start)
         for length in range(start, end):
-            kept = logits is not None or scores is not None or bool(request.processors)  # which may keep them
+            kept = logits is not None or scores is not None or bool(request.processors)  # a processor may keep them
             if kept or processors or options.do_sample:
                 raw = raw.to(torch.float32, copy=kept)
             if logits is not None:
@@ -257,7 +257,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 processed = process(ids[:, shown:length], processed)
             if scores is not None:
                 scores.append(processed)
-            chosen = argmax(processed)  # [2, B]: the tokens, and where there are none
+            chosen = argmax(processed)  # [2, B]: the tokens, and 1 where no token is possible
             token = chosen[0]
             if not to_host:
                 torch.maximum(broken, chosen[1], out=broken)
@@ -268,7 +268,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
             ids[:, length] = token
             last = length
 
-            read = Reading(chosen) if to_host else None
+            read = AsyncToHost(chosen) if to_host else None
             ahead = forward.is_captured and speculation is None and length + 1 < end
             if ahead:
                 raw = compute(length + 1)
@@ -279,7 +279,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 if any(is_broken.tolist()):
                     raise nan_logits()
                 if speculation is not None:
-                    speculation.take(values[0])
+                    speculation.append(values[0])
                 asked = [False] * rows
                 if request.criteria:
                     seen = None if scores is None else tuple(scores)
@@ -296,21 +296,21 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                     on_host = torch.tensor(done, pin_memory=device.type == "cuda")
                     finished = on_host.to(device, non_blocking=True)
             if all(done) or length + 1 == end:
-                forward.settle(length)
+                forward.rollback(length)
             yield _Step(ids[:, shown : length + 1], new, scores, logits, forward.cache)
             if all(done):
                 break
             if not ahead and length + 1 < end:
                 raw = compute(length + 1)
     finally:
-        forward.settle(last)
-        forward.give_back()
+        forward.rollback(last)
+        forward.release_cache()
     if not to_host and broken.any():
         raise nan_logits()
 
 
-class Reading:
-    """The values of a small tensor, on their way to the host."""
+class AsyncToHost:
+    """An asynchronous copy of a small tensor to the host; `result` waits for it."""
 
     def __init__(self, x: Tensor):
         self._values, self._copied = x, None
@@ -328,35 +328,35 @@ class Reading:
 
 
 class _Forward:
-    """Runs the model over the columns that are not in its cache.
+    """Runs the model over the columns that are not cached yet.
 
-    The prompt runs once for all its copies, and the cache is copied after it. Where cached keys no longer fit the
-    rotary tables (longrope past its original length, counted in tokens of the longest row), the cache is emptied and
-    the whole text runs once more.
+    The prompt runs once for all its copies, and then its cache is copied. Where cached keys no longer fit the rotary
+    tables (longrope past its original length, counted in tokens of the longest row), the cache is emptied and the
+    whole text runs again.
     """
 
     def __init__(self, request: Request, end: int):
         self.request, self.model, self.end = request, request.model, end
         self.use_cache = request.options.use_cache is not False
-        # PEFT's prompt learning puts its own method here. It makes the cache, with virtual tokens before the prompt.
+        # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
         self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
         self.cache = request.cache
         self.speculation = request.speculation()
         self.is_captured = self._can_capture()
-        self.decode: Any = None  # a Decode or a Verification, in the midst of steps of the graph
-        self.kept: tuple | None = None  # of a cache that may serve the next call
-        self.prompt_cache: KVCache | None = None  # of one row for all its copies
+        self.decode: Any = None  # a Decode or a Verification, while steps run as a graph
+        self.cache_key: tuple | None = None  # of a cache that is kept for the next call
+        self.prompt_cache: KVCache | None = None  # one row for all copies of a prompt
         rows, kind = len(request.input_ids), request.options.kv_cache_dtype
         if self.use_cache and self.cache is None and not self.is_adapted:
             if self.is_captured:
-                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, self._room, kind)
+                self.cache, self.cache_key = graph.take_cache(self.model, rows * request.copies, self._capacity, kind)
                 if request.copies > 1:
                     self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1], kv_cache_dtype=kind)
             else:
                 self.cache = self.model.new_cache(rows, end, kv_cache_dtype=kind)
-        self.past = 0 if request.cache is None else request.cache.length  # columns that the cache holds
-        self.virtual = 0  # tokens before them
-        self.positions: Tensor | None = None  # of the last call, where rows are padded
+        self.past = 0 if request.cache is None else request.cache.length  # number of cached columns
+        self.virtual = 0  # number of virtual tokens before them
+        self.positions: Tensor | None = None  # those of the last call, if rows are padded
 
     def __call__(self, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Logits [B, V] after the last of the ids [B, S] so far, in memory that the next call may overwrite.
@@ -370,7 +370,7 @@ class _Forward:
         if speculation is not None:
             if (known := speculation.found()) is not None:
                 return known
-            self.settle(length - 1)
+            self.rollback(length - 1)
         rotary = self.model.decoder.rotary_emb
         if self.past and rotary.needs_recompute(longest - (length - self.past), longest):
             self.past = 0
@@ -379,8 +379,7 @@ class _Forward:
             else:
                 self.cache = None
         if speculation is not None:
-            most = min(self.end - length - 1, rotary.tokens_left(longest)) if self.past else 0
-            speculation.begin(most)
+            speculation.begin(min(self.end - length - 1, rotary.room(longest)) if self.past else 0)
         if self.is_captured and self.past == length - 1 and length > start:
             found = self._captured(ids, mask)
             if found is not None:
@@ -392,7 +391,7 @@ class _Forward:
         if mask is not None:
             if self.positions is not None and self.past == length - 1:
                 self.positions = self.positions[:, -1:] + 1
-            else:  # tokens of each row count from 0; padding has the position of the last token, or 0
+            else:  # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0
                 self.positions = (mask[::copies].cumsum(1) - 1).clamp_(min=0)[:, self.past :]
         cache = self.prompt_cache if copies > 1 and self.prompt_cache is not None else self.cache
         embeds = self._embeds(ids, copies) if self.past < start else None
@@ -445,7 +444,7 @@ class _Forward:
         return logits
 
     def _embeds(self, ids: Tensor, copies: int) -> Tensor | None:
-        """Those of all columns, for every copies-th row, where the prompt came as embeddings."""
+        """The embeddings of all columns, for every copies-th row; None if the prompt came as ids."""
         embeds = self.request.embeds
         if embeds is None:
             return None
@@ -454,7 +453,7 @@ class _Forward:
         return torch.cat([embeds, self.model.get_input_embeddings()(new).to(embeds.dtype)], 1)
 
     def _captured(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The step as a graph; None, with a warning, where it turns out that it cannot be one."""
+        """Runs the step as a graph. Returns None, with a warning, if the capture fails."""
         cache: Any = self.cache
         speculation = self.speculation
         try:
@@ -464,7 +463,7 @@ class _Forward:
                     self.decode = graph.Decode.of(cache)
                 else:
                     self.decode = Verification.of_tokens(cache, 1 + speculation.count, speculation.heads is not None)
-                self.decode.begin(self.model, cache, starts, self._room)
+                self.decode.begin(self.model, cache, starts, self._capacity)
             if speculation is None:
                 logits = self.decode(self.model, ids[:, -1])
             else:
@@ -479,8 +478,8 @@ class _Forward:
         return logits
 
     @property
-    def _room(self) -> int:
-        """Tokens that the cache has to hold at some time. A captured step writes all of its guesses."""
+    def _capacity(self) -> int:
+        """Tokens that the cache must have memory for. A captured step writes all of its guesses."""
         return self.end + (0 if self.speculation is None else self.speculation.count)
 
     def _can_capture(self) -> bool:
@@ -491,8 +490,8 @@ class _Forward:
         ):  # fmt: skip
             return False
         if self.is_adapted:
-            reason: str | None = "another object, such as a PEFT model, prepares the inputs of each step"
-        elif isinstance(request.cache, TransformersCache):
+            reason: str | None = ADAPTED
+        elif isinstance(request.cache, BorrowedCache):
             reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
         elif not request.pads_left:
             reason = "attention_mask has gaps between tokens"
@@ -504,19 +503,19 @@ class _Forward:
             graph.warn_uncaptured(reason)
         return reason is None
 
-    def settle(self, length: int) -> None:
-        """Forgets what was computed ahead: the cache then holds the first `length` columns."""
+    def rollback(self, length: int) -> None:
+        """Drops from the cache what was computed ahead of column `length`."""
         if self.past > length and (self.decode is not None or self.speculation is not None):
             self.cache.crop(length)  # type: ignore[union-attr]
             self.past = self.cache.length  # type: ignore[union-attr]
             if self.speculation is None:
                 self.decode = None
 
-    def give_back(self) -> None:
-        """Keeps the cache for the next call, unless the caller gets it."""
-        if self.kept is not None and not self.request.options.return_dict_in_generate:
-            graph.keep_cache(self.model, self.cache, self.kept)  # type: ignore[arg-type]
-        self.kept = None
+    def release_cache(self) -> None:
+        """Keeps the cache for the next call, unless it is returned to the caller."""
+        if self.cache_key is not None and not self.request.options.return_dict_in_generate:
+            graph.keep_cache(self.model, self.cache, self.cache_key)  # type: ignore[arg-type]
+        self.cache_key = None
 
 
 def nan_logits() -> InputError:

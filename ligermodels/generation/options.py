@@ -11,70 +11,74 @@ from typing import Any, Self
 from ligermodels.errors import InputError
 
 DEFAULT_NEW_TOKENS = 20
-MOST_GUESSES = 128
-"""Tokens that speculation verifies at once, at most: fewer than a layer with a window has room for beyond it."""
+MAX_GUESSES = 128
+"""The maximum number of tokens that speculation verifies at once: below the slack of a cache with a window."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING_ONLY = {
     "temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),
     "eta_cutoff": (0, 1),
 }  # fmt: skip
-"""Option -> the values that cause no warning in greedy decoding, which ignores it."""
+"""{option that greedy decoding ignores: the values that cause no warning there}."""
 
+
+def _integer(least: int) -> tuple[Any, Callable[[Any], bool], str]:
+    return Integral, lambda x: x >= least, f"an integer of at least {least}"
+
+
+_SHARE = Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"
+_CUTOFF = Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"
 _RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "max_new_tokens": (Integral, lambda x: x >= 1, "an integer of at least 1"),
-    "max_length": (Integral, lambda x: x >= 1, "an integer of at least 1"),
-    "num_return_sequences": (Integral, lambda x: x >= 1, "an integer of at least 1"),
-    "min_new_tokens": (Integral, lambda x: x >= 0, "an integer of at least 0"),
-    "min_length": (Integral, lambda x: x >= 0, "an integer of at least 0"),
-    "no_repeat_ngram_size": (Integral, lambda x: x >= 0, "an integer of at least 0"),
+    "max_new_tokens": _integer(1),
+    "max_length": _integer(1),
+    "num_return_sequences": _integer(1),
+    "min_new_tokens": _integer(0),
+    "min_length": _integer(0),
+    "no_repeat_ngram_size": _integer(0),
+    "prefill_chunk_size": _integer(1),
+    "max_matching_ngram_size": _integer(1),
+    "prompt_lookup_num_tokens": (Integral, lambda x: 1 <= x <= MAX_GUESSES, f"an integer from 1 to {MAX_GUESSES}"),
+    "top_k": (Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit"),
+    "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
     # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
     "temperature": (
         Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up",
     ),
-    "top_k": (Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit"),
-    "top_p": (Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"),
+    "repetition_penalty": (
+        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
+    ),
+    "top_p": _SHARE,
+    "typical_p": _SHARE,
     "min_p": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token"),
-    "typical_p": (Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"),
-    "epsilon_cutoff": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"),
-    "eta_cutoff": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"),
+    "epsilon_cutoff": _CUTOFF,
+    "eta_cutoff": _CUTOFF,
     "max_time": (Real, lambda x: x >= 0, "seconds, 0 or more"),
-    "prefill_chunk_size": (Integral, lambda x: x >= 1, "an integer of at least 1"),
     "exponential_decay_length_penalty": (
         tuple | list,
         lambda x: len(x) == 2 and isinstance(x[0], int) and isinstance(x[1], int | float) and x[0] >= 0 < x[1] < 1e20,
         "(new tokens before the penalty starts, a positive factor)",
     ),
-    "repetition_penalty": (
-        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
-    ),
-    "prompt_lookup_num_tokens": (Integral, lambda x: 1 <= x <= MOST_GUESSES, f"an integer from 1 to {MOST_GUESSES}"),
-    "max_matching_ngram_size": (Integral, lambda x: x >= 1, "an integer of at least 1"),
     "kv_cache_dtype": (str, lambda x: x in ("auto", "fp8"), "'auto', the dtype of the model, or 'fp8'"),
-    "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
 }  # fmt: skip
-"""Option -> (type, test, what the value must be). None is always allowed."""
+"""{option: (type, test, description of the valid values)}. None is always valid."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "assistant_early_exit": (), "assistant_model": (), "cache_config": (),
-    "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), "compile_config": (),
-    "constraints": (), "custom_generate": (), "diversity_penalty": (0,), "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "force_words_ids": (),
-    "forced_bos_token_id": (), "guidance_scale": (1,), "negative_prompt_attention_mask": (),
-    "negative_prompt_ids": (), "num_beam_groups": (1,), "num_beams": (1,), "output_attentions": (False,),
-    "output_hidden_states": (False,), "penalty_alpha": (0,), "prefix_allowed_tokens_fn": (),
-    "remove_invalid_values": (False,), "speculation_type": (), "synced_gpus": (False,), "token_healing": (False,),
-    "top_h": (), "use_mtp": (False,), "watermarking_config": (),
-}  # fmt: skip
-"""Options of transformers that generate does not have -> their values, besides None, that mean "off"."""
-
-WITHOUT_EFFECT = frozenset({
-    "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "assistant_tokenizer",
-    "continuous_batching_config", "decoder_start_token_id", "early_stopping", "is_assistant",
-    "labels", "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens", "num_assistant_tokens_schedule",
-    "target_lookbehind", "trust_remote_code",
-})  # fmt: skip
-"""Options that are accepted and ignored: they matter only with those above. Labels come with the batch of a trainer."""
+UNSUPPORTED = frozenset("""
+    assistant_early_exit assistant_model cache_config compile_config constraints custom_generate diversity_penalty
+    dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty force_words_ids forced_bos_token_id
+    guidance_scale negative_prompt_attention_mask negative_prompt_ids num_beam_groups num_beams output_attentions
+    output_hidden_states penalty_alpha prefix_allowed_tokens_fn remove_invalid_values speculation_type synced_gpus
+    token_healing top_h use_mtp watermarking_config
+""".split())  # fmt: skip  # noqa: SIM905
+"""Options of transformers that would change the result, also in a checkpoint's generation_config.json: an error, unless
+the value is None, False, or 0 (for those in _OFF_IS_ONE: 1)."""
+_OFF_IS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams")
+IGNORED = frozenset("""
+    assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind assistant_tokenizer
+    cache_implementation continuous_batching_config decoder_start_token_id early_stopping is_assistant labels
+    length_penalty low_memory max_cache_len num_assistant_tokens num_assistant_tokens_schedule target_lookbehind
+    trust_remote_code
+""".split())  # fmt: skip  # noqa: SIM905
+"""Options of transformers that change nothing without those of UNSUPPORTED. Labels come with the batch of a trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +126,11 @@ class Options:
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:
-        """Returns the options of a call and the names of those that the caller set.
+        """(the options of a call, the names that the caller set).
 
         Precedence: `keywords` of the call, its generation config, model.generation_config, transformers' default.
         config.json's token ids count where model.generation_config has no such entry; an entry of None means none.
-        Raises InputError for values out of range and for what is not supported.
+        Raises InputError for values out of range and for unsupported options.
         """
         keywords = {
             name: value for name, value in keywords.items()
@@ -174,10 +178,10 @@ class Options:
                 "the same sequence each time"
             )
 
-    def longest(self, prompt_length: int, positions: int | None, explicit: set[str]) -> int:
-        """Returns how many tokens may be added to a prompt of `prompt_length` columns.
+    def new_tokens(self, prompt_length: int, positions: int | None, explicit: set[str]) -> int:
+        """The maximum number of tokens after a prompt of `prompt_length` columns.
 
-        positions: max_position_embeddings. Raises InputError where max_length leaves no room.
+        positions: max_position_embeddings. Raises InputError if the prompt is as long as max_length.
         """
         if self.max_new_tokens is not None:
             if self.max_length is not None and {"max_new_tokens", "max_length"} <= explicit:
@@ -198,20 +202,20 @@ class Options:
             )
         if end <= prompt_length:
             raise InputError(
-                f"the prompt has {prompt_length} tokens, padding included, and {name}={end} leaves no room for new "
-                "ones; pass max_new_tokens, which counts only those"
+                f"the prompt has {prompt_length} tokens, padding included, and {name}={end} leaves none for new "
+                "tokens; pass max_new_tokens, which counts those alone"
             )
         return int(end) - prompt_length
 
-    def shortest(self, prompt_length: int) -> int:
-        """Returns how many columns, prompt included, a row has before a stop id may come."""
+    def min_columns(self, prompt_length: int) -> int:
+        """The number of columns, prompt included, that a row has before a stop id is allowed."""
         if self.min_new_tokens is not None:
             return prompt_length + int(self.min_new_tokens)
         return int(self.min_length or 0)
 
 
 OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
-KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED.keys() | WITHOUT_EFFECT
+KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED | IGNORED
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,18 +223,19 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
-    for name, off in UNSUPPORTED.items():
+    for name in sorted(UNSUPPORTED):
         value = explicit.get(name, inherited.get(name))
-        if value is None or (isinstance(value, Real | str) and value in off):
+        off = 1 if name in _OFF_IS_ONE else 0
+        if value is None or value is False or (isinstance(value, Real) and value == off):
             continue
         message = f"{name}={repr(value).splitlines()[0]:.80} is not supported by generate; leave {name} out"
         if name not in explicit:
-            message = f"model.generation_config sets {message}, or pass {name}={off[0] if off else None!r}"
+            message = f"model.generation_config sets {message}, or pass {name}={off if name in _OFF_IS_ONE else None!r}"
         raise InputError(message)
 
 
 def _entries(config: Any, name: str) -> Mapping[str, Any]:
-    """Returns the values of a generation config: transformers', the model's, or a dict."""
+    """The values of a generation config: transformers', the model's, or a dict."""
     if isinstance(config, Mapping):
         return config
     if callable(getattr(config, "to_dict", None)):

@@ -11,12 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
-from ligermodels.generation.options import KNOWN_NAMES, MOST_GUESSES, Options
+from ligermodels.errors import InputError, did_you_mean
+from ligermodels.generation.options import KNOWN_NAMES, MAX_GUESSES, OPTION_NAMES, Options
 from ligermodels.generation.processors import LogitsProcessor
 from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.generation.stopping import StoppingCriterion
 from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
+
+ADAPTED = "another object, such as a PEFT model, prepares the inputs of each step"
+_CALL_INSIDE = "call generate of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +29,21 @@ class Request:
     model: Any
     options: Options
     input_ids: Tensor  # [B, S]; 0 where only embeddings were given
-    embeds: Tensor | None  # [B, S, hidden_size], which the model reads in place of the ids
-    without_ids: int  # columns that have no ids: S where only embeddings were given, else 0
+    embeds: Tensor | None  # [B, S, hidden_size], in place of the ids
+    without_ids: int  # number of columns without ids: S where only embeddings were given, else 0
     mask: Tensor | None  # [B, S] bool; None: no padding
-    longest: int  # tokens of the longest row, padding left out
-    pads_left: bool  # alone: no row has a gap
+    longest: int  # tokens of the longest row, without padding
+    pads_left: bool  # no row has a gap between tokens
     max_new_tokens: int
-    copies: int  # of each row
+    copies: int  # num_return_sequences
     eos_ids: tuple[int, ...]
-    pad_id: int  # 0 where nothing can be padded
+    pad_id: int  # 0 if nothing can be padded
     stop_strings: tuple[str, ...]
     tokenizer: Any
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriterion]
-    cache: KVCache | None  # of the first tokens of the prompt
-    inputs: dict[str, Any]  # of the prompt, besides ids and mask
+    cache: KVCache | None  # the caller's, with the first tokens of the prompt
+    inputs: dict[str, Any]  # inputs of the prompt besides ids and mask, such as pixel_values
 
     @property
     def can_stop(self) -> bool:
@@ -48,7 +51,7 @@ class Request:
         return bool(self.eos_ids or self.stop_strings or self.criteria)
 
     def speculation(self) -> Speculation | None:
-        """A new one, of the prompt; None where none is asked for."""
+        """A new `Speculation` over the prompt; None if the call does not ask for one."""
         options = self.options
         if options.prompt_lookup_num_tokens is not None:
             size = int(options.max_matching_ngram_size or 2)
@@ -72,24 +75,30 @@ class Request:
         tokenizer: Any = None,
         **keywords: Any,
     ) -> Self:
-        """Returns the request of a call with the arguments of `generate`, or raises InputError."""
+        """The request of a call with the arguments of `generate`. Raises InputError."""
         given = {name: value for name, value in keywords.items() if name in KNOWN_NAMES}
         options, explicit = Options.merged(given, generation_config, model)
         model_inputs = {
             name: value for name, value in keywords.items() if name not in KNOWN_NAMES and value is not None
         }
-        if unknown := model_inputs.keys() - model.extra_inputs:
+        shown = ", ".join(sorted(model_inputs))
+        if unknown := sorted(model_inputs.keys() - model.extra_inputs):
             raise InputError(
-                f"{', '.join(sorted(unknown))}: neither an option of generate nor an input of {type(model).__name__}; "
-                f"inputs of its own: {', '.join(sorted(model.extra_inputs)) or 'none, it reads text only'}"
+                f"{unknown[0]}: neither an option of generate nor an input of {type(model).__name__}"
+                + did_you_mean(unknown[0], [*OPTION_NAMES, *model.extra_inputs, "attention_mask", "input_ids"])
             )
         if model_inputs and options.use_cache is False:
-            raise InputError(
-                f"use_cache=False with {', '.join(sorted(model_inputs))} is not supported: images are only read with "
-                "the prompt; leave use_cache out"
-            )
+            raise InputError(f"use_cache=False with {shown}: images are read once, with the prompt; leave it out")
         if options.prefill_chunk_size is not None:
-            _check_chunks(model, options, model_inputs)
+            problem = None
+            if options.use_cache is False:
+                problem = "needs the KV cache: leave use_cache=False out"
+            elif model_inputs:
+                problem = f"does not work with {shown}, which are read with the whole prompt"
+            elif is_adapted(model):
+                problem = f"does not work where {ADAPTED}: {_CALL_INSIDE}"
+            if problem is not None:
+                raise InputError(f"prefill_chunk_size {problem}")
 
         config = model.config.get_text_config()
         vocabulary = range(config.vocab_size)
@@ -128,17 +137,18 @@ class Request:
         mask, longest, pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
         rows, length = prompt.shape
         limit = getattr(config, "max_position_embeddings", None)
-        max_new_tokens = options.longest(length, limit, explicit)
-        if options.shortest(length) > length + max_new_tokens:
+        max_new_tokens = options.new_tokens(length, limit, explicit)
+        if options.min_columns(length) > length + max_new_tokens:
             warnings.warn(
-                f"min_new_tokens or min_length ask for {options.shortest(length)} tokens with the prompt, and at most "
-                f"{length + max_new_tokens} may come",
+                f"min_new_tokens or min_length require {options.min_columns(length)} tokens with the prompt, and at "
+                f"most {length + max_new_tokens} are allowed",
                 stacklevel=3,
             )
         if limit is not None and longest + max_new_tokens > limit:
             warnings.warn(
                 f"prompt and new tokens may reach {longest + max_new_tokens} positions, and the model is made for "
-                f"{limit} (max_position_embeddings): text beyond tends to be poor; shorten prompt or max_new_tokens",
+                f"{limit} (max_position_embeddings): text beyond them tends to be poor; shorten prompt or "
+                "max_new_tokens",
                 stacklevel=3,
             )
 
@@ -148,7 +158,7 @@ class Request:
             raise InputError(f"stop_strings must be non-empty strings, not {strings!r:.200}")
         if strings and not callable(getattr(tokenizer, "decode", None)):
             raise InputError(
-                f"stop_strings are searched for in the text, and tokenizer is a {type(tokenizer).__name__}: "
+                f"stop_strings are searched in the text, and tokenizer is a {type(tokenizer).__name__}: "
                 "pass tokenizer=Tokenizer.from_hub(...), or another one with a decode method"
             )
         criteria = _as_list(stopping_criteria)
@@ -156,8 +166,8 @@ class Request:
         pad_id = next((i for i in (pad_id, *eos_ids) if i is not None and i in vocabulary), None)
         if pad_id is None and (strings or eos_ids or criteria) and rows * copies > 1:
             raise InputError(
-                "a row that stops before the others must be filled up, and this checkpoint names no pad id "
-                "within its vocabulary: pass pad_token_id"
+                "a row that stops before the others is filled with the pad id, and this checkpoint has none in its "
+                "vocabulary: pass pad_token_id"
             )
         cache = _checked_cache(model, past_key_values, rows, length, options)
         _check_speculation(model, options, rows * copies, mask, cache, inputs_embeds)
@@ -183,27 +193,11 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _token_ids(value: Any) -> list[int]:
-    """Token ids from an int, None, a tensor or a list."""
+    """The token ids in an int, None, a tensor or a list."""
     try:
         return torch.as_tensor([] if value is None else value).flatten().tolist()
     except (TypeError, ValueError) as error:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
-
-
-def _check_chunks(model: Any, options: Options, model_inputs: Mapping[str, Any]) -> None:
-    """Raises InputError where a prompt cannot be read in chunks."""
-    problem = None
-    if options.use_cache is False:
-        problem = "needs the KV cache: leave use_cache=False out"
-    elif model_inputs:
-        problem = f"does not work with {', '.join(sorted(model_inputs))}, which are read with the whole prompt"
-    elif is_adapted(model):
-        problem = (
-            "does not work where another object, such as a PEFT model, prepares the inputs of each step: call generate "
-            "of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
-        )
-    if problem is not None:
-        raise InputError(f"prefill_chunk_size {problem}")
 
 
 def _with_checked_sequences(options: Options, vocabulary: range) -> Options:
@@ -239,7 +233,7 @@ def _with_checked_sequences(options: Options, vocabulary: range) -> Options:
 
 
 def _check_embeds(model: Any, embeds: Any, prompt: Any, model_inputs: Mapping[str, Any]) -> None:
-    """Raises InputError for embeddings that cannot be a prompt. The model's forward checks their dtype."""
+    """Raises InputError for embeddings that are no prompt. The model's forward checks their dtype."""
     size = model.config.get_text_config().hidden_size
     if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[2] != size or not embeds.numel():
         found = f"of shape {list(embeds.shape)}" if isinstance(embeds, Tensor) else f"a {type(embeds).__name__}"
@@ -258,12 +252,12 @@ def _check_embeds(model: Any, embeds: Any, prompt: Any, model_inputs: Mapping[st
 def _check_speculation(
     model: Any, options: Options, rows: int, mask: Tensor | None, cache: KVCache | None, embeds: Tensor | None
 ) -> None:
-    """Raises InputError where tokens are to be guessed ahead and cannot be."""
-    medusa, name = options.medusa, "medusa" if options.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
-    if medusa is None and name == "medusa":
+    """Raises InputError for a call that asks for speculation and cannot have it."""
+    medusa, lookup = options.medusa, options.prompt_lookup_num_tokens is not None
+    if medusa is None and not lookup:
         return
     problem = None
-    if medusa is not None and name != "medusa":
+    if medusa is not None and lookup:
         problem = "contradicts medusa: one of them guesses"
     elif rows > 1:
         problem = f"guesses for one row, and there are {rows}: call generate for each"
@@ -276,7 +270,7 @@ def _check_speculation(
     elif isinstance(cache, TransformersCache):
         problem = "needs a cache that can forget tokens: pass one of model.new_cache"
     elif is_adapted(model):
-        problem = "does not work where another object, such as a PEFT model, prepares the inputs of each step"
+        problem = f"does not work where {ADAPTED}"
     elif medusa is not None:
         config = model.config.get_text_config()
         hidden, vocabulary = config.hidden_size, config.vocab_size
@@ -288,37 +282,33 @@ def _check_speculation(
             )
         elif any(p.device != model.device for p in medusa.parameters()):
             problem = f"has parameters that are not on {model.device}, where the model is: use .to(model.device)"
-        elif len(medusa) > MOST_GUESSES:
-            problem = f"has {len(medusa)} heads, and at most {MOST_GUESSES} tokens are guessed"
+        elif len(medusa) > MAX_GUESSES:
+            problem = f"has {len(medusa)} heads, and at most {MAX_GUESSES} tokens are guessed"
     if problem is not None:
-        raise InputError(f"{name} {problem}")
+        raise InputError(f"{'prompt_lookup_num_tokens' if lookup else 'medusa'} {problem}")
 
 
 def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:
-    """Returns the caller's cache of the first tokens of the prompt. Raises InputError where it does not fit."""
+    """The caller's cache of the first tokens of the prompt. Raises InputError if it does not fit."""
     kind = options.kv_cache_dtype
-    if kind == "fp8" and options.use_cache is False:
-        raise InputError("use_cache=False contradicts kv_cache_dtype='fp8'; leave one of them out")
+    if options.use_cache is False and (cache is not None or kind == "fp8"):
+        other = "past_key_values" if cache is not None else "kv_cache_dtype='fp8'"
+        raise InputError(f"use_cache=False contradicts {other}; leave one of them out")
     if kind == "fp8" and is_adapted(model):
-        raise InputError(
-            "kv_cache_dtype='fp8' is not possible where another object, such as a PEFT model, makes the cache: call "
-            "generate of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
-        )
+        raise InputError(f"kv_cache_dtype='fp8' is not possible where {ADAPTED} and makes the cache: {_CALL_INSIDE}")
     if cache is None:
         return None
-    if options.use_cache is False:
-        raise InputError("use_cache=False contradicts past_key_values; leave one of them out")
     if is_adapted(model):
         raise InputError("past_key_values cannot be passed where an adapter adds virtual tokens; leave it out")
     cache = as_kv_cache(cache, model.config.get_text_config().num_hidden_layers)
     if kind not in (None, cache.kv_cache_dtype):
         raise InputError(
-            f"kv_cache_dtype={kind!r} contradicts past_key_values, which holds {cache.kv_cache_dtype!r}: leave one of "
+            f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave one of "
             f"them out, or make the cache with model.new_cache(..., kv_cache_dtype={kind!r})"
         )
     if cache.length >= length:
         raise InputError(
-            f"past_key_values holds {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
+            f"past_key_values has {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
             "the cache included, and at least one that is new"
         )
     if cache.length and cache.batch_size != rows:
@@ -329,9 +319,9 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
 def checked_prompt(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad_id: int | None
 ) -> tuple[Tensor | None, int, bool]:
-    """Returns the mask as bool, None if all True, the tokens in the longest row, and whether it pads left alone.
+    """(bool mask or None if all True, number of tokens of the longest row, whether only the left is padded).
 
-    Without a mask, ids that are `pad_id` are padding, as in transformers. Raises InputError for a prompt that cannot
+    Without a mask, ids equal to `pad_id` are padding, as in transformers. Raises InputError for a prompt that cannot
     be continued.
     """
     for name, value in (("input_ids", input_ids), ("attention_mask", attention_mask)):
@@ -376,7 +366,7 @@ def checked_prompt(
         [*mask.sum(1).aminmax(), mask[:, -1].all(), is_binary, pads_left]
     ).tolist()
     if not is_binary:
-        raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it holds something else")
+        raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it has other values")
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(

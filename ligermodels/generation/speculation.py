@@ -1,11 +1,12 @@
-"""Speculation: a step of the model reads the last token and K guesses of those after it, and makes up to K + 1 tokens.
+"""Speculation: a step of the model reads the last token and K guesses of the next ones, and yields up to K + 1 tokens.
 
-The logits after each guess are right as long as the guesses are, and each token is chosen from them as ever: by the
-same processors, by one draw. Where a token is not the guess, what was computed after it is forgotten. So a guess g is
-accepted with the probability p(g) that the model gives it, and else the token has the distribution p without g: that of
-the text does not change (https://arxiv.org/abs/2211.17192, for guesses that are certain), and a seed draws the same.
+The logits after a guess are right as long as the guesses before it are. Each token is chosen from them as usual, by the
+same processors and one draw. Where a token differs from its guess, everything computed after it is dropped. So a guess
+g is accepted with the probability p(g) that the model gives it, and otherwise the token has the distribution p without
+g: the distribution of the text is unchanged (https://arxiv.org/abs/2211.17192, for deterministic guesses), and a seed
+draws the same tokens.
 
-Who guesses: `PromptLookup`, from the text so far, or Medusa heads, from the hidden state of the last token.
+The guesses come from `PromptLookup`, by the text so far, or from Medusa heads, by the hidden state of the last token.
 """
 
 import weakref
@@ -21,16 +22,16 @@ from ligermodels.layers.head import capped, unwrapped
 
 
 class PromptLookup:
-    """Guesses that the text goes on as it did after the first earlier occurrence of its last few tokens.
+    """Guesses that the text continues as it did after the first earlier occurrence of its last few tokens.
 
-    `tokens` is the text, which `add` extends; size: the most tokens that are compared. What is guessed are at most
-    `count` tokens, after as many equal ones as can be found. Time does not depend on the length of the text.
+    tokens: the text, which `add` extends. size: the maximum n-gram that is looked up; the longest match wins. count:
+    the maximum number of tokens guessed. Time does not depend on the length of the text.
     """
 
     def __init__(self, tokens: Sequence[int], count: int, size: int):
         self.tokens: list[int] = []
         self.count, self.size = count, size
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after its first occurrence
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the index after its first occurrence
         for token in tokens:
             self.add(token)
 
@@ -49,20 +50,20 @@ class PromptLookup:
 
 
 class Speculation:
-    """The guesses of one call of `generate` for one row: `take` tells it each token, in turn.
+    """The guesses of one call of `generate` for one row. `append` takes each new token.
 
-    lookup or heads guess. heads: hidden states [1, H] -> the logits [1, V] of the tokens 2, 3, ... after.
+    Either lookup or heads guess. heads: hidden states [1, H] -> the logits [1, V] of the tokens 2, 3, ... after.
     """
 
     def __init__(self, lookup: PromptLookup | None, heads: Any):
         self.lookup, self.heads = lookup, heads
-        self.count = len(heads) if lookup is None else lookup.count  # the most guesses of a step
-        self.last = -1  # the last token taken
-        self.tokens = [self.last]  # that the last step read and gave logits after: the last one then, and the guesses
+        self.count = len(heads) if lookup is None else lookup.count  # maximum number of guesses per step
+        self.last = -1  # the last token
+        self.tokens = [self.last]  # read by the last step, which gave logits after each: the last token, the guesses
         self._logits = self._hidden = torch.empty(0)  # [N, V] and [N, H], N >= 1 + guesses
-        self._row = 0  # of the logits that the last token was chosen from
+        self._row = 0  # the row of the logits that the last token was chosen from
 
-    def take(self, token: int) -> None:
+    def append(self, token: int) -> None:
         self.last = token
         if self.lookup is not None:
             self.lookup.add(token)
@@ -75,20 +76,18 @@ class Speculation:
         self._row = ahead
         return self._logits[ahead : ahead + 1]
 
-    def begin(self, most: float) -> list[int]:
-        """The tokens of a new step: the last one, and at most `most` guesses."""
-        guesses: list[int] = []
+    def begin(self, limit: float) -> list[int]:
+        """The tokens of a new step: the last one, and at most `limit` guesses."""
         if self.lookup is not None:
             guesses = self.lookup.guess()
         else:
-            guesses = torch.stack([y.argmax(-1) for y in self.heads(self._hidden[self._row : self._row + 1])])[
-                :, 0
-            ].tolist()
-        self.tokens = [self.last, *guesses[: int(min(most, self.count))]]
+            heads = self.heads(self._hidden[self._row : self._row + 1])
+            guesses = torch.stack([logits.argmax(-1) for logits in heads])[:, 0].tolist()
+        self.tokens = [self.last, *guesses[: int(min(limit, self.count))]]
         return self.tokens
 
     def run(self, model: Any, **inputs: Any) -> Tensor:
-        """The logits [1, V] after the first of the tokens, which an uncaptured step reads. The prompt counts as one."""
+        """Runs a step without a graph, or the prompt. Returns the logits [1, V] after the first of the tokens."""
         return self.keep(*logits_and_hidden(model, len(self.tokens), self.heads is not None, **inputs))
 
     def keep(self, logits: Tensor, hidden: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ class Speculation:
 
 
 def logits_and_hidden(model: Any, count: int, with_hidden: bool, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """Of the last `count` tokens: the logits fp32 [count, V], and the hidden states [count, H], which may be empty."""
+    """(logits fp32 [count, V], hidden states [count, H] or empty) of the last `count` tokens."""
     if not with_hidden:
         logits = model(**inputs).logits.flatten(0, 1)[-count:]
         return logits.float(), logits[:0]
@@ -110,10 +109,10 @@ _verifications: weakref.WeakKeyDictionary[KVCache, "Verification"] = weakref.Wea
 
 
 class Verification(graph.Decode):
-    """A step as a CUDA graph: the tokens of one row as rows of one token each, over the one row of the cache.
+    """A step as a CUDA graph: the tokens of one row run as rows of one token each, over the one row of the cache.
 
-    Each attends up to itself, by the kernels that decode. A step has `count` tokens always: those that are missing
-    repeat the last one, and only tokens after them could see that.
+    Each token attends up to itself, by the kernels for decoding. A step always has `count` tokens: the last one is
+    repeated where guesses are missing, and only the tokens after them see that.
     """
 
     def __init__(self, count: int, device: torch.device, with_hidden: bool):
@@ -123,7 +122,7 @@ class Verification(graph.Decode):
 
     @staticmethod
     def of_tokens(cache: KVCache, count: int, with_hidden: bool) -> "Verification":
-        """The one that belongs to `cache`."""
+        """The `Verification` of `cache`."""
         found = _verifications.get(cache)
         wanted = count, cache.device, with_hidden
         if found is None or (found.count, found._ids.device, found.with_hidden) != wanted:
@@ -131,9 +130,9 @@ class Verification(graph.Decode):
         return found
 
     def verify(self, model: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(logits [count, V], hidden [count, H]) after each of the tokens, in memory that the next call overwrites.
+        """(logits [count, V], hidden [count, H]) after each of the tokens; the next call overwrites them.
 
-        The cache then holds `count` tokens more.
+        The cache then has `count` tokens more.
         """
         cache: Any = self.cache()
         past, rows = cache.length, range(self.count)

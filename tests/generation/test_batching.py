@@ -22,8 +22,8 @@ LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
 def counted(monkeypatch):
     """Columns are few, so that rows move often. The list has the rows of each decode step."""
     seen, call = [], graph.Decode.__call__
-    monkeypatch.setattr(batching, "SLACK", 2)
-    monkeypatch.setattr(batching, "ROOM", 4)
+    monkeypatch.setattr(batching, "SPARE_COLUMNS", 2)
+    monkeypatch.setattr(batching, "REFILL_FRACTION", 4)
     monkeypatch.setattr(graph, "BUCKET", 1)
     monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)  # windows move every few tokens
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(devic
 
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])
 def test_rotary_positions_that_depend_on_the_batch(rope, device, counted, monkeypatch):
-    monkeypatch.setattr(batching, "SLACK", 60)  # columns go far beyond what any row holds
+    monkeypatch.setattr(batching, "SPARE_COLUMNS", 60)  # columns go far beyond what any row holds
     model = models.llama(rope=rope, positions=512 if rope == "longrope" else 24).to(device)
     original = model.decoder.rotary_emb.original_length
     short, long = prompts([3, 9, 6, 2, 5, 8]), prompts([29, 19, 17, 23, 18])

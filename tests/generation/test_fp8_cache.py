@@ -237,7 +237,7 @@ def test_what_cannot_be_is_said(captured):
         (dict(use_cache=False, **FP8), "use_cache=False contradicts"),
         (dict(past_key_values=plain, **FP8), r"new_cache\(..., kv_cache_dtype='fp8'\)"),
         (dict(past_key_values=DynamicCache(), **FP8), r"new_cache\(..., kv_cache_dtype='fp8'\)"),
-        (dict(past_key_values=fp8, kv_cache_dtype="auto"), "contradicts past_key_values, which holds 'fp8'"),
+        (dict(past_key_values=fp8, kv_cache_dtype="auto"), "contradicts past_key_values, which is of 'fp8'"),
     ]:
         with pytest.raises(InputError, match=message):
             generate(model, ids, max_new_tokens=3, **options)

@@ -140,8 +140,8 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
 
 
 @pytest.mark.parametrize("ids, options, message", [
-    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama"),
-    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves"),
+    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama; did you mean 'max_new_tokens'"),
+    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves none"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
@@ -188,7 +188,7 @@ def test_warnings_name_the_line_of_the_call_and_come_for_mistakes_alone():
     for options, message in [
         (dict(max_new_tokens=6), "11 positions.*made for 10"),
         (dict(max_new_tokens=2, top_p=0.9), "top_p changes nothing in greedy decoding"),
-        (dict(max_new_tokens=2, min_new_tokens=4), "ask for 12 tokens with the prompt, and at most 10 may come"),
+        (dict(max_new_tokens=2, min_new_tokens=4), "require 12 tokens with the prompt, and at most 10 are"),
         (dict(max_new_tokens=2, max_length=30), "max_new_tokens=2 takes precedence over max_length=30"),
     ]:
         with pytest.warns(UserWarning, match=message) as caught:

@@ -355,7 +355,7 @@ def test_caches_that_do_not_fit_are_named(pair):
     ids, _ = padded(9, 4)
     cache = ours(ids, use_cache=True).past_key_values
     for prompt, past, message in [
-        (ids, cache, "holds 9 tokens and input_ids 9"),
+        (ids, cache, "has 9 tokens and input_ids 9"),
         (torch.ones(1, 12, dtype=torch.int64), cache, "of 2 rows, input_ids of 1"),
         (ids, StaticCache(theirs.config, max_cache_len=30), "StaticCache.*not a cache of a fixed size"),
         (ids, ((ids, ids),), "past_key_values is a tuple"),
