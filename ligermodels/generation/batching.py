@@ -32,8 +32,8 @@ from ligermodels.layers.cache import KVCache
 SPARE_COLUMNS = 256
 """Columns beyond the longest row. All rows move, which reads and writes the cache, at most once in this many steps."""
 REFILL_FRACTION = 8
-"""Prompts are prefilled when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one prompt
-or for several, and a free row wastes its share of each step."""
+"""Prompts are prefilled when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one
+prompt or for several, and a free row wastes its share of each step."""
 PREFILL_TOKENS = 16384
 """Maximum number of tokens of the prompts that are prefilled together, with padding."""
 

@@ -140,8 +140,8 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
 
 
 @pytest.mark.parametrize("ids, options, message", [
-    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama; did you mean 'max_new_tokens'"),
-    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves none"),
+    (TWO, dict(max_new_token=3), "neither an option of generate nor an input of Llama; did you mean 'max_new_tokens'"),
+    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
