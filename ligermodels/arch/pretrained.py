@@ -25,7 +25,6 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 
-
 _HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
 

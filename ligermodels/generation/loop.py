@@ -491,7 +491,7 @@ class _Forward:
             return False
         if self.is_adapted:
             reason: str | None = ADAPTED
-        elif isinstance(request.cache, BorrowedCache):
+        elif isinstance(request.cache, TransformersCache):
             reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
         elif not request.pads_left:
             reason = "attention_mask has gaps between tokens"
