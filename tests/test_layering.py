@@ -10,16 +10,17 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ligermodels"
 MAY_IMPORT = {
     "errors": set(),
+    "processes": {"errors"},
     "kernels": {"errors"},
     "layers": {"kernels", "errors"},
     "experimental": {"kernels", "errors"},
-    "training": {"layers", "kernels", "checkpoint", "errors"},
-    "checkpoint": {"layers", "kernels", "errors"},
-    "parallel": {"layers", "checkpoint", "errors"},
+    "training": {"layers", "kernels", "checkpoint", "processes", "errors"},
+    "checkpoint": {"layers", "kernels", "processes", "errors"},
+    "parallel": {"layers", "checkpoint", "processes", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},
     "generation": {"layers", "kernels", "text", "errors"},
-    "arch": {"layers", "kernels", "training", "parallel", "checkpoint", "generation", "errors"},
+    "arch": {"layers", "kernels", "training", "parallel", "checkpoint", "generation", "processes", "errors"},
     "conversion": {"arch", "checkpoint", "text", "errors"},
     "integrations": {"arch", "layers", "errors"},
     "recipes": {
@@ -32,6 +33,7 @@ MAY_IMPORT = {
         "text",
         "layers",
         "checkpoint",
+        "processes",
         "errors",
     },
     "cli": {

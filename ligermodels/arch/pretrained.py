@@ -24,6 +24,7 @@ from ligermodels.checkpoint.files import companion_files, json_bytes, read_json,
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
+from ligermodels.processes import Processes
 
 _HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
@@ -284,19 +285,23 @@ class Pretrained(nn.Module):
             if any(parameter.is_meta for parameter in self.parameters()):
                 state_dict = placement.offloaded_state(self)
         given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)
-        writes, team = is_main_process is not False, None
-        if any(hasattr(tensor, "full_tensor") for tensor in given.values()):
-            team = saving.Team(given.values())
-        elif is_main_process is None and any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
-            writes = torch.distributed.get_rank() == 0
-        if team is None and not writes:
+        writes, processes = is_main_process is not False, Processes.of_tensors(given.values())
+        if is_main_process is None and not any(hasattr(tensor, "full_tensor") for tensor in given.values()):
+            writes = not any(hasattr(p, "full_tensor") for p in self.parameters()) or torch.distributed.get_rank() == 0
+        if processes.size == 1 and not writes:
             return target
-        with team.together() if team is not None else contextlib.nullcontext():
+        with processes.raise_on_all():
             tensors, files, metadata = self._exported(given, state_dict is not None, target)
         saving.write_checkpoint(
-            target, tensors, files=files, metadata=metadata, max_shard_size=max_shard_size, team=team, writes=writes
+            target,
+            tensors,
+            files=files,
+            metadata=metadata,
+            max_shard_size=max_shard_size,
+            processes=processes,
+            writes=writes,
         )
-        if push_to_hub and (team is None or team.leads(writes)):
+        if push_to_hub and [*processes.gather(writes), True].index(True) == processes.rank:
             hub.push(target, for_hub.pop("repo_id", target.name), **for_hub)
         return target
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, write_errors
 from ligermodels.checkpoint.reading import DTYPES
 from ligermodels.checkpoint.weights import Exported, TensorInfo
-from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.processes import Processes
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -42,7 +43,7 @@ def write_checkpoint(
     files: Mapping[str, bytes | Path] | None = None,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
-    team: "Team | None" = None,
+    processes: Processes = Processes(),  # noqa: B008 - frozen
     writes: bool = True,
 ) -> Path:
     """Writes a checkpoint folder in one step and returns its path. Memory on the CPU holds one tensor at a time.
@@ -50,10 +51,9 @@ def write_checkpoint(
     files: {name in the folder: its bytes, or a file to copy}. metadata: of the safetensors files, by default
     {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
-    team: where reading gathers sharded weights, the processes that do; each calls this with the same arguments, and
-    they write the shards at the same time into one folder, on a file system that all of them see. Memory on the CPU
-    of each holds as much as the largest parameter. An error in one of them raises in all. writes: False takes part in
-    gathering and writes nothing.
+    processes: those that have the shards of the tensors. Each calls this with the same arguments; they write files at
+    the same time into one folder, on a file system that all of them see. Memory on the CPU of each has as much as the
+    largest parameter. An error in one of them raises in all. writes: False takes part in gathering and writes nothing.
 
     The folder is replaced as by `replacing`; its other files stay.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
@@ -62,107 +62,42 @@ def write_checkpoint(
     shards = split_into_shards(headers, num_bytes(max_shard_size))
     size = sum(info.nbytes for info in headers.values())
     target = absolute(folder)
-    if team is None:
-        with write_errors(target), replacing(target, size) as staging:
-            write_shards(staging, headers, (tensors.read(name) for names in shards for name in names), shards, metadata)
-            finish(staging, files or {})
-        return target
-
-    writers = [member for member, one in enumerate(team.exchange(writes)) if one]
-    leads = writers[:1] == [team.member]
-    own = writers.index(team.member) if team.member in writers else None
+    writers = [rank for rank, one in enumerate(processes.gather(writes)) if one]
+    own = writers.index(processes.rank) if writes else None
     stream = _gathered(tensors, [shards[start :: len(writers)] for start in range(len(writers))], own)
     with contextlib.ExitStack() as stack:
-        place: Path | None = None
-        with team.together(), write_errors(target):
-            if leads:
-                place = stack.enter_context(replacing(target, size))
-        shared: Path | None = next(filter(None, team.exchange(place)), None)
-        with team.together(), write_errors(target):
+        staging: Path | None = None
+        with processes.raise_on_all(), write_errors(target):
+            if own == 0:
+                staging = stack.enter_context(replacing(target, size))
+        staging = next(filter(None, processes.gather(staging)), None)
+        with processes.raise_on_all(), write_errors(target):
             try:
-                if shared is not None and own is not None:
+                if staging is not None and own is not None:
                     which = range(own, len(shards), len(writers))
-                    _write_files(shared, headers, stream, shards, metadata, which)
+                    _write_files(staging, headers, stream, shards, metadata, which)
                     for file in map(_file_names(shards).__getitem__, which):
-                        sync(shared / file)  # here, since all of them do it at the same time
+                        sync(staging / file)  # here, since all of them do it at the same time
             finally:
-                _read_all(stream)  # the others wait for this process in gathering each tensor
-        with team.together(), write_errors(target):
-            if leads and shared is not None:
-                _write_index(shared, headers, shards)
-                finish(shared, files or {})
+                collections.deque(stream, maxlen=0)  # the others wait for this process in gathering each tensor
+        with processes.raise_on_all(), write_errors(target):
+            if own == 0 and staging is not None:
+                _write_index(staging, headers, shards)
+                finish(staging, files or {})
                 stack.close()
     return target
 
 
-class Team:
-    """The processes that hold the parts of `tensors`, some of them sharded (DTensor), and write them together.
-
-    Each of them makes one and calls its methods in the same order. They are those of the largest mesh, or, where
-    another mesh has further ones, all processes of the job. ranks: theirs, ascending. member: this one's place there.
-    """
-
-    def __init__(self, tensors: Iterable[Any]):
-        from torch.distributed import get_rank, get_world_size, group
-
-        meshes = {tensor.device_mesh: None for tensor in tensors if hasattr(tensor, "device_mesh")}
-        ranks = [mesh.mesh.flatten().tolist() for mesh in meshes]
-        mesh, largest = max(zip(meshes, ranks, strict=True), key=lambda pair: len(pair[1]))
-        if set(itertools.chain(*ranks)) <= set(largest):
-            self.ranks = sorted(largest)
-            self._groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
-        else:
-            self.ranks = list(range(get_world_size()))
-            self._groups = [group.WORLD]
-        self.member = self.ranks.index(get_rank())
-
-    def leads(self, writes: bool) -> bool:
-        """Whether this is the first member of those that write. All members call it."""
-        first = next((member for member, one in enumerate(self.exchange(writes)) if one), None)
-        return first == self.member
-
-    def exchange(self, value: Any) -> list[Any]:
-        """What each member gives, in their order. None goes on before all have called this."""
-        from torch.distributed import all_gather_object
-
-        values = {self.ranks[self.member]: value}
-        for group in self._groups:  # along each dim of the mesh in turn
-            found: list[Any] = [None] * group.size()
-            all_gather_object(found, values, group)
-            values = {rank: value for part in found for rank, value in part.items()}
-        return [values[rank] for rank in self.ranks]
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """For a block that all members run: once all have ended it, an Exception in one of them raises in each."""
-        failure: Any = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        kind = type(failure) if isinstance(failure, LigermodelsError) else CheckpointError
-        report = failure and (kind, f"{failure}", getattr(failure, "errno", None))
-        reports = self.exchange(report)
-        if failure is not None:
-            raise failure
-        for rank, report in zip(self.ranks, reports, strict=True):
-            if report is not None:
-                kind, text, code = report
-                failure = kind(f"rank {rank} failed, so nothing was saved: {text}")
-                if code is not None:
-                    failure.errno = code
-                raise failure
-
-
 def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | None) -> Iterator[Tensor]:
-    """The tensors of the shards `queues[own]`, while all members read those of all queues in one order.
+    """Yields the tensors of the files `queues[own]`. All processes read the tensors of all queues in one order.
 
-    A round reads of each queue up to as many bytes as the largest parameter has, and keeps its own in host memory:
-    so all members have something to write at the same time, and few parameters of several tensors are gathered twice.
+    A round reads tensors of each queue, up to the size of the largest parameter, and keeps those of its own queue in
+    host memory. So all processes have something to write at the same time, and few parameters that several tensors
+    are parts of are gathered twice.
     """
-    most = max(tensor.numel() * tensor.itemsize for tensor, _ in tensors.boxes.values())
+    largest = max((tensor.numel() * tensor.itemsize for tensor, _ in tensors.boxes.values()), default=0)
     rounds = [
-        [names for shard in queue for names in split_into_shards({name: tensors.headers[name] for name in shard}, most)]
+        [n for file in queue for n in split_into_shards({name: tensors.headers[name] for name in file}, largest)]
         for queue in queues
     ]
     for batches in itertools.zip_longest(*rounds, fillvalue=()):
@@ -175,10 +110,6 @@ def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | N
                 del tensor
         while kept:
             yield kept.popleft()
-
-
-def _read_all(stream: Iterator[Tensor]) -> None:
-    collections.deque(stream, maxlen=0)
 
 
 @contextlib.contextmanager

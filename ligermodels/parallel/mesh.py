@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import num_labels
 from ligermodels.layers.parallel import MeshGroup
+from ligermodels.processes import Processes
 
 DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
 """Names of a mesh's dimensions, outermost first: copies of the model, FSDP, context parallel, tensor parallel."""
@@ -67,7 +68,7 @@ class Parallel:
         ranks = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise InputError(f"the mesh lists its ranks as {ranks[:8]}; they have to ascend, since torch's groups do")
-        self.mesh = mesh
+        self.mesh, self.processes = mesh, Processes.of_mesh(mesh)
         sizes = dict(zip(names, mesh.shape, strict=True))
         self.context = MeshGroup(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
         self.tp = MeshGroup(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
@@ -83,16 +84,6 @@ class Parallel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parallel":
         return self
-
-    @property
-    def batch_ranks(self) -> int:
-        """The number of different batches: dp_replicate x dp_shard."""
-        return self.data.size // (1 if self.context is None else self.context.size)
-
-    @property
-    def batch_rank(self) -> int:
-        """Which of them this rank gets, from 0."""
-        return self.data.rank // (1 if self.context is None else self.context.size)
 
     @property
     def shards(self) -> int:

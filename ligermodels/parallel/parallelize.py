@@ -74,7 +74,7 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
     if zoo is not None:
         zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
-        zoo.model.always_runs_tower = parallel.batch_ranks > 1
+        zoo.model.always_runs_tower = parallel.processes.batch_ranks > 1
         zoo.parallel = parallel
     return model
 

@@ -25,11 +25,12 @@ from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearJSDLoss
+from ligermodels.processes import Processes
 from ligermodels.recipes import memory
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.formats import Conversation, Format, detect, normalise
-from ligermodels.recipes.loop import Batch, Loss, Processes, Sums
+from ligermodels.recipes.loop import Batch, Loss, Sums
 from ligermodels.recipes.masking import Encoder, Example, show
 from ligermodels.recipes.options import DistillOptions
 from ligermodels.recipes.rollout import (

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ligermodels.layers.preference import PER_TOKEN, check_dpo, dpo_loss
+from ligermodels.processes import Processes
 from ligermodels.recipes.data import Data
-from ligermodels.recipes.loop import Processes
 from ligermodels.recipes.options import DPOOptions
 from ligermodels.recipes.preference import PairLoss, PreferenceData, Reference, pair_counts
 from ligermodels.recipes.run import Recipe, run

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import policy
+from ligermodels.processes import Processes
 from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Batch, Processes, Sums, next_token_loss
+from ligermodels.recipes.loop import Batch, Sums, next_token_loss
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.preference import over_ranks
 from ligermodels.recipes.rewards import Rewards

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers.preference import kto_kl, kto_loss
+from ligermodels.processes import Processes
 from ligermodels.recipes.data import Data
-from ligermodels.recipes.loop import Batch, Processes, Sums
+from ligermodels.recipes.loop import Batch, Sums
 from ligermodels.recipes.options import KTOOptions
 from ligermodels.recipes.preference import PreferenceData, Reference, answer_counts, logps, mean_of, over_ranks
 from ligermodels.recipes.run import Recipe, run

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.layers import losses
-from ligermodels.parallel import Checkpoints
+from ligermodels.parallel import Checkpoints, make_mesh
+from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import filled_batch
 from ligermodels.recipes.report import Reporter
@@ -71,73 +72,12 @@ def _steps(share: float, steps: int) -> int:
     return math.ceil(share * steps) if share < 1 else round(share)
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The processes of a run, and where this one computes. batch_rank, batch_ranks: which batches are its own."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-    shared: int = 1  # processes that get the same batches: cp x tp
-    mesh: Any = None
-
-    @classmethod
-    def start(cls, options: TrainOptions) -> "Processes":
-        """Joins those that torchrun has started; one alone needs no process group."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
-            return cls(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU)
-        from ligermodels.parallel import make_mesh
-
-        mesh = make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
-        device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else _CPU
-        return cls(device, dist.get_rank(), dist.get_world_size(), options.cp * options.tp, mesh)
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def batch_rank(self) -> int:
-        return self.rank // self.shared
-
-    @property
-    def batch_ranks(self) -> int:
-        return self.size // self.shared
-
-    def total(self, *values: float) -> list[float]:
-        """The sums over all different batches of the ranks."""
-        if self.mesh is None:
-            return list(values)
-        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(numbers)
-        return [value / self.shared for value in numbers.tolist()]
-
-    def from_main(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns on rank 0, on all ranks; an error there is raised on all."""
-        if self.mesh is None:
-            return work()
-        told: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                told[0] = work()
-            except LigermodelsError as error:
-                told[1] = error
-        dist.broadcast_object_list(told, src=0, device=self.device)
-        if told[1] is not None:
-            raise told[1]
-        return told[0]
-
-    def first_error(self, error: LigermodelsError | None) -> LigermodelsError:
-        """The error of the first rank that has one, on all ranks. At least one has."""
-        if self.mesh is None:
-            assert error is not None
-            return error
-        found: list[LigermodelsError | None] = [None] * self.size
-        dist.all_gather_object(found, error)
-        return next(one for one in found if one is not None)
-
-
-_CPU = torch.device("cpu")
+def start_processes(options: TrainOptions) -> Processes:
+    """Joins the processes that torchrun has started; one process alone needs no process group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        cuda = torch.cuda.is_available()
+        return Processes(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
+    return Processes.of_mesh(make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp))
 
 
 @dataclass
@@ -300,7 +240,7 @@ class _Sums:
     def means(self, processes: Processes) -> dict[str, float]:
         """Over all ranks; what there is none of is left out."""
         numbers = torch.stack([*self._sums.values()]).flatten().tolist() if self._sums else []
-        totals = iter(processes.total(*numbers) if numbers else [])
+        totals = iter(processes.sum(*numbers) if numbers else [])
         pairs = {name: (next(totals), next(totals)) for name in self._sums}
         means = {name: total / number for name, (total, number) in pairs.items() if number}
         if {"reward_chosen", "reward_rejected"} <= means.keys():
@@ -357,12 +297,15 @@ class Loop:
                     raise KeyboardInterrupt
             self._save_state(wait=True)
 
-    def _end_with(self, error: LigermodelsError) -> NoReturn:
-        """Raises what keeps the next step from its batches, once all before it is saved. Called by all ranks."""
+    def _end_with(self, error: LigermodelsError | None) -> NoReturn:
+        """Saves the state, then raises the error that a rank has on all ranks. Called by all ranks."""
         if self.progress.step:
             self._save_state(wait=True)
             self.stopped = True
-        raise error
+        with self.processes.raise_on_all():
+            if error is not None:
+                raise error
+        raise AssertionError("no rank has an error")
 
     def _save_state(self, *, wait: bool) -> None:
         """Saves a checkpoint; an error says how much room there is, which torch's does not."""
@@ -412,7 +355,7 @@ class Loop:
         value, norm = loss.item(), float(self.optimizer.grad_norm)
         spent = time.perf_counter() - start
         # Also the time is that of all ranks, so that the progress of all is the same, and resumes on any number.
-        tokens_of_all, came, failures, spent_by_all = self.processes.total(
+        tokens_of_all, came, failures, spent_by_all = self.processes.sum(
             tokens, signals.came, failed is not None, spent
         )
         seconds = spent_by_all / self.processes.batch_ranks
@@ -434,7 +377,7 @@ class Loop:
             **sums.means(self.processes),
         )
         if failures:
-            self._end_with(self.processes.first_error(failed))
+            self._end_with(failed)
         return came > 0
 
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
@@ -448,11 +391,8 @@ class Loop:
 
     def _count_of(self, batches: Sequence[Batch]) -> Tensor:
         """The divisors of these batches of all ranks."""
-        count = torch.stack([self.count(batch) for batch in batches]).sum(0).float().to(self.processes.device)
-        if self.processes.mesh is not None:
-            dist.all_reduce(count)
-            count /= self.processes.shared
-        return count
+        count = torch.stack([self.count(batch) for batch in batches]).sum(0).float()
+        return self.processes.sum_tensor(count.to(self.processes.device))
 
     def _rate(self, step: int) -> float:
         o = self.options

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.layers.preference import sum_per_sequence
+from ligermodels.processes import Processes
 from ligermodels.recipes import masking
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.formats import Format, Pair, Unpaired, detect, normalise
-from ligermodels.recipes.loop import Batch, Processes, Sums, checked, on_device
+from ligermodels.recipes.loop import Batch, Sums, checked, on_device
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.options import ReferenceOptions
 from ligermodels.recipes.packing import packed_batch, padded_batch
@@ -436,14 +436,11 @@ def _precomputed(file: Path, model: Any, data: Data, processes: Processes) -> di
         batch = on_device(checked(batch, model.decoder.config.vocab_size), processes.device)
         with torch.no_grad():  # new adapters change nothing yet
             own.update(zip(batch["digests"], logps(model, batch).sums.tolist(), strict=True))
-    parts = [own]
     if processes.mesh is not None:
         for module in model.modules():
             if hasattr(module, "reshard"):  # FSDP2 has gathered parameters, and optimizers are made of sharded ones
                 module.reshard()
-        parts = [{} for _ in range(processes.size)]
-        dist.all_gather_object(parts, own)
-    table = {digest: value for part in parts for digest, value in part.items()}
+    table = {digest: value for part in processes.gather(own) for digest, value in part.items()}
 
     def write() -> None:
         with write_errors(file):

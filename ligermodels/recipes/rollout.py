@@ -22,10 +22,11 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.generation import generate_many
 from ligermodels.layers.policy import group_advantages
+from ligermodels.processes import Processes
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.formats import Conversation, Format, normalise
-from ligermodels.recipes.loop import Batch, Feed, Processes, checked, on_device
+from ligermodels.recipes.loop import Batch, Feed, checked, on_device
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.options import GRPOOptions, RolloutOptions
 from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch, spread
@@ -341,24 +342,16 @@ class Sampler:
         o, p = self.options, self.processes
         copies = 1 if rollout is None else o.num_generations
         completions = complete(model, prompts, rollout, o, self.encoder, p)
-        given: list[dict[str, float | None]] = []
-        error: LigermodelsError | None = None
-        try:
+        with p.raise_on_all():
             given = self.judge(completions)
-        except LigermodelsError as found_error:
-            error = found_error
         totals = [self.rewards.total(values) for values in given]
-        everyone = self._gathered((totals, error))
-        for _, other in everyone:
-            if other is not None:
-                raise other
         judged = [
             dataclasses.replace(one, rewards=values, reward=total)
             for one, values, total in zip(completions, given, totals, strict=True)
         ]
         if rollout is None:
             return judged
-        rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, copies)
+        rewards = torch.tensor([reward for part in p.gather(totals) for reward in part]).reshape(-1, copies)
         advantages, tied = group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
         if p.is_main and bool(tied.all()) and "tied" not in self._told:
             self._told.add("tied")
@@ -392,14 +385,6 @@ class Sampler:
             [prompt.prompt for prompt in prompts], texts, [one.ids for one in completions], columns,
             [prompt.where for prompt in prompts],
         )  # fmt: skip
-
-    def _gathered(self, own: Any) -> list[Any]:
-        """That of each rank."""
-        if self.processes.mesh is None:
-            return [own]
-        parts = [None] * self.processes.size
-        dist.all_gather_object(parts, own)
-        return parts
 
 
 def _seeds(*numbers: int) -> Iterator[int]:

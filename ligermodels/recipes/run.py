@@ -32,6 +32,7 @@ from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.parallel import Checkpoints, parallelize
+from ligermodels.processes import Processes
 from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.batches import BadRowError
 from ligermodels.recipes.data import Data
@@ -41,13 +42,13 @@ from ligermodels.recipes.loop import (
     Feed,
     Loop,
     Loss,
-    Processes,
     Progress,
     Source,
     forwards_per_step,
     next_token_loss,
     num_labels,
     own_part,
+    start_processes,
 )
 from ligermodels.recipes.options import TextOptions, TrainOptions
 from ligermodels.recipes.report import say
@@ -81,7 +82,7 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
     report.check_logger(options.report_to)
     joined = dist.is_initialized()
-    processes = Processes.start(options)
+    processes = start_processes(options)
     try:
         with contextlib.ExitStack() as held:
             return _run(options, recipe, processes, held)
@@ -119,7 +120,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         _check_capture(sketch, processes)
     _check_targets(options, sketch)
     options = _with_lengths(options, sketch, processes)
-    data = recipe.open_data(options, tokenizer, processes.shared)
+    data = recipe.open_data(options, tokenizer, processes.ranks_per_batch)
     counts = _counted(data, processes) if options.max_steps is None else None
     forwards = None if counts is None else counts["batches"] * (options.num_train_epochs or 1)
     per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
@@ -370,10 +371,8 @@ def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> T
 def _with_memory(options: TrainOptions, sizes: memory.Sizes, processes: Processes) -> TrainOptions:
     """The options with what fits on this machine for "auto"."""
     free = memory.available(processes.device)
-    if processes.mesh is not None and free is not None:
-        least = torch.tensor(free, device=processes.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        free = int(least)
+    if free is not None:
+        free = min(processes.gather(free))
     setting = memory.choose(sizes, _setting(options, processes), free)
     return dataclasses.replace(options, precision=setting.precision, activations=setting.activations)
 
@@ -401,7 +400,7 @@ def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
         tokens=options.batch_tokens,
         accumulates=options.accumulation > processes.batch_ranks,
         gpus=processes.size // options.dp_replicate,
-        split=processes.shared,
+        split=processes.ranks_per_batch,
         tp=options.tp,
         on_cpu=processes.device.type == "cpu",
         quantized=options.quantize != "none",

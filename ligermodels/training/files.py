@@ -1,6 +1,5 @@
 """Files of what is trained beside a model, in safetensors: adapters, heads."""
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.processes import Processes
 
 
 def reshard(model: nn.Module) -> None:
@@ -26,11 +26,10 @@ def write(folder: str | Path, parameters: Mapping[str, Tensor], weights: str, fi
     this, and one writes. Raises HubError where the folder cannot be written.
     """
     target = saving.absolute(folder)
-    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "full_tensor")]
-    team = saving.Team(sharded) if sharded else None
+    processes = Processes.of_tensors(parameters.values())
     tensors = {name: whole(parameter).cpu().contiguous() for name, parameter in parameters.items()}
-    with team.together() if team is not None else contextlib.nullcontext():
-        if team is None or team.member == 0:
+    with processes.raise_on_all():
+        if processes.is_main:
             headers = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             names, size = saving.align(headers, list(headers)), sum(info.nbytes for info in headers.values())
             with write_errors(target), saving.replacing(target, size) as staging:

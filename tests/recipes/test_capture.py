@@ -13,8 +13,9 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
+from ligermodels.processes import Processes
 from ligermodels.recipes import loop, memory, run, sft
-from ligermodels.recipes.loop import Processes, next_token_loss, num_labels
+from ligermodels.recipes.loop import next_token_loss, num_labels
 from ligermodels.recipes.options import SFTOptions
 from ligermodels.recipes.packing import filled_batch, packed_batch
 from ligermodels.recipes.sft import dft_loss

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.processes import Processes
 from ligermodels.recipes import distill as distill_recipe
 from ligermodels.recipes import rollout
 from ligermodels.recipes.distill import OnPolicyData, OnPolicyLoss, check_same_tokens, distill_loss
 from ligermodels.recipes.formats import Format
-from ligermodels.recipes.loop import Processes
 from ligermodels.recipes.masking import Encoder
 from ligermodels.recipes.options import DistillOptions
 from ligermodels.text import Tokenizer

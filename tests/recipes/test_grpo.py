@@ -11,9 +11,9 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.parallel import make_mesh, parallelize
+from ligermodels.processes import Processes
 from ligermodels.recipes import rollout
 from ligermodels.recipes.grpo import PolicyLoss, policy_counts
-from ligermodels.recipes.loop import Processes
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, PromptEncoder, Sampler, policy_batch, sample

@@ -8,24 +8,13 @@ import signal
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ligermodels import InputError, Llama, Mixtral, Qwen2
+from ligermodels.processes import Processes
 from ligermodels.recipes import memory
-from ligermodels.recipes.batches import BadRowError
-from ligermodels.recipes.loop import (
-    Feed,
-    Processes,
-    Progress,
-    forwards_per_step,
-    next_token_loss,
-    num_labels,
-    own_part,
-    rate,
-)
+from ligermodels.recipes.loop import Feed, Progress, forwards_per_step, next_token_loss, num_labels, own_part, rate
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
-from tests.parallel.ranks import on_ranks
 from tests.processes import Child
 from tests.recipes.runs import metrics, reached, train
 
@@ -83,19 +72,9 @@ def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
 
 def test_ranks_share_the_evaluation_and_none_counts_twice():
     batches = [next(numbers) for numbers in [Numbers()] for _ in range(5)]
-    parts = [own_part(batches, Processes(torch.device("cpu"), rank, 4, shared=2)) for rank in range(4)]
+    parts = [own_part(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
-
-
-def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
-    def work():
-        rank = dist.get_rank()
-        processes = Processes(torch.device("cpu"), rank, 2, mesh=object())
-        found = processes.first_error(BadRowError("rows.jsonl:6: odd") if rank else None)
-        assert isinstance(found, BadRowError) and str(found) == "rows.jsonl:6: odd"
-
-    on_ranks(tmp_path, work)
 
 
 def test_the_forwards_of_a_step():

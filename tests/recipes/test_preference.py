@@ -13,11 +13,12 @@ import ligermodels
 from ligermodels import InputError
 from ligermodels.cli import main
 from ligermodels.layers.preference import DPO_LOSS_TYPES
+from ligermodels.processes import Processes
 from ligermodels.recipes import cpo, kto, masking, orpo, simpo
 from ligermodels.recipes import dpo as dpo_recipe
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.formats import Conversation, Pair, Unpaired
-from ligermodels.recipes.loop import Processes, own_part
+from ligermodels.recipes.loop import own_part
 from ligermodels.recipes.options import _PAIRED, RECIPES
 from ligermodels.recipes.preference import PreferenceData, collated, encode
 from tests.parallel.ranks import on_ranks
