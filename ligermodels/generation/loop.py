@@ -379,7 +379,7 @@ class _Forward:
             else:
                 self.cache = None
         if speculation is not None:
-            speculation.begin(min(self.end - length - 1, rotary.room(longest)) if self.past else 0)
+            speculation.begin(min(self.end - length - 1, rotary.tokens_left(longest)) if self.past else 0)
         if self.is_captured and self.past == length - 1 and length > start:
             found = self._captured(ids, mask)
             if found is not None:
