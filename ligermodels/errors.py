@@ -17,6 +17,10 @@ class CheckpointError(LigermodelsError, ValueError):
     """Weight files that are missing, damaged, or do not match the model."""
 
 
+class MismatchError(CheckpointError):
+    """Weights that do not fit the model of their config, or a conversion whose result differs from its source."""
+
+
 class HubError(LigermodelsError, OSError):
     """A repository or folder that cannot be found, reached or read."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.arguments import check_source, dtype
 from ligermodels.cli.output import readable_size, say
-from ligermodels.errors import HubError, InputError, LigermodelsError
+from ligermodels.errors import HubError, InputError, LigermodelsError, MismatchError
 
 if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
@@ -193,8 +193,6 @@ def _text(value: Any) -> str:
 
 
 def _conversion_status(error: LigermodelsError) -> int:
-    from ligermodels.conversion import MismatchError
-
     if isinstance(error, MismatchError):
         return 1
     if isinstance(error, InputError):

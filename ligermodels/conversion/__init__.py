@@ -3,27 +3,23 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.conversion.options import Options
+from ligermodels.errors import MismatchError
+
 if TYPE_CHECKING:
     from ligermodels.conversion.comparison import Report, verify
     from ligermodels.conversion.inspection import Inspection, inspect
-    from ligermodels.conversion.options import Options
     from ligermodels.conversion.pipeline import convert
-    from ligermodels.conversion.source import MismatchError
 
 __all__ = ["Inspection", "MismatchError", "Options", "Report", "convert", "inspect", "verify"]
 
-_HOMES = {
-    "Inspection": "inspection",
-    "MismatchError": "source",
-    "Options": "options",
-    "Report": "comparison",
+_MODULES = {
+    "Inspection": "inspection", "inspect": "inspection", "Report": "comparison", "verify": "comparison",
     "convert": "pipeline",
-    "inspect": "inspection",
-    "verify": "comparison",
-}
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ligermodels.conversion' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ligermodels.conversion.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"ligermodels.conversion.{_MODULES[name]}"), name)

@@ -17,8 +17,8 @@ from ligermodels.conversion import merging
 from ligermodels.conversion.comparison import dtype_counts
 from ligermodels.conversion.layouts import LAYOUTS, FolderSource, Layout, layout_of, locate, open_source, weight_paths
 from ligermodels.conversion.original import PARAMS
-from ligermodels.conversion.source import MismatchError, Source, check_fit, model_of
-from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
+from ligermodels.conversion.source import Source, check_fit, model_of
+from ligermodels.errors import CheckpointError, HubError, InputError, MismatchError, TokenizerError
 
 
 @dataclass

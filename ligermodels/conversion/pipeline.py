@@ -19,8 +19,8 @@ from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import locate, open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
-from ligermodels.conversion.source import MismatchError, Source, View
-from ligermodels.errors import InputError
+from ligermodels.conversion.source import Source, View
+from ligermodels.errors import InputError, MismatchError
 from ligermodels.text import Tokenizer
 
 

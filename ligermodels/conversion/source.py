@@ -11,11 +11,7 @@ from ligermodels.arch import ARCHS, CausalLM
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, lenient_json
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.errors import CheckpointError, ConfigError
-
-
-class MismatchError(CheckpointError):
-    """Weights that do not fit the model of their config, or a result that differs from its source."""
+from ligermodels.errors import CheckpointError, ConfigError, MismatchError
 
 
 class Source:

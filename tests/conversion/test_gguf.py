@@ -342,7 +342,7 @@ def test_every_released_model_is_computed(path):
 
 LOSSES = {
     "llama": (), "gemma": ("as 1 + weight in fp32",), "gemma2": ("as 1 + weight in fp32",), "phi3": (),
-    "phi3, long": ("by its context size",), "qwen2": ("leaves out the NFC",),
+    "phi3, long": ("by its context size",), "qwen2": ("ignores the NFC",),
 }  # fmt: skip
 
 
@@ -363,7 +363,7 @@ def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
 
 def test_a_window_that_is_left_out_is_named(tmp_path):
     source = small_model(tmp_path / "source", "llama 3", "mistral", sliding_window=64)
-    with pytest.warns(UserWarning, match="leaves out the window of 64 tokens"):
+    with pytest.warns(UserWarning, match="ignores the window of 64 tokens"):
         convert(source, tmp_path / "out.gguf", Options(to="gguf", progress=False))
     assert fields_of(tmp_path / "out.gguf")["llama.attention.sliding_window"] == 64
 

@@ -190,7 +190,7 @@ def test_several_stop_ids(tmp_path):
     to_gguf(source, tmp_path / "model.gguf")
     assert sorted(Tokenizer.from_hub(tmp_path / "model.gguf").eos_token_ids) == [7, 421, 422]
     (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 8, 422]}')
-    with pytest.warns(UserWarning, match=r"three stop ids; \[7\] are left out"):
+    with pytest.warns(UserWarning, match=r"three stop ids; \[7\] are dropped"):
         to_gguf(source, tmp_path / "model.gguf", overwrite=True)
 
 

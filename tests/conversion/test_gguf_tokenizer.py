@@ -124,7 +124,7 @@ def test_templates_and_tokens_without_a_row(tmp_path):
     (source / "additional_chat_templates").mkdir()
     (source / "chat_template.jinja").write_text(CHAT)
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 1 }}")
-    with pytest.warns(UserWarning, match="from id 423 on.*no rows"):
+    with pytest.warns(UserWarning, match="tokens 423 to 423 are dropped.*no rows"):
         convert(source, tmp_path / "out.gguf", Options(to="gguf", progress=False))
     fields = fields_of(tmp_path / "out.gguf")
     assert len(fields["tokenizer.ggml.tokens"]) == rows and fields["tokenizer.chat_template"] == CHAT
@@ -185,9 +185,14 @@ def same_text_twice(state: dict) -> None:
 REFUSED = {
     "none": ("llama 3", remove("tokenizer.json"), CheckpointError, "no tokenizer.json and no tokenizer.model"),
     "unigram": ("llama 3", unigram, TokenizerError, "not of sentencepiece's BPE"),
-    "split": ("llama 3", edited(other_pattern), TokenizerError, r"no name for how tokenizer.json splits texts: .*\\W"),
+    "split": (
+        "llama 3",
+        edited(other_pattern),
+        TokenizerError,
+        r"the pre-tokenizer of tokenizer.json: .*\\W",
+    ),
     "type": ("llama 3", edited(word_level), TokenizerError, "of type 'WordLevel'"),
-    "merges": ("llama 2", without_model_file, TokenizerError, "merges are"),
+    "merges": ("llama 2", without_model_file, TokenizerError, "merges"),
     "normalizer": ("llama 3", edited(lowercase), TokenizerError, "the normalizer Lowercase"),
     "same text": ("llama 3", edited(same_text_twice), TokenizerError, "424 and 425 are both"),
 }

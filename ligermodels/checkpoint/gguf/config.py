@@ -1,8 +1,7 @@
-"""A GGUF file's metadata as config.json.
+"""A GGUF file's metadata as config.json (`config_of`), and a model's config as metadata (`metadata_of`).
 
-Each field that a model needs is there or is an error; a per-layer list must be the same for all layers, since the
-models here have no other. Floats are stored as fp32: the shortest decimal that rounds to the stored number is taken.
-Checked against: gguf 0.19 (constants.py), convert_hf_to_gguf.py and src/llama-model.cpp of llama.cpp.
+A field that the model needs is there or is an error. A list with one value per layer must have one value for all
+layers, since the models here have no other.
 """
 
 import math
@@ -23,19 +22,32 @@ FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
     "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "phi3": ("phi3", _SILU),
 }  # fmt: skip
-"""model_type -> (llama.cpp's architecture, the names in config.json of the activation that it computes)."""
+"""{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
-TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""The tensors that are no weights: divisors of the rotary frequencies."""
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that are not weights: divisors of the rotary frequencies."""
+
+_KEYS = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}  # fmt: skip
+"""{key of the metadata, after the architecture: field of config.json}."""
+_KEYS_OF = {
+    "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+}
+_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length")
 
 
-class Fields:
-    """The metadata of one architecture. Raises ConfigError for what is missing."""
+class Metadata:
+    """The metadata of one architecture. Raises ConfigError for an architecture that is not supported."""
 
-    def __init__(self, metadata: Mapping[str, Any], where: str):
-        self.where, self.metadata = where, metadata
-        self.arch = metadata.get("general.architecture")
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.where, self.values = where, values
+        self.arch = values.get("general.architecture")
         known = dict.fromkeys(arch for arch, _ in FAMILIES.values())
         if self.arch not in known:
             raise ConfigError(
@@ -44,17 +56,18 @@ class Fields:
         self._used = {f"{self.arch}.{key}" for key in _UNUSED}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture; of one for each layer, the one that all have."""
+        """A value of the architecture. Raises ConfigError for a list whose values differ between layers."""
         name = f"{self.arch}.{key}"
         self._used.add(name)
-        value = self.metadata.get(name, default)
+        value = self.values.get(name, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ConfigError(f"{self.where}: {name} differs between layers, which is not supported: {value[:8]}")
             return value[0]
         return value
 
-    def number(self, key: str, default: Any = None) -> Any:
+    def required(self, key: str, default: Any = None) -> Any:
+        """As `get`. Raises ConfigError if there is neither a value nor a default."""
         value = self.get(key, default)
         if value is None:
             raise ConfigError(f"{self.where} lacks {self.arch}.{key}, which a {self.arch} needs. Is the file whole?")
@@ -62,7 +75,7 @@ class Fields:
 
     @property
     def model_type(self) -> str:
-        """That of config.json."""
+        """As in config.json. A Mistral without a window cannot be told from a Llama, and computes the same."""
         if self.arch != "llama":
             return str(self.arch)
         if self.get("expert_count"):
@@ -70,120 +83,119 @@ class Fields:
         return "mistral" if self.get("attention.sliding_window") else "llama"
 
     def unused(self) -> list[str]:
-        """Keys that nothing has asked for and that are switched on."""
-        keys = [key for key in self.metadata if key.startswith(f"{self.arch}.") and key not in self._used]
-        return [key for key in keys if self.metadata[key] not in (None, False, 0, 0.0, "")]
+        """Keys that are set and that nothing has asked for."""
+        keys = [key for key in self.values if key.startswith(f"{self.arch}.") and key not in self._used]
+        return [key for key in keys if self.values[key] not in (None, False, 0, 0.0, "")]
 
 
-def config_of(fields: Fields, headers: Mapping[str, TensorInfo], tables: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The contents of a config.json.
+def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The contents of config.json.
 
-    headers: under Hugging Face's names. tables: {name: values} of those in TABLES that the file has.
-    Raises ConfigError; warns of metadata that nothing here reads.
+    headers: under Hugging Face's names. tables: {name: values} of those in ROPE_TABLES that the file has.
+    Raises ConfigError. Warns of metadata that nothing here reads.
     """
-    model_type = fields.model_type
+    where, model_type = metadata.where, metadata.model_type
     embedding = headers.get("model.embed_tokens.weight")
     if embedding is None:
-        raise ConfigError(f"{fields.where} lacks token_embd.weight. Is it a whole language model?")
-    layers, heads, width = (fields.number(key) for key in ("block_count", "attention.head_count", "embedding_length"))
-    head_dim = fields.get("attention.key_length", width // heads)
-    if fields.get("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{fields.where}: values and keys of a head have other sizes, which is not supported")
+        raise ConfigError(f"{where} lacks token_embd.weight. Is it a whole language model?")
+    heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
+    defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
+    keys = _KEYS | _KEYS_OF.get(model_type, {})
+    fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
+    head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
+    if metadata.get("attention.value_length", head_dim) != head_dim:
+        raise ConfigError(f"{where}: values and keys of a head have other sizes, which is not supported")
     activation = FAMILIES[model_type][1][0]
     dtype = str(embedding.dtype).removeprefix("torch.")
-    context = fields.number("context_length")
     config = {
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_size": width,
-        "intermediate_size": fields.number("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
+        **fields,
         "hidden_act": activation,
-        "max_position_embeddings": context,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": float(fields.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(fields, tables, head_dim),
+        "rope_theta": float(metadata.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(metadata, tables, head_dim),
         "tie_word_embeddings": "lm_head.weight" not in headers,
-        **token_ids(fields.metadata, only_eos=True),
+        **token_ids(metadata.values, only_eos=True),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    window = fields.get("attention.sliding_window") or None
-    rotated = fields.get("rope.dimension_count", head_dim)
+    window = metadata.get("attention.sliding_window") or None
+    rotated = metadata.get("rope.dimension_count", head_dim)
     if model_type in ("llama", "qwen3"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
     if model_type == "llama":
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in headers
-    if model_type == "mixtral":
-        config["num_local_experts"] = fields.number("expert_count")
-        config["num_experts_per_tok"] = fields.number("expert_used_count")
     if model_type in ("gemma", "gemma2"):
         config["hidden_activation"] = activation
     if model_type == "gemma2":
-        # The 27B alone is scaled by its width; llama.cpp tells it by the number of its layers.
-        config["query_pre_attn_scalar"] = width // heads if layers == 46 else head_dim
-        config["attn_logit_softcapping"] = fields.get("attn_logit_softcapping", 50.0)
-        config["final_logit_softcapping"] = fields.get("final_logit_softcapping", 30.0)
+        config["query_pre_attn_scalar"] = _gemma2_scalar(fields["num_hidden_layers"], width, heads, head_dim)
         window = window or 4096
     if model_type == "phi3":
-        config["original_max_position_embeddings"] = fields.get("rope.scaling.original_context_length", context)
+        config["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", context)
         config["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
-        raise ConfigError(
-            f"{fields.where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} here does not"
-        )
+        raise ConfigError(f"{where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} does not")
     if model_type in ("mistral", "mixtral", "gemma2", "phi3"):
         config["sliding_window"] = window
     elif window is not None:
-        raise ConfigError(
-            f"{fields.where} has a window of {window}, and does not say which layers of a {model_type} have it"
-        )
-    if unknown := fields.unused():
+        raise ConfigError(f"{where} has a window of {window}, and does not say which layers of a {model_type} have it")
+    if unknown := metadata.unused():
         warnings.warn(
-            f"{fields.where} has metadata that is not used here: {', '.join(unknown)}. If one of them changes what the "
+            f"{where} has metadata that is not used here: {', '.join(unknown)}. If one of them changes what the "
             "model computes, do not trust its output.",
             stacklevel=2,
         )
     return config
 
 
-def _rope_scaling(fields: Fields, tables: Mapping[str, Tensor], head_dim: int) -> dict[str, Any] | None:
-    """config.json's rope_scaling."""
-    kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor")
-    original, scale = fields.get("rope.scaling.original_context_length"), fields.get("rope.scaling.attn_factor")
+def _rope_scaling(metadata: Metadata, tables: Mapping[str, Tensor], head_dim: int) -> dict[str, Any] | None:
+    """rope_scaling of config.json."""
+    get = metadata.get
+    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
+    original, scale = get("rope.scaling.original_context_length"), get("rope.scaling.attn_factor")
     if "rope_freqs.weight" in tables:
-        return _llama3_rule(fields, tables["rope_freqs.weight"], head_dim)
+        return _llama3_rule(metadata, tables["rope_freqs.weight"], head_dim)
     if len(tables) == 2:
         longrope: dict[str, Any] = {"type": "longrope"}
-        for name, table in zip(("long_factor", "short_factor"), TABLES[1:], strict=True):
+        for name, table in zip(("long_factor", "short_factor"), ROPE_TABLES[1:], strict=True):
             longrope[name] = [float(str(np.float32(value))) for value in tables[table].tolist()]
-        context, usual = fields.number("context_length"), 1.0
+        context, usual = metadata.required("context_length"), 1.0
         if original and context > original:
             usual = math.sqrt(1 + math.log(context / original) / math.log(original))
         if scale is not None and not math.isclose(scale, usual, rel_tol=1e-6):
             longrope["attention_factor"] = scale
         return longrope
-    if kind == "linear" or (kind == "none" and fields.get("rope.scale_linear", 1.0) != 1.0):
-        return {"rope_type": "linear", "factor": factor or fields.get("rope.scale_linear")}
+    if kind == "linear" or (kind == "none" and get("rope.scale_linear", 1.0) != 1.0):
+        return {"rope_type": "linear", "factor": factor or get("rope.scale_linear")}
     if kind == "yarn" and scale in (None, 1.0):
-        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name, usual_beta in (("beta_fast", 32.0), ("beta_slow", 1.0)):
-            if (beta := fields.get(f"rope.scaling.yarn_{name}", usual_beta)) != usual_beta:
-                rope[name] = beta
-        return rope
+        betas = {"beta_fast": 32.0, "beta_slow": 1.0}
+        found = {name: get(f"rope.scaling.yarn_{name}", usual) for name, usual in betas.items()}
+        unusual = {name: beta for name, beta in found.items() if beta != betas[name]}
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **unusual}
     if kind != "none":
         raise ConfigError(
-            f"{fields.where}: rope.scaling.type {kind} as it is set there is not supported; linear and yarn are"
+            f"{metadata.where}: rope.scaling.type {kind} as it is set there is not supported; linear and yarn are"
         )
     return None
 
 
+def _llama3_rule(metadata: Metadata, divisors: Tensor, head_dim: int) -> dict[str, Any]:
+    """The rope_scaling that has these divisors; low, high and original length are the same in all released files."""
+    rule = {"rope_type": "llama3", "factor": float(str(np.float32(divisors.max().item()))), "low_freq_factor": 1.0}
+    rule |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    theta = float(metadata.get("rope.freq_base", 10000.0))
+    expected = torch.tensor(llama3_divisors({**rule, "rope_theta": theta}, head_dim))
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5, atol=0.0):
+        raise ConfigError(
+            f"{metadata.where}: rope_freqs.weight is not Llama 3's rule with its usual numbers (1, 4, 8192), and no "
+            "other one is supported.\n  Next: use the checkpoint in Hugging Face's layout."
+        )
+    return rule
+
+
 def llama3_divisors(rope: Mapping[str, Any], dim: int) -> list[float]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, between them a blend."""
+    """The divisor of each frequency: 1 for short waves, `factor` for long ones, a blend between them."""
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     divisors = []
     for i in range(0, dim, 2):
@@ -193,15 +205,88 @@ def llama3_divisors(rope: Mapping[str, Any], dim: int) -> list[float]:
     return divisors
 
 
-def _llama3_rule(fields: Fields, divisors: Tensor, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling that has these divisors; low, high and original length are the same in all released files."""
-    rule = {"rope_type": "llama3", "factor": float(str(np.float32(divisors.max().item()))), "low_freq_factor": 1.0}
-    rule |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    theta = float(fields.get("rope.freq_base", 10000.0))
-    expected = torch.tensor(llama3_divisors({**rule, "rope_theta": theta}, head_dim))
-    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5, atol=0.0):
+def _gemma2_scalar(layers: int, width: int, heads: int, head_dim: int) -> int:
+    """query_pre_attn_scalar as llama.cpp takes it: the 27B alone, known by its 46 layers, is scaled by its width."""
+    return width // heads if layers == 46 else head_dim
+
+
+def metadata_of(config: Any, rotary: Any) -> dict[str, int | float | str]:
+    """{key, after the architecture: value} of a model's config. rotary: its RotaryEmbedding."""
+    rope, kind = config.rope_parameters, config.model_type
+    keys = _KEYS | _KEYS_OF.get(kind, {})
+    found: dict[str, int | float | str] = {"vocab_size": config.vocab_size}
+    for key, field in keys.items():
+        value = getattr(config, field)
+        found[key] = float(value) if key in _DEFAULTS else value  # a cap may be a whole number in config.json
+    found |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
+    found["rope.freq_base"] = float(rope["rope_theta"])
+    window = getattr(config, "sliding_window", None)
+    if kind == "phi3":
+        found["rope.scaling.original_context_length"] = config.original_max_position_embeddings
+        window = window or 0  # llama.cpp takes a missing key for a window
+    if window is not None:
+        found["attention.sliding_window"] = window
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(_factor(config))}
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        found["rope.scaling.yarn_beta_fast"] = float(rope.get("beta_fast") or 32)
+        found["rope.scaling.yarn_beta_slow"] = float(rope.get("beta_slow") or 1)
+    if rope["rope_type"] == "longrope":
+        found["rope.scaling.attn_factor"] = float(rotary.attention_scaling)
+    return found
+
+
+def check(model: Any, where: str) -> None:
+    """Raises ConfigError if llama.cpp computes a model otherwise. Warns of a window that it ignores."""
+    c = model.config
+    if c.model_type not in FAMILIES:
         raise ConfigError(
-            f"{fields.where}: rope_freqs.weight is not Llama 3's rule with its usual numbers (1, 4, 8192), and no "
-            "other one is supported.\n  Next: use the checkpoint in Hugging Face's layout."
+            f"{where} is a {c.model_type}, and GGUF files are written for {', '.join(FAMILIES)} alone.\n"
+            "  Next: keep another layout."
         )
-    return rule
+    arch, activations = FAMILIES[c.model_type]
+    layers = range(c.num_hidden_layers)
+    odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
+    if arch in ("gemma", "gemma2"):
+        odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
+    if arch in ("gemma", "gemma2", "qwen3"):
+        odd += ["attention_bias"] * c.attention_bias
+    if arch == "gemma2":
+        scalar = _gemma2_scalar(len(layers), c.hidden_size, c.num_attention_heads, c.head_dim)
+        if c.query_pre_attn_scalar != scalar:
+            odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
+        odd += [f"{name} null" for name in _DEFAULTS if getattr(c, name) is None]
+        if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
+            odd.append("layer_types other than sliding, full, sliding, full, ...")
+    if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:
+        odd.append(f"head_dim {c.head_dim} (it takes hidden_size / num_attention_heads)")
+    odd += _odd_rope(c, model.decoder.rotary_emb, arch)
+    if odd:
+        raise ConfigError(
+            f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {c.model_type}.\n  Next: keep another layout."
+        )
+    windows = [window for i in layers if (window := c.window(i)) is not None]
+    if windows and arch != "gemma2" and min(windows) < c.max_position_embeddings:
+        warnings.warn(
+            f"{where}: llama.cpp ignores the window of {min(windows)} tokens of a {c.model_type}: its output differs "
+            "for longer texts. Run it with a context of that size (-c) where this matters.",
+            stacklevel=4,
+        )
+
+
+def _odd_rope(config: Any, rotary: Any, arch: str) -> list[str]:
+    rope = config.rope_parameters
+    kind, scaling = rope["rope_type"], rotary.attention_scaling
+    if kind == "dynamic" or (kind == "llama3" and arch != "llama") or (kind == "longrope" and arch != "phi3"):
+        return [f"rope_type {kind}"]
+    if kind != "yarn":
+        return []
+    usual = 1.0 + 0.1 * math.log(max(1.0, _factor(config)))
+    odd = ["rope_type yarn with truncate false"] * ("truncate" in rope and not rope["truncate"])
+    return odd + [f"rope_type yarn with attention_factor {scaling:.6g}"] * (abs(scaling - usual) > 1e-6)
+
+
+def _factor(config: Any) -> float:
+    rope = config.rope_parameters
+    return rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"]

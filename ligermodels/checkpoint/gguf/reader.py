@@ -1,16 +1,8 @@
-"""GGUF, llama.cpp's one file of weights, configuration and tokenizer, read as a folder in Hugging Face's layout.
+"""Reads a GGUF file as a folder in Hugging Face's layout (`folder_of`), one tensor at a time.
 
-`folder_of` gives that folder: config.json and the tokenizer's files are made from the metadata, the weights are read
-from the file, one tensor at a time. writer.py writes such files and says how they differ from a checkpoint;
-this is its inverse:
-- "llama" holds Llama, Mistral and Mixtral: with experts it is a mixtral, with a window a mistral, else a llama, which
-  computes the same as a Mistral without a window. Its rows of q and k are permuted back, so are their biases.
-- 1 is subtracted from Gemma's norm weights. Stacked experts are one tensor each. No output.weight means a tied head.
-- rope_freqs must be Llama 3's rule with its usual numbers; rope_factors_long and _short are LongRoPE's tables.
-- Quantised tensors are dequantised by the gguf package, to fp32. The dtype of a checkpoint is that of its matrices;
-  vectors and routers, which are fp32 in every file, are given in that dtype where it holds their values exactly.
-
-Checked against: gguf 0.19 (constants.py, quants.py), convert_hf_to_gguf.py and src/llama-model.cpp of llama.cpp.
+config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
+package. The checkpoint has the dtype of the matrices. Vectors and routers, which are fp32 in every file, get that dtype
+too where it holds their values exactly. rope_freqs must be Llama 3's rule with its usual numbers.
 """
 
 import functools
@@ -29,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
-from ligermodels.checkpoint.gguf.config import FAMILIES, TABLES, Fields, config_of
+from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, Metadata, config_of
 from ligermodels.checkpoint.gguf.tokenizer import token_ids, tokenizer_files
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.errors import CheckpointError, ConfigError
@@ -39,7 +31,7 @@ TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
     13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16",
 }  # fmt: skip
-"""The number of a tensor's type -> its name."""
+"""{number of a tensor's type: its name}."""
 
 _TENSORS = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -103,22 +95,22 @@ _roots: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class _Stored(NamedTuple):
-    """A tensor of the file: its type and shape, and where its bytes begin."""
+    """A tensor of the file: its type, its shape and the offset of its bytes."""
 
     type: str
     shape: tuple[int, ...]
     start: int
 
     def part(self, index: int, nbytes: int) -> Self:
-        """Box `index` of a stacked tensor, each of `nbytes`."""
+        """Tensor `index` of a stack of tensors, each of `nbytes`."""
         return self._replace(shape=self.shape[1:], start=self.start + index * nbytes)
 
 
 class GgufFile:
-    """The header of a GGUF file: metadata {key: value}, and tensors {name: type, shape, place}; the rest is mapped.
+    """The header of a GGUF file: metadata {key: value}, and tensors {name: type, shape, offset}. The file is mapped.
 
     The gguf package's own reader takes seconds for a vocabulary of usual size.
-    Raises CheckpointError for a file that is damaged, cut short, or has a type of tensor that is not read.
+    Raises CheckpointError for a file that is damaged, cut short, or has a tensor of a type that is not read.
     """
 
     def __init__(self, path: Path):
@@ -174,7 +166,7 @@ class GgufFile:
         (size,) = self._unpack("<Q")
         self._at += size
         if self._at > len(self._map):
-            raise ValueError("a text runs beyond the end")
+            raise ValueError("a string is longer than the file")
         return self._map[self._at - size : self._at].decode()
 
     def _value(self, kind: int) -> Any:
@@ -203,10 +195,10 @@ class GgufFile:
 
 
 class GgufReader:
-    """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader` with a config and files.
+    """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader`.
 
-    headers: {name: TensorInfo}, in the one dtype of the checkpoint; see the module. types: {name: how it is stored}.
-    is_mapped: as of the other readers.
+    headers: {name: TensorInfo}, in the one dtype of the checkpoint. types: {name: type in the file, such as "Q4_0"}.
+    is_mapped: as in `reading`.
     Raises CheckpointError, HubError, and ConfigError for an architecture or a configuration that is not computed here.
     """
 
@@ -214,12 +206,12 @@ class GgufReader:
 
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
-        self._fields = Fields(self._file.metadata, str(path))
-        self._model_type, self._heads = self._fields.model_type, self._fields.number("attention.head_count")
+        self._metadata = Metadata(self._file.metadata, str(path))
+        self._model_type, self._heads = self._metadata.model_type, self._metadata.required("attention.head_count")
         self._boxes: dict[str, _Stored] = {}
         names = _TENSORS | _OF_FAMILY.get(self._model_type, {})
         for name, stored in self._file.tensors.items():
-            if name in TABLES:
+            if name in ROPE_TABLES:
                 continue
             ours, experts = _renamed(name, names), stored.shape[0] if name.endswith("_exps.weight") else 0
             nbytes = self._file.nbytes(stored) // max(experts, 1)
@@ -235,22 +227,18 @@ class GgufReader:
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
         tensor = self._values(name)
-        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.q_proj." in name:
-            tensor = to_halves(tensor, self._heads)
-        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.k_proj." in name:
-            tensor = to_halves(tensor, self._fields.get("attention.head_count_kv", self._heads))
+        if FAMILIES[self._model_type][0] == "llama":
+            if ".self_attn.q_proj." in name:
+                tensor = to_halves(tensor, self._heads)
+            if ".self_attn.k_proj." in name:
+                tensor = to_halves(tensor, self._metadata.get("attention.head_count_kv", self._heads))
         return tensor.to(self.headers[name].dtype)
-
-    def config(self) -> dict[str, Any]:
-        """The contents of a config.json."""
-        tables = {name: self._file.read(stored) for name, stored in self._file.tensors.items() if name in TABLES}
-        return config_of(self._fields, self.headers, tables)
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""
-        config, ids = self.config(), token_ids(self._file.metadata)
-        files = {"config.json": json_bytes(config)}
-        if ids:
+        tables = {name: self._file.read(stored) for name, stored in self._file.tensors.items() if name in ROPE_TABLES}
+        files = {"config.json": json_bytes(config_of(self._metadata, self.headers, tables))}
+        if ids := token_ids(self._file.metadata):
             files["generation_config.json"] = json_bytes(ids)
         return files | tokenizer_files(self._file.metadata, self._model_type, self.source)
 
@@ -261,7 +249,7 @@ class GgufReader:
         pass
 
     def _values(self, name: str) -> Tensor:
-        """As stored, but for Gemma's norms."""
+        """The values as stored, less 1 in Gemma's norms."""
         tensor = self._file.read(self._boxes[name])
         return tensor - 1.0 if self._model_type.startswith("gemma") and name.endswith("norm.weight") else tensor
 

@@ -1,25 +1,25 @@
-"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder.
+"""The tokenizer in a GGUF file's metadata as the files of a Hugging Face folder; vocabulary.py writes that metadata.
 
 - "gpt2", byte-level tokens with merges: tokenizer.json, whose pre-tokenizer is the one that `tokenizer.ggml.pre` names.
 - "llama", pieces with scores: tokenizer.model, sentencepiece's BPE. As in llama.cpp, control and user-defined tokens
   are split off first, and the dummy prefix stands before every text and after every such token.
-Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), which llama.cpp knows by
-name or leaves out, so do these files. Unused tokens after the last used one are not tokens.
-vocabulary.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
+
+Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), so do these files, although
+llama.cpp knows it by the model's name or leaves it out. Unused tokens at the end of the list are dropped.
 """
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ligermodels.errors import TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The types of tokens; sentencepiece's numbers too."""
+"""Types of tokens, in sentencepiece as well."""
 SPACE = "\u2581"
 PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
-"""Of these, only </s> strips the white space after it, as all other special tokens of Phi-3 do."""
+"""Of these, only </s> strips the white space after it; all other special tokens of Phi-3 do."""
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -34,27 +34,27 @@ PRE_TOKENIZERS = {
     (LLAMA_3_PATTERN, False): "dbrx",
     (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
-    # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
+    # Made from tiktoken's ranks, where merges make every token: ignore_merges changes nothing.
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
     (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
 }
-"""(the pattern that splits a text, whether whole words go before merges) -> llama.cpp's name for it."""
+"""{(the pattern that splits a text, ignore_merges of tokenizer.json): llama.cpp's name}."""
 
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-"""What llama.cpp splits by, one after the other, where a file says "default" or nothing."""
+"""The patterns that llama.cpp applies in turn where a file says "default" or nothing."""
 _WITH_BOS = ("llama-bpe", "tekken")
 _NO_ID = (1 << 64) - 1  # -1 in a protobuf
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def token_ids(metadata: Mapping[str, Any], only_eos: bool = False) -> dict[str, Any]:
-    """bos, eos and pad ids as generation_config.json has them: the ends of a text, a turn and a message are eos ids.
+    """BOS, EOS and pad ids for generation_config.json: the ends of a text, a turn and a message are EOS ids.
 
-    only_eos: as config.json has them, with the end of a text alone.
+    only_eos: for config.json, where the end of a text is the only EOS id.
     """
     ends = [metadata.get(f"tokenizer.ggml.{name}") for name in (_ENDS[:1] if only_eos else _ENDS)]
     found = list(dict.fromkeys(end for end in ends if end is not None))
@@ -69,7 +69,7 @@ def token_ids(metadata: Mapping[str, Any], only_eos: bool = False) -> dict[str, 
 def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) -> dict[str, bytes]:
     """{name: content} of tokenizer.json or tokenizer.model, tokenizer_config.json and the chat templates.
 
-    None of them where the file has no tokenizer. Raises TokenizerError.
+    Empty if the file has no tokenizer. Raises TokenizerError.
     """
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
@@ -98,9 +98,9 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
             config |= {"tokenizer_class": "GemmaTokenizer" if model_type.startswith("gemma") else "LlamaTokenizer"}
             config |= {"legacy": True, "added_tokens_decoder": {str(index): token for index, token in added.items()}}
             files["tokenizer.model"] = _sentencepiece(metadata, tokens, types)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, TokenizerError):
-            raise
+    except TokenizerError:
+        raise
+    except Exception as error:  # tokenizers raises no narrower one
         raise TokenizerError(f"{where}: its tokenizer is damaged: {type(error).__name__}: {error}") from error
     return files | {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
 
@@ -146,68 +146,38 @@ def _added(tokens: list[str], types: list[int], model_type: str) -> dict[int, di
 def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], added: Mapping[int, Any], config: Mapping[str, Any], where: str
 ) -> bytes:
-    """tokenizer.json. Raises TokenizerError for a pre-tokenizer that is not known."""
+    """tokenizer.json. Raises TokenizerError for a pre-tokenizer that is not supported."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
     pre = _pre(metadata)
-    known = {name: (cuts, whole) for (cuts, whole), name in reversed(PRE_TOKENIZERS.items())}
+    known = {name: key for key, name in reversed(PRE_TOKENIZERS.items())}
     if pre not in (*known, "default"):
         raise TokenizerError(
             f"{where}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported; supported: "
             f"{', '.join((*known, 'default'))}.\n  Next: use the checkpoint in Hugging Face's layout."
         )
-    cuts, ignore_merges = known.get(pre, (_DEFAULT, False))
-    steps: list[dict[str, Any]] = []
-    if isinstance(cuts, tuple):
-        steps = [_split(pattern) for pattern in cuts]
-    elif not cuts.endswith("ByteLevel"):
-        steps = [_split(cuts)]
-    elif cuts.startswith("Digits"):
-        steps = [{"type": "Digits", "individual_digits": True}]
-    by_regex = not isinstance(cuts, tuple) and cuts.endswith("ByteLevel")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": by_regex}
-    state = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": index, **token} for index, token in added.items()],
-        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, byte_level]},
-        "post_processor": _around(config, tokens),
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": ignore_merges,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
-        },
-    }
-    return json.dumps(state, ensure_ascii=False).encode()
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-def _around(config: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """The post-processor, which adds BOS and EOS."""
-    names = [config[f"{name}_token"] for name in ("bos", "eos") if config[f"add_{name}_token"]]
-    special = {name: {"id": name, "ids": [tokens.index(name)], "tokens": [name]} for name in names}
-    parts = {name: {"SpecialToken": {"id": name, "type_id": 0}} for name in names}
-    before = [parts[config["bos_token"]]] if config["add_bos_token"] else []
-    after = [parts[config["eos_token"]]] if config["add_eos_token"] else []
-    one, other = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
-    single = [*before, one, *after]
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, *before, other, *after],
-        "special_tokens": special,
-    }
+    pattern, ignore_merges = known.get(pre, ("", False))
+    by_regex = pattern.endswith("ByteLevel")
+    patterns = _DEFAULT if pre == "default" else () if by_regex else (pattern,)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+    if pattern.startswith("Digits"):
+        steps = [pre_tokenizers.Digits(individual_digits=True)]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    made: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=by_regex)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
+    made.decoder = decoders.ByteLevel()
+    named = [name for name in ("bos", "eos") if config[f"add_{name}_token"]]
+    special = [{"id": n, "ids": [tokens.index(config[f"{n}_token"])], "tokens": [config[f"{n}_token"]]} for n in named]
+    around = ["bos"] * ("bos" in named), ["eos"] * ("eos" in named)
+    one, other = ([*around[0], part, *around[1]] for part in ("$A", "$B:1"))
+    made.post_processor = processors.TemplateProcessing(single=one, pair=one + other, special_tokens=special)
+    made.add_special_tokens([AddedToken(**token) for token in added.values() if token["special"]])
+    made.add_tokens([AddedToken(**token) for token in added.values() if not token["special"]])
+    return made.to_str().encode()
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> bytes:
@@ -245,3 +215,28 @@ def _varint(value: int) -> bytes:
         found.append(value & 127 | 128)
         value >>= 7
     return bytes([*found, value])
+
+
+def protobuf_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, int or bytes) of each field of a protobuf message."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
+        yield key >> 3, data[at : at + size]
+        at += size

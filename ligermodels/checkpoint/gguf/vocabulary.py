@@ -1,9 +1,7 @@
-"""A checkpoint's tokenizer in llama.cpp's keys: tokens, their types and scores or merges, special ids, chat templates.
+"""Writes a tokenizer as GGUF metadata: tokens, their types, scores or merges, special ids and chat templates.
 
-Two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or from the merges of a tokenizer.json) and
-byte-level tokens with merges, where llama.cpp has a name for how a text is split before they apply.
-What llama.cpp does not support is refused.
-Checked against: gguf 0.19 (gguf_writer.py) and src/llama-vocab.cpp of llama.cpp.
+There are two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or the merges of tokenizer.json), and byte-level tokens with merges, if llama.cpp has a name for their pre-tokenizer. Other tokenizers are refused.
+There is a token for each row of the embedding; a row without one is named [PAD<row>].
 """
 
 import dataclasses
@@ -12,7 +10,7 @@ import re
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from ligermodels.checkpoint.gguf.tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    protobuf_fields,
 )
 from ligermodels.errors import CheckpointError, TokenizerError
 
@@ -44,9 +43,9 @@ class _Piece:
 def add_tokenizer(
     writer: Any, files: Mapping[str, bytes | Path], open_folder: Callable[[Path], Any], rows: int, where: str
 ) -> bool:
-    """Adds tokens, special ids and chat templates.
+    """Adds tokens, special ids and chat templates to a GGUFWriter.
 
-    open_folder: makes the Tokenizer of a folder, here of `files`. rows: of the embedding.
+    files: of a Hugging Face folder. open_folder: makes the Tokenizer of a folder. rows: of the embedding.
     Returns whether special tokens strip the white space after them, as in Phi-3.
     Raises CheckpointError, TokenizerError.
     """
@@ -65,9 +64,8 @@ def add_tokenizer(
         except TokenizerError as error:
             raise TokenizerError(str(error).replace(folder, where)) from error
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            # tokenizers and sentencepiece skip what they do not know
             raise TokenizerError(
-                f"{where}: its tokenizer's files are not built as others are: {type(error).__name__}: {error}.\n"
+                f"{where}: its tokenizer's files have an unknown structure: {type(error).__name__}: {error}.\n"
                 "  Likely: damaged or edited; fetch it again."
             ) from error
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
@@ -78,7 +76,7 @@ def add_tokenizer(
     stops = [index for index in tokenizer.chat_stop_ids if index != ids["eos"]]
     ids |= dict(zip(("eot", "eom"), reversed(stops), strict=False))
     if len(stops) > 2:
-        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are left out.", stacklevel=4)
+        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are dropped.", stacklevel=4)
     for kind, index in ids.items():
         if index is not None and index < rows:
             getattr(writer, f"add_{kind}_token_id")(index)
@@ -91,7 +89,7 @@ def add_tokenizer(
 
 
 def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
-    """The vocabulary: pieces and scores, or byte-level tokens and merges. Returns as `add_tokenizer`."""
+    """Adds pieces and scores, or byte-level tokens and merges. Returns the same as `add_tokenizer`."""
     json_path, model_path = tokenizer.files.path("tokenizer.json"), tokenizer.files.path("tokenizer.model")
     state = json.loads(json_path.read_bytes()) if json_path else {}
     flags = [*(state.get("added_tokens") or ()), *map(dataclasses.asdict, tokenizer.files.added)]
@@ -110,13 +108,12 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
         raise TokenizerError(f"{where}: llama.cpp does not compute the normalizer {', '.join(odd)} of tokenizer.json")
     if "NFC" in normalizers:
         warnings.warn(
-            f"{where}: llama.cpp leaves out the NFC of tokenizer.json: decomposed characters get other ids.",
+            f"{where}: llama.cpp ignores the NFC of tokenizer.json: decomposed characters get other ids.",
             stacklevel=5,
         )
     if tokenizer.vocab_size > rows:
         warnings.warn(
-            f"{where}: the tokens from id {rows} on, to {tokenizer.vocab_size - 1}, are left out: the embedding has no "
-            "rows for them.",
+            f"{where}: tokens {rows} to {tokenizer.vocab_size - 1} are dropped: the embedding has no rows for them.",
             stacklevel=5,
         )
     special, text_of = tokenizer.backend.special_ids, tokenizer.backend.id_to_token
@@ -125,9 +122,9 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
     for index, piece in enumerate(tokens):
         if ids.setdefault(piece.text, index) != index:
             both = f"{ids[piece.text]} and {index}"
-            raise TokenizerError(f"{where}: {both} are both {piece.text[:80]!r}, which llama.cpp cannot tell apart")
-    if pieces is None and not model["merges"]:  # the gguf package leaves an empty list out
-        raise TokenizerError(f"{where}: tokenizer.json has no merges, and llama.cpp reads no file without")
+            raise TokenizerError(f"{where}: {both} are both {piece.text[:80]!r}, which llama.cpp cannot distinguish")
+    if pieces is None and not model["merges"]:  # the gguf package drops an empty list
+        raise TokenizerError(f"{where}: tokenizer.json has no merges, and llama.cpp reads no file without merges")
     writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
     writer.add_tokenizer_pre(_pre_tokenizer(state, where) if pieces is None else "default")
     writer.add_token_list([piece.text.encode() for piece in tokens])
@@ -144,7 +141,7 @@ def _add_tokens(writer: Any, tokenizer: Any, rows: int, where: str) -> bool:
 def _token(
     index: int, text: str | None, pieces: Mapping[int, _Piece] | None, special: Container[int], added: Container[int]
 ) -> _Piece:
-    """The token of a row. pieces: sentencepiece's, None for byte-level tokens. special, added: ids that are."""
+    """The token of a row. pieces: sentencepiece's, None for byte-level tokens. special, added: ids of such tokens."""
     if text is None:
         return _Piece(f"[PAD{index}]", _ADDED_SCORE, UNUSED)
     own = pieces.get(index) if pieces is not None else None
@@ -153,69 +150,44 @@ def _token(
         own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else kind)
     elif own.type in (NORMAL, USER_DEFINED) and (index in special or index in added):
         own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else USER_DEFINED)
-    if pieces is not None and own.type == USER_DEFINED:  # looked for in the text before its spaces are replaced
+    if pieces is not None and own.type == USER_DEFINED:  # llama.cpp finds it in the text before it replaces spaces
         own = _Piece(own.text.replace(SPACE, " "), own.score, own.type)
     return own
 
 
 def sentencepiece_pieces(data: bytes) -> dict[int, _Piece]:
-    """The pieces of a tokenizer.model, a protobuf: its Python library does not tell all of their types."""
+    """The pieces of a tokenizer.model, a protobuf; sentencepiece's own API lacks the type USER_DEFINED."""
     pieces: dict[int, _Piece] = {}
-    for number, value in _fields(data):
+    for number, value in protobuf_fields(data):
         if number == 1:
-            fields = dict(_fields(value))
+            fields = dict(protobuf_fields(value))
             score = struct.unpack("<f", fields.get(2, bytes(4)))[0]
             pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, NORMAL))
-        elif number == 2 and dict(_fields(value)).get(3, 1) != 2:
-            raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, the one that llama.cpp computes")
-        elif number == 3 and dict(_fields(value)).get(4, 1):
+        elif number == 2 and dict(protobuf_fields(value)).get(3, 1) != 2:
+            raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, which alone llama.cpp computes")
+        elif number == 3 and dict(protobuf_fields(value)).get(4, 1):
             warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=6)
     return pieces
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, int or bytes) of each field of a protobuf message."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value, shift = 0, 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-            shift += 7
-
-    while at < len(data):
-        key = varint()
-        if key & 7 == 0:
-            yield key >> 3, varint()
-            continue
-        size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
-        yield key >> 3, data[at : at + size]
-        at += size
-
-
 def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]:
-    """The pieces of a sentencepiece model of which only a tokenizer.json is left.
+    """The pieces of a sentencepiece model of which only tokenizer.json is there.
 
-    Its merges are all the ways to make each piece, in the order of the pieces' scores; so the place of the first way
-    is a score that orders them alike. Raises TokenizerError where merges are not of that kind.
+    Its merges are all pairs that make each piece, in the order of the pieces' scores. So the rank of a piece's first
+    pair gives a score with the same order. Raises TokenizerError for merges of another kind.
     """
     vocab, merges = model["vocab"], [_pair(merge) for merge in model["merges"]]
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
-    ways = set(merges)
+    pairs = set(merges)
     for text in ranks:
         cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
-        lost = next((cut for cut in cuts if cut not in ways and cut[0] in vocab and cut[1] in vocab), None)
+        lost = next((cut for cut in cuts if cut not in pairs and cut[0] in vocab and cut[1] in vocab), None)
         if lost and not {vocab[part] for part in lost} & added:
             raise TokenizerError(
-                f"tokenizer.json makes {text[:80]!r}, and not of {lost[0][:80]!r} and {lost[1][:80]!r}: its merges are "
-                "not those of a sentencepiece model, and llama.cpp would split texts otherwise.\n"
+                f"tokenizer.json merges {text[:80]!r}, but not from {lost[0][:80]!r} and {lost[1][:80]!r}: its merges "
+                "are not those of a sentencepiece model, and llama.cpp would split texts differently.\n"
                 "  Next: put the tokenizer.model that it was made from beside it."
             )
     pieces, unknown = {}, model.get("unk_token")
@@ -240,7 +212,7 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 
 def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
-    """llama.cpp's name for how a tokenizer.json splits a text before it merges. Raises TokenizerError."""
+    """llama.cpp's name for the pre-tokenizer of a tokenizer.json. Raises TokenizerError."""
     steps = state.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers") or [steps]
     cuts = []
@@ -254,7 +226,7 @@ def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
     name = PRE_TOKENIZERS.get((" ".join(cuts), bool(state["model"].get("ignore_merges"))))
     if name is None or not known or not byte_level:
         raise TokenizerError(
-            f"{where}: llama.cpp has no name for how tokenizer.json splits texts: {' '.join(cuts)[:200] or steps!r}.\n"
-            "  Likely: a tokenizer of another family than those of the zoo."
+            f"{where}: llama.cpp has no name for the pre-tokenizer of tokenizer.json: "
+            f"{' '.join(cuts)[:200] or steps!r}.\n  Likely: a tokenizer of another family than those of the zoo."
         )
     return name
