@@ -1,4 +1,4 @@
-"""The options of a conversion, which are checked before anything is read and without torch."""
+"""The options of a conversion. They are checked before anything is read, and without torch."""
 
 import dataclasses
 import os
@@ -13,28 +13,27 @@ from ligermodels.errors import InputError
 Level = Literal["none", "keys", "bytes", "logits"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 KEPT = ("keep", "auto")
-"""The names that leave dtypes as they are."""
+"""Names of a dtype that mean no cast."""
 Target = Literal["hf", "dcp", "gguf"]
 TARGETS: tuple[Target, ...] = ("hf", "dcp", "gguf")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The layout to convert a checkpoint to, and how.
+    """Options of `convert`.
 
-    to: "hf", "dcp" (under the names that models have in memory, ours and transformers') or "gguf" (one file, for
-    llama.cpp, whose name ends in .gguf). None: "gguf" for a destination of such a name, else "hf".
+    to: the layout to write: "hf", "dcp" (with the names of the model in memory) or "gguf" (one file for llama.cpp).
+        None: "gguf" if the destination ends in .gguf, else "hf".
     name: of the model, for people, in a GGUF file; by default that of its repository or folder (`writer.model_name`).
-    dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
-    max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
-    instead.
-    adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
-    checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
-    without a known one.
+    dtype: "keep" or "auto" for no cast, or a name of `dtypes.NAMES`, such as "bf16".
+    max_shard_size: as in `save_pretrained`, by default "5GB". like: shard as the source is sharded instead.
+    adapter: the folder of a LoRA adapter to merge.
+    config: the folder of config.json and tokenizer, for a distributed checkpoint or a state dict without them.
+    rope_factor: of Meta's `use_scaled_rope`, for a model size that Meta has not published.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
-    verify: how far the result is compared with the source before it takes its place; see `verify`.
+    verify: the level at which the result is compared with the source before it replaces the destination; see `verify`.
     overwrite: replace weights and files in the destination.
-    dry_run: plan and check from headers, write nothing. progress: bars on stderr, if that is a terminal.
+    dry_run: plan and check from headers, write nothing. progress: show bars on stderr if that is a terminal.
     """
 
     to: Target | None = None
@@ -54,10 +53,7 @@ class Options:
 
 
 def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None, Options]:
-    """The folder or, for "gguf", the file to write, None for a dry run; and the options with their `to`.
-
-    Raises InputError.
-    """
+    """(the folder or GGUF file to write, None for a dry run; the options with `to` filled in). Raises InputError."""
     dtype_name(options.dtype, KEPT)
     is_gguf_name = Path(str(dst or "")).suffix.lower() == ".gguf"
     if options.to is None:

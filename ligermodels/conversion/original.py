@@ -31,18 +31,17 @@ Source: args.py and model.py of meta-llama/llama-models (llama3), example_params
 of mistralai/mistral-inference; the conversion scripts for llama, mistral and mixtral in transformers' sources.
 """
 
+import contextlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ligermodels.arch import ARCHS
 from ligermodels.arch.llama import LlamaConfig
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
@@ -55,32 +54,49 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.text.sentencepiece_backend import is_tiktoken
 
 PARAMS = "params.json"
-EMBEDDING = "tok_embeddings.weight"
-_NOT_IN_PARAMS = {
-    "max_position_embeddings", "bos_token_id", "eos_token_id", "hidden_act", "dtype", "torch_dtype"
+ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}
+"""{dim of a Llama with scaled rope: its factor}: 32 for 3.2-1B and 3B, 8 for 3.1 and 3.3."""
+_SCALED_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_THETA = 500000.0
+_TOKEN_IDS = {128256: (128000, 128001), 32000: (1, 2), 32016: (1, 2)}
+"""{vocab_size: (BOS, EOS)} of Llama 3, Llama 2 and Code Llama."""
+_NOT_IN_PARAMS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "hidden_act", "dtype", "torch_dtype"}
+"""Fields that are guessed if there is no config.json."""
+_META_REQUIRED = ("dim", "n_layers", "n_heads", "norm_eps")
+_META_KNOWN = {
+    *_META_REQUIRED, "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "rope_theta", "use_scaled_rope",
+    "rope_scaling_factor", "max_batch_size", "max_seq_len",
 }  # fmt: skip
-"""Fields that are guessed where no config.json says them."""
+_MISTRAL_REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
+_MISTRAL_KNOWN = {
+    *_MISTRAL_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe", "model_type",
+    "max_seq_len", "max_batch_size", "max_position_embeddings",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a tensor of Meta's is called by Hugging Face, the dim along which ranks cut it, whose rows are permuted."""
+class Place(NamedTuple):
+    """Hugging Face's name of a tensor, the dim that Meta's ranks cut, and the field that counts permuted heads."""
 
     name: str
     axis: int | None = None
     heads: str = ""
 
 
+_EMBEDDING, _QUERIES, _GATE = (
+    "tok_embeddings.weight",
+    "layers.{}.attention.wq.weight",
+    "layers.{}.feed_forward.w1.weight",
+)
 _EXPERT = "model.layers.{}.block_sparse_moe.experts.{}."
 PLACES = {
-    "tok_embeddings.weight": Place("model.embed_tokens.weight", 0),
+    _EMBEDDING: Place("model.embed_tokens.weight", 0),
     "layers.{}.attention_norm.weight": Place("model.layers.{}.input_layernorm.weight"),
-    "layers.{}.attention.wq.weight": Place("model.layers.{}.self_attn.q_proj.weight", 0, "n_heads"),
+    _QUERIES: Place("model.layers.{}.self_attn.q_proj.weight", 0, "n_heads"),
     "layers.{}.attention.wk.weight": Place("model.layers.{}.self_attn.k_proj.weight", 0, "n_kv_heads"),
     "layers.{}.attention.wv.weight": Place("model.layers.{}.self_attn.v_proj.weight", 0),
     "layers.{}.attention.wo.weight": Place("model.layers.{}.self_attn.o_proj.weight", 1),
     "layers.{}.ffn_norm.weight": Place("model.layers.{}.post_attention_layernorm.weight"),
-    "layers.{}.feed_forward.w1.weight": Place("model.layers.{}.mlp.gate_proj.weight", 0),
+    _GATE: Place("model.layers.{}.mlp.gate_proj.weight", 0),
     "layers.{}.feed_forward.w2.weight": Place("model.layers.{}.mlp.down_proj.weight", 1),
     "layers.{}.feed_forward.w3.weight": Place("model.layers.{}.mlp.up_proj.weight", 0),
     "layers.{}.feed_forward.gate.weight": Place("model.layers.{}.block_sparse_moe.gate.weight"),
@@ -93,77 +109,31 @@ PLACES = {
 
 def place_of(name: str) -> Place:
     """The place of one of Meta's or Mistral's tensors; one that is unknown keeps its name."""
-    pattern, numbers = _split(name)
-    place = PLACES.get(pattern)
-    return Place(name) if place is None else Place(place.name.format(*numbers), place.axis, place.heads)
+    place = PLACES.get(re.sub(r"\.\d+\.", ".{}.", name), Place(name))
+    return place._replace(name=place.name.format(*re.findall(r"\.(\d+)\.", name)))
 
 
-def _split(name: str) -> tuple[str, list[str]]:
-    """A name with {} for each number in it, and the numbers."""
-    return re.sub(r"\.\d+\.", ".{}.", name), re.findall(r"\.(\d+)\.", name)
+class _OriginalSource(Source):
+    """Base of the two sources. params: params.json.
 
+    Raises CheckpointError for a field of it that is missing, or that is set and unknown here.
+    """
 
-def read_params(path: Path, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:
-    """params.json. Raises CheckpointError for a field that is missing, or unknown here and not switched off."""
-    found = read_json(path)
-    params: dict[str, Any] = found["model"] if isinstance(found.get("model"), dict) else found
-    if missing := [name for name in required if params.get(name) is None]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}. Is it the params.json of this model, and whole?")
-    unknown = [key for key, value in params.items() if key not in known and value not in (None, False, -1)]
-    if unknown:
-        raise CheckpointError(
-            f"{path} holds {', '.join(map(ascii, unknown[:5]))}, and what it changes is not known here.\n"
-            "  Likely: a vision, quantised or newer model, or Mistral's params.json beside Meta's weights, or the "
-            "other way round. Use the checkpoint in Hugging Face's layout."
-        )
-    return params
-
-
-def config_of(source: Source, params: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """What the params.json of a Llama or a Mistral says, in the fields of a config.json."""
-    embedding = source.headers.get("model.embed_tokens.weight")
-    if embedding is None:
-        raise CheckpointError(f"{source.source} lacks {EMBEDDING}. Is it a whole language model of this layout?")
-    dtype = str(embedding.dtype).removeprefix("torch.")
-    return {
-        "vocab_size": embedding.shape[0],
-        "hidden_size": params["dim"],
-        "num_hidden_layers": params["n_layers"],
-        "num_attention_heads": params["n_heads"],
-        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": float(params["norm_eps"]),
-        "tie_word_embeddings": "lm_head.weight" not in source.headers,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-
-
-def with_config_beside(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """`made` of params.json; the config.json beside it instead where the two agree, both where they do not."""
-    if not (folder / "config.json").is_file():
-        return made
-    beside = read_json(folder / "config.json")
-    config = {**beside, **{name: value for name, value in made.items() if name not in _NOT_IN_PARAMS}}
-    parse = ARCHS[made["model_type"]].config_class.from_hf
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # unknown keys are named when the model is made
-            return beside if parse(beside).values() == parse(config).values() else config
-    except ConfigError:
-        return config
-
-
-class ConsolidatedSource(Source):
-    """Base of the two sources."""
-
-    folder: Path
-    _params: dict[str, Any]
-    _config: dict[str, Any]
+    def __init__(self, folder: Path, known: Iterable[str], required: Iterable[str]):
+        self.folder, self.source, path = folder, str(folder), folder / PARAMS
+        found = read_json(path)
+        self.params: dict[str, Any] = found["model"] if isinstance(found.get("model"), dict) else found
+        if missing := [name for name in required if self.params.get(name) is None]:
+            raise CheckpointError(f"{path} lacks {', '.join(missing)}. Is it the params.json of this model, and whole?")
+        unknown = [key for key, value in self.params.items() if key not in known and value not in (None, False, -1)]
+        if unknown:
+            raise CheckpointError(
+                f"{path} holds {', '.join(map(ascii, unknown[:5]))}, and what it changes is not known here.\n"
+                "  Likely: a vision, quantised or newer model, or Mistral's params.json beside Meta's weights, or the "
+                "other way round. Use the checkpoint in Hugging Face's layout."
+            )
 
     def config(self) -> dict[str, Any]:
-        """The contents of a config.json; see the layout's module for what params.json does not say."""
         return dict(self._config)
 
     def files(self) -> dict[str, bytes | Path]:
@@ -178,61 +148,82 @@ class ConsolidatedSource(Source):
 
     def _in_halves(self, theirs: str, tensor: Tensor) -> Tensor:
         heads = place_of(theirs).heads
-        return to_halves(tensor, self._params.get(heads) or self._params["n_heads"]) if heads else tensor
+        return to_halves(tensor, self.params.get(heads) or self.params["n_heads"]) if heads else tensor
+
+    def _set_config(self, arch: Any, head_dim: int, **own: Any) -> None:
+        """Makes config.json of params.json and `own`, or takes the one in the folder where the two agree."""
+        params, embedding = self.params, self.headers.get("model.embed_tokens.weight")
+        if embedding is None:
+            raise CheckpointError(f"{self.source} lacks {_EMBEDDING}. Is it a whole language model of this layout?")
+        dtype = str(embedding.dtype).removeprefix("torch.")
+        self._config = made = {
+            "architectures": [arch.architecture],
+            "model_type": arch.model_type,
+            "vocab_size": embedding.shape[0],
+            "hidden_size": params["dim"],
+            "num_hidden_layers": params["n_layers"],
+            "num_attention_heads": params["n_heads"],
+            "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+            "head_dim": head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": float(params["norm_eps"]),
+            "tie_word_embeddings": "lm_head.weight" not in self.headers,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+            **own,
+        }
+        if not (self.folder / "config.json").is_file():
+            return
+        beside = read_json(self.folder / "config.json")
+        self._config = {**beside, **{name: value for name, value in made.items() if name not in _NOT_IN_PARAMS}}
+        with contextlib.suppress(ConfigError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # unknown keys are named when the model is made
+            if arch.from_hf(beside).values() == arch.from_hf(self._config).values():
+                self._config = beside
 
 
-ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}
-"""dim of a Llama with scaled rope -> its factor."""
-
-_QUERIES = "layers.0.attention.wq.weight"
-_GATE = "layers.0.feed_forward.w1.weight"
-_SCALED_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_LLAMA3_THETA = 500000.0
-_TOKEN_IDS = {128256: (128000, 128001), 32000: (1, 2), 32016: (1, 2)}
-_META_KNOWN = {
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "vocab_size",
-    "multiple_of",
-    "ffn_dim_multiplier",
-    "norm_eps",
-}
-_META_KNOWN |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_batch_size", "max_seq_len"}
-
-
-class MetaSource(ConsolidatedSource):
+class MetaSource(_OriginalSource):
     """Meta's files under Hugging Face's names.
 
-    allow_pickle: .pth files are pickles; they are read as plain tensors, and only when this says so.
-    rope_factor: of `use_scaled_rope`, where the module's table does not know the size.
-    Files are mapped: `read` allocates where ranks are joined or rows permuted, and nothing otherwise.
+    allow_pickle: .pth files are pickles; they are read as plain tensors, and only if this is True.
+    rope_factor: of `use_scaled_rope`, for a `dim` that is not in ROPE_FACTORS.
+    Files are mapped: `read` allocates only where ranks are joined or rows permuted.
     Raises CheckpointError for files that are missing, damaged, or of two checkpoints.
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
-        self.folder, self.source = folder, str(folder)
         files = _shard_files(folder)
         if not allow_pickle:
             raise CheckpointError(
                 f"{folder} holds its weights as pickles ({files[0].name}), which can carry code.\n"
                 "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
             )
-        self._params = read_params(folder / PARAMS, _META_KNOWN, ("dim", "n_layers", "n_heads", "norm_eps"))
+        super().__init__(folder, _META_KNOWN, _META_REQUIRED)
         self._ranks = [reading.read_pickle(path) for path in files]
         self._check_ranks(files)
         self._names = {place_of(name).name: name for name in self._ranks[0] if name != "rope.freqs"}
-        self.headers = {name: self._info(theirs) for name, theirs in self._names.items()}
+        self.headers = headers = {name: self._info(theirs) for name, theirs in self._names.items()}
         if self._is_tied():
-            del self.headers["lm_head.weight"]
-        self._config = with_config_beside(folder, self._make_config(rope_factor))
+            del headers["lm_head.weight"]
+        params, theta = self.params, float(self.params.get("rope_theta") or 10000.0)
+        scaling = self._rope_scaling(rope_factor)
+        longest = 8192 if theta == _LLAMA3_THETA else 16384 if theta > 10000.0 else 4096
+        ids = _TOKEN_IDS.get(headers["model.embed_tokens.weight"].shape[0])
+        self._set_config(
+            LlamaConfig,
+            params["dim"] // params["n_heads"],
+            intermediate_size=headers["model.layers.0.mlp.gate_proj.weight"].shape[0],
+            max_position_embeddings=131072 if scaling else longest,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            attention_bias=False,
+            mlp_bias=False,
+            **(dict(zip(("bos_token_id", "eos_token_id"), ids, strict=True)) if ids else {}),
+        )
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in Hugging Face's order of rows: not to be written to."""
         theirs = self._names[name]
-        parts = [rank[theirs] for rank in self._ranks]
-        axis = self._axis(theirs)
+        parts, axis = [rank[theirs] for rank in self._ranks], self._axis(theirs)
         if axis is None and not all(same_bits(parts[0], part) for part in parts[1:]):
             warnings.warn(
                 f"{self.source}: the ranks hold different {theirs}; the first one's is used. Shards of two "
@@ -242,8 +233,9 @@ class MetaSource(ConsolidatedSource):
         return self._in_halves(theirs, parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis))
 
     def _check_ranks(self, files: list[Path]) -> None:
-        """Raises CheckpointError where the ranks are not of one checkpoint, or not all of them are here."""
-        first, count, needed = self._ranks[0], len(files), (EMBEDDING, _QUERIES, _GATE)
+        """Raises CheckpointError if a rank is missing or of another checkpoint."""
+        first, count = self._ranks[0], len(files)
+        needed = [name.format(0) for name in (_EMBEDDING, _QUERIES, _GATE)]
         if not all(name in first for name in needed):
             raise CheckpointError(
                 f"{files[0]} holds no Llama in Meta's layout: {', '.join(needed)} are expected, and there are "
@@ -255,7 +247,7 @@ class MetaSource(ConsolidatedSource):
                     f"{file} and {files[0].name} hold tensors of other names, shapes or dtypes.\n"
                     "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
                 )
-        rows, dim = len(first[_QUERIES]), self._params["dim"]
+        rows, dim = len(first[_QUERIES.format(0)]), self.params["dim"]
         if rows * count != dim:
             raise CheckpointError(
                 f"{self.folder} holds {count} consolidated.NN.pth, and {dim} rows of wq are cut into parts of {rows}.\n"
@@ -263,8 +255,8 @@ class MetaSource(ConsolidatedSource):
             )
 
     def _axis(self, theirs: str) -> int | None:
-        if theirs == EMBEDDING:
-            return 0 if self._ranks[0][theirs].shape[1] == self._params["dim"] else 1
+        if theirs == _EMBEDDING:
+            return 0 if self._ranks[0][theirs].shape[1] == self.params["dim"] else 1
         return place_of(theirs).axis
 
     def _info(self, theirs: str) -> TensorInfo:
@@ -273,7 +265,7 @@ class MetaSource(ConsolidatedSource):
         return TensorInfo(part.dtype, tuple(shape))
 
     def _is_tied(self) -> bool:
-        """Whether there is a head that is the embedding; they are compared whole only where their starts agree."""
+        """Whether the head equals the embedding. They are compared whole only if their first rows agree."""
         head, table = "lm_head.weight", "model.embed_tokens.weight"
         if head not in self.headers or self.headers[head] != self.headers[table]:
             return False
@@ -281,35 +273,16 @@ class MetaSource(ConsolidatedSource):
         common = min(map(len, starts))
         return same_bits(starts[0][:common], starts[1][:common]) and same_bits(self.read(head), self.read(table))
 
-    def _make_config(self, rope_factor: float | None) -> dict[str, Any]:
-        params, theta = self._params, float(self._params.get("rope_theta") or 10000.0)
-        scaling = self._rope_scaling(rope_factor)
-        longest = 8192 if theta == _LLAMA3_THETA else 16384 if theta > 10000.0 else 4096
-        config = {
-            "architectures": [LlamaConfig.architecture],
-            "model_type": LlamaConfig.model_type,
-            **config_of(self, params, params["dim"] // params["n_heads"]),
-            "intermediate_size": self.headers["model.layers.0.mlp.gate_proj.weight"].shape[0],
-            "max_position_embeddings": 131072 if scaling else longest,
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-        if config["vocab_size"] in _TOKEN_IDS:
-            config["bos_token_id"], config["eos_token_id"] = _TOKEN_IDS[config["vocab_size"]]
-        return config
-
     def _rope_scaling(self, factor: float | None) -> dict[str, Any] | None:
-        """config.json's rope_scaling."""
-        path, dim = self.folder / PARAMS, self._params["dim"]
-        if not self._params.get("use_scaled_rope"):
+        """rope_scaling of config.json."""
+        path, dim = self.folder / PARAMS, self.params["dim"]
+        if not self.params.get("use_scaled_rope"):
             if factor is not None:
                 raise InputError(f"rope_factor={factor} was given, and {path} does not use scaled rope; leave it out")
             return None
         if factor is not None and not 1 <= factor < math.inf:
             raise InputError(f"rope_factor={factor}: expected a number of at least 1, such as 8 (3.1) or 32 (3.2)")
-        factor = factor or self._params.get("rope_scaling_factor") or ROPE_FACTORS.get(dim)
+        factor = factor or self.params.get("rope_scaling_factor") or ROPE_FACTORS.get(dim)
         if factor is None:
             raise CheckpointError(
                 f"{path} has use_scaled_rope without its factor, and no Llama of dim {dim} is known.\n"
@@ -319,7 +292,7 @@ class MetaSource(ConsolidatedSource):
 
 
 def _shard_files(folder: Path) -> list[Path]:
-    """consolidated.00.pth and its followers, without a gap. Raises CheckpointError."""
+    """consolidated.00.pth and the following ones, without a gap. Raises CheckpointError."""
     files = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d\d\.pth", path.name))
     expected = [folder / f"consolidated.{n:02}.pth" for n in range(len(files))]
     if not files or files != expected:
@@ -331,71 +304,56 @@ def _shard_files(folder: Path) -> list[Path]:
     return files
 
 
-_MISTRAL_REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
-_MISTRAL_KNOWN = {
-    *_MISTRAL_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe", "model_type",
-    "max_seq_len", "max_batch_size", "max_position_embeddings",
-}  # fmt: skip
+class MistralSource(_OriginalSource):
+    """Mistral's files under Hugging Face's names. They are mapped: `read` allocates only where rows are permuted.
 
-
-class MistralSource(ConsolidatedSource):
-    """Mistral's files under Hugging Face's names.
-
-    Files are mapped: `read` allocates a tensor only where rows are permuted, one copy of wq or wk.
     Raises CheckpointError for files that are missing, damaged, or of two checkpoints.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.source = folder, str(folder)
-        self._params = read_params(folder / PARAMS, _MISTRAL_KNOWN, _MISTRAL_REQUIRED)
-        if self._params.get("model_type") not in (None, "transformer"):
-            raise CheckpointError(f"{folder / PARAMS}: model_type {self._params['model_type']!r} is not computed here")
-        names = sorted(path.name for path in folder.glob("consolidated*.safetensors"))
+        super().__init__(folder, _MISTRAL_KNOWN, _MISTRAL_REQUIRED)
+        params, path = self.params, folder / PARAMS
+        if params.get("model_type") not in (None, "transformer"):
+            raise CheckpointError(f"{path}: model_type {params['model_type']!r} is not computed here")
         self._stored: dict[str, tuple[reading.SafetensorsFile, str]] = {}
-        self.headers, self.places = {}, {}
-        for file in names:
+        headers: dict[str, TensorInfo] = {}
+        places: dict[str, str] = {}
+        for file in sorted(found.name for found in folder.glob("consolidated*.safetensors")):
             opened = reading.SafetensorsFile(folder / file, folder)
             for theirs in opened.names:
                 name = place_of(theirs).name
-                if name in self._stored:
+                if name in places:
                     raise CheckpointError(
-                        f"{folder / file} and {self.places[name]} both hold {theirs}.\n"
+                        f"{folder / file} and {places[name]} both hold {theirs}.\n"
                         "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
                     )
-                self._stored[name] = opened, theirs
-                self.headers[name], self.places[name] = opened.info(theirs), file
-        self._config = with_config_beside(folder, self._make_config())
-
-    def read(self, name: str) -> Tensor:
-        """The tensor in Hugging Face's order of rows: not to be written to."""
-        opened, theirs = self._stored[name]
-        return self._in_halves(theirs, opened.read(theirs))
-
-    def _make_config(self) -> dict[str, Any]:
-        params, path, window = self._params, self.folder / PARAMS, self._params.get("sliding_window")
-        theta, moe = params.get("rope_theta"), params.get("moe")
+                self._stored[name], headers[name], places[name] = (opened, theirs), opened.info(theirs), file
+        self.headers, self.places = headers, places
+        theta, window, moe = (params.get(key) for key in ("rope_theta", "sliding_window", "moe"))
         if theta is None and window is None:
             raise CheckpointError(
                 f"{path} has neither rope_theta nor sliding_window, and programs differ in what they then "
                 "take.\n  Next: add the rope_theta of the model's config.json on the Hub (7B v0.2 and later: 1000000)."
             )
-        arch = MixtralConfig if moe else MistralConfig
-        config = {
-            "architectures": [arch.architecture],
-            "model_type": arch.model_type,
-            **config_of(self, params, params["head_dim"]),
-            "vocab_size": params["vocab_size"],
-            "intermediate_size": params["hidden_dim"],
-            "max_position_embeddings": params.get("max_position_embeddings") or params.get("max_seq_len") or 32768,
-            "rope_theta": float(theta or 10000.0),
-            "sliding_window": None if window is None else int(window),  # early files spell it as a string
-            "tie_word_embeddings": bool(params.get("tied_embeddings")),
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
+        own: dict[str, Any] = {}
         if moe:
             if unknown := moe.keys() - {"num_experts", "num_experts_per_tok"}:
                 raise CheckpointError(f"{path}: moe holds {', '.join(sorted(unknown))}, which is not known here")
-            config["num_local_experts"] = moe["num_experts"]
-            config["num_experts_per_tok"] = moe["num_experts_per_tok"]
-        return config
+            own = {"num_local_experts": moe["num_experts"], "num_experts_per_tok": moe["num_experts_per_tok"]}
+        self._set_config(
+            MixtralConfig if moe else MistralConfig,
+            params["head_dim"],
+            vocab_size=params["vocab_size"],
+            intermediate_size=params["hidden_dim"],
+            max_position_embeddings=params.get("max_position_embeddings") or params.get("max_seq_len") or 32768,
+            rope_theta=float(theta or 10000.0),
+            sliding_window=None if window is None else int(window),  # a string in early files
+            tie_word_embeddings=bool(params.get("tied_embeddings")),
+            bos_token_id=1,
+            eos_token_id=2,
+            **own,
+        )
+
+    def read(self, name: str) -> Tensor:
+        opened, theirs = self._stored[name]
+        return self._in_halves(theirs, opened.read(theirs))

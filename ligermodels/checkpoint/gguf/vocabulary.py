@@ -1,6 +1,7 @@
 """Writes a tokenizer as GGUF metadata: tokens, their types, scores or merges, special ids and chat templates.
 
-There are two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or the merges of tokenizer.json), and byte-level tokens with merges, if llama.cpp has a name for their pre-tokenizer. Other tokenizers are refused.
+There are two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or the merges of tokenizer.json),
+and byte-level tokens with merges, if llama.cpp has a name for their pre-tokenizer. Other tokenizers are refused.
 There is a token for each row of the embedding; a row without one is named [PAD<row>].
 """
 
