@@ -26,19 +26,18 @@ from ligermodels.layers.parallel import MeshGroup
 class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
-    forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
-    takes up the new ones; with `batch.next_token`, at a place that the device knows. Where q_proj, k_proj and v_proj
-    are plain, they are one op, and q, k and v stay in its output from the projection to the attention: nothing is
-    copied.
+    forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and the new
+    ones are appended; with `batch.next_token`, at a column that is read from the device. If q_proj, k_proj and v_proj
+    are fusable, they are one op, and q, k and v stay in its output up to the attention: nothing is copied.
 
-    num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
-    counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
-    them, default head_dim ** -0.5. causal=False: a token sees all of its row, or of its packed sequence, less
-    what `batch.padding` hides; there is no cache. How many dims of a head rotate is for the tables of the batch to
-    say; without tables none does. qk_norm_eps: each head of q and k goes through an RMSNorm of this eps, q_norm and
-    k_norm, before it rotates. projections: what the linear modules are called, the output's last. With two names
+    num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: the number of tokens that a query
+    sees, counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies the
+    scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence, except for the
+    tokens that `batch.padding` hides; there is no cache. The tables of the batch determine how many dims of a head
+    rotate; without tables none does. qk_norm_eps: each head of q and k goes through an RMSNorm of this eps, q_norm and
+    k_norm, before it rotates. projections: the names of the linear modules, the output's last. With two names
     q, k and v are the rows of one weight, in this order.
-    tp: the ranks over which the heads are split (tensor parallel); x is then a rank's part [B, S/n, hidden_size].
+    tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
     tp: MeshGroup | None = None
@@ -87,12 +86,12 @@ class Attention(JointProjections):
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
         if cache is not None and batch.next_token is not None:
-            place = batch.next_token
-            out = cache.attend(q, k, v, place, window=self.window, softcap=self.softcap, scale=self.scale)
+            token = batch.next_token
+            out = cache.attend(q, k, v, token, window=self.window, softcap=self.softcap, scale=self.scale)
             return apply_linear(o_proj, out.flatten(2))
         if cache is not None:
             k, v = cache.update(k, v)
-            if key_mask is not None:  # over all tokens seen; a cache with a window returns only the last
+            if key_mask is not None:  # covers all tokens seen; a cache with a window returns only the last ones
                 key_mask = key_mask[:, cache.length - k.shape[1] :]
         out = attention(
             q,
@@ -114,7 +113,7 @@ class Attention(JointProjections):
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
-        """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
+        """q, k, v [B, S, heads, head_dim], rotated if the batch has tables."""
         inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
         fused = is_fusable(*inputs)
@@ -123,7 +122,7 @@ class Attention(JointProjections):
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = apply_joint(inputs, x) if fused else inputs[0](x)
             if rotates and self.q_norm is None:
-                # A packed output is ours alone, and may be overwritten; a hook or an adapter may have kept its own.
+                # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
                 heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
                 return rope(qkv, batch.cos, batch.sin, **heads, inplace=fused)  # type: ignore[arg-type]
             rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
@@ -141,7 +140,7 @@ class Attention(JointProjections):
         if batch.padding is not None and self.causal:
             raise InputError(
                 "attention: batch.padding is for attention of all to all, and this layer is causal; build it with "
-                "causal=False, or say with batch.key_mask which keys nobody sees"
+                "causal=False, or mask the keys with batch.key_mask"
             )
         if cache is None:
             return

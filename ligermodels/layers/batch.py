@@ -10,10 +10,10 @@ from ligermodels.layers.parallel import MeshGroup
 
 
 class MovableInputs:
-    """Named tensors that a block is called with."""
+    """Named tensors that are moved to another device together."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """The same on `device`; accelerate's hooks call this for blocks on several devices."""
+        """A copy on `device`. accelerate's hooks call this for blocks on several devices."""
         moved = {
             name: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
             for name, value in vars(self).items()
@@ -23,12 +23,12 @@ class MovableInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossStates(MovableInputs):
-    """What the tokens of one forward pass attend to in cross-attention.
+    """The states of images that the tokens of one forward pass attend to.
 
-    states: [B, N, states_size] of new images; None where all keys and values are in the cache already.
+    states: [B, N, states_size] of new images; None if the cache has all keys and values.
     mask: bool [B, S, N], True where a token sees a state, cached images first; at least one True for each token.
-        None: all see all.
-    attn_rows, mlp_rows: [B, S, 1], 0 where a block must not add its attention, or its MLP, else 1; None: all 1.
+        None: all tokens see all states.
+    attn_rows, mlp_rows: [B, S, 1], 0 for tokens to which a block adds no attention, or no MLP, else 1; None: all 1.
     """
 
     states: Tensor | None
@@ -37,16 +37,17 @@ class CrossStates(MovableInputs):
     mlp_rows: Tensor | None = None
 
     def of_tokens(self, context: MeshGroup) -> "CrossStates":
-        """The same for the rank's tokens: context parallel splits those, not the states."""
+        """The states for this rank's tokens: context parallel shards the tokens, not the states."""
         rows = {name: getattr(self, name) for name in ("mask", "attn_rows", "mlp_rows")}
         return replace(self, **{name: None if x is None else context.shard(x, 1) for name, x in rows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextToken(MovableInputs):
-    """One new token a row, whose place in the KV cache is read from the device, as in a CUDA graph.
+    """One new token per row, whose column in the KV cache is read from the device, so that a CUDA graph can replay it.
 
-    cos, sin: fp32 [1 or B, 1, R/2]. starts, ends: int32 [B], the columns of a row's first token and past the new one.
+    cos, sin: fp32 [1 or B, 1, R/2]. starts, ends: int32 [B], the column of a row's first token, and the column after
+    the new one.
     """
 
     cos: Tensor
@@ -60,18 +61,18 @@ class Batch(MovableInputs):
 
     cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None without rotary positions.
     key_mask: bool [B, K], False at padding, over cached and new tokens; None without padding.
-    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device or on the CPU,
-        which is faster for sequences of few lengths; None if not packed.
-    max_seqlen: the longest packed sequence, in tokens; None if not known.
-    padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
+    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device, or on the CPU,
+        which is faster if they have few different lengths; None if not packed.
+    max_seqlen: the length of the longest packed sequence; None if not known.
+    padding: bool [B, S], True at tokens that do not see each other, but see all others and are seen by them; for
         attention that is not causal.
-    cross: what `CrossAttention` attends to; None without images, here and in the cache.
-    next_token: in place of cos and sin, in a step of decoding that a CUDA graph may hold.
-    context: the ranks over which the sequence is split (context parallel). cos, sin and cross are then those of the
-        rank's tokens, masks and bounds those of all; None where a rank has all tokens.
+    cross: the states for `CrossAttention`; None without images, here and in the cache.
+    next_token: replaces cos and sin in a step of decoding that may be captured in a CUDA graph.
+    context: the ranks over which the sequence is sharded (context parallel). cos, sin and cross are then those of the
+        rank's tokens, masks and bounds those of all tokens; None if a rank has all tokens.
 
-    Not a dataclass, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in dataclasses,
-    tuples and dicts, and would round cos and sin to bf16.
+    Not a dataclass, since FSDP's mixed precision casts floating-point tensors in dataclasses, tuples and dicts: it
+    would round cos and sin to bf16.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Keys and values of past tokens, so that generating a token costs one token's work."""
+"""KV cache: keys and values of past tokens, so that generating a token costs the work of one token."""
 
 import contextlib
 from collections.abc import Container, Iterator, Sequence
@@ -14,22 +14,23 @@ from ligermodels.kernels.rope import rope_to_cache
 from ligermodels.layers.batch import NextToken
 
 SLACK = 256
-"""Tokens that the buffers of a layer with a window hold beyond it. Moving the window reads and writes it once in SLACK
-steps, and attention reads it in every step: the moves add 4 / SLACK, 1.6 %, to what decoding reads here."""
+"""Extra capacity, in tokens, of the buffers of a layer with a window. The window is moved to the front once in SLACK
+steps, which adds 4 / SLACK, 1.6 %, to the bytes that attention reads in these steps."""
 
 KV_CACHE_DTYPES = ("auto", "fp8")
-"""What a cache holds keys and values in: the dtype that the model computes in, or e4m3."""
+"""Storage of keys and values: the model's compute dtype ("auto"), or e4m3."""
 
 
 class LayerCache:
-    """One layer's keys and values: two buffers [B, capacity, HK, D]. `length` is the tokens seen so far.
+    """One layer's keys and values: two buffers [B, capacity, HK, D]. `length` is the number of tokens seen so far.
 
-    With kv_cache_dtype "fp8" they hold e4m3, and two more buffers [B, capacity, HK] the scales, see kernels/fp8.py. The
-    tokens of the first call attend to each other's keys and values as they are, all later ones to what the cache holds.
+    With kv_cache_dtype "fp8" the buffers store e4m3, and two more buffers [B, capacity, HK] the scales, see
+    kernels/fp8.py. The tokens of the first call attend to their own keys and values unrounded, all later tokens to the
+    stored ones.
 
-    Without a window the buffers hold every token and double when they are full. With one they have room for
-    min(max_length, window - 1 + SLACK) tokens: new ones follow the old, and when the buffers are full the last
-    window - 1, all that a later query can see, move to the front.
+    Without a window the buffers store every token and double when they are full. With a window their capacity is
+    min(max_length, window - 1 + SLACK) tokens: new tokens are appended, and when the buffers are full, the last
+    window - 1 tokens, all that a later query can see, move to the front.
     """
 
     def __init__(
@@ -45,33 +46,32 @@ class LayerCache:
         device: torch.device | str,
     ):
         self.window = window
-        self.dtype = dtype  # of the keys and values that it takes and gives
+        self.dtype = dtype  # of the keys and values in arguments and results
         self.length = 0
-        self._end = 0  # of the tokens in the buffers; the last one seen is the one before it
-        shape = (batch_size, self._limited(max_length), num_kv_heads, head_dim)
+        self._end = 0  # the column after the last token in the buffers
+        shape = (batch_size, self._capacity(max_length), num_kv_heads, head_dim)
         self.is_fp8 = kv_cache_dtype == "fp8"
-        # In fp8 the bits lie as integers, whose rows torch moves on every device.
-        held = torch.uint8 if self.is_fp8 else dtype
-        self.keys = torch.empty(shape, dtype=held, device=device)
-        self.values = torch.empty(shape, dtype=held, device=device)
+        # fp8 is stored as integers, whose rows torch can index on every device.
+        stored = torch.uint8 if self.is_fp8 else dtype
+        self.keys = torch.empty(shape, dtype=stored, device=device)
+        self.values = torch.empty(shape, dtype=stored, device=device)
         if self.is_fp8:
             self.key_scales = torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device)
             self.value_scales = torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device)
             _check_fp8(self.keys.device)
-        # Once `place` was called, for `attend`.
-        self.offset: Tensor | None = None  # with a window
+        # Made by `place` for `attend`.
+        self.offset: Tensor | None = None  # with a window: int32, the position of the first token in the buffers
         self.counters: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
 
-        Each is [B, past + S, HK, D], where past counts the tokens before: all of them, or the last window - 1.
-        Without gradients these are views of the buffers, valid until the next update, and k and v themselves
-        where there is no past; a call of more tokens than the buffers of a window hold gets a copy, and one of a cache
-        in fp8 too, new tokens rounded as the past is. With gradients the new tokens keep theirs and the past is
-        constant: the buffers hold values only.
-        An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
-        to their dtype, where autocast or fp32 embeddings make it another than the model's.
+        Each is [B, past + S, HK, D], where past is the number of tokens before: all, or the last window - 1.
+        Without gradients the results are views of the buffers, valid until the next update, or k and v themselves if
+        there is no past. They are copies if the call has more tokens than fit the buffers of a window, and with fp8,
+        where new tokens are rounded like the past. With gradients the new tokens keep theirs; the past is constant.
+        An empty cache moves to the device of the first tokens (accelerate may have offloaded or spread the model), and
+        takes their dtype (under autocast or with fp32 embeddings it is not the model's).
         Raises InputError if batch size, heads or dtype are not those of the cache, and for gradients with fp8.
         """
         first = self.length == 0
@@ -79,50 +79,48 @@ class LayerCache:
             self._follow(k.device, k.dtype)
         _check_fits(self.keys, k, self.dtype)
         past, total = self._past, self._past + k.shape[1]
-        fits = self._limited(total) == total
-        new, seen = self._to_held(k, v), None
+        fits = self._capacity(total) == total
+        new, seen = self._to_buffers(k, v), None
         if past == 0:
             seen = new
         elif k.requires_grad or v.requires_grad or not fits:
             before = slice(self._end - past, self._end)
             seen = [torch.cat([buffer[:, before], x], 1) for buffer, x in zip(self._buffers(), new, strict=True)]
         self.length += k.shape[1]
-        if seen is not None and not fits:  # only what a later query can see goes into the buffers
+        if seen is not None and not fits:  # only the tokens that a later query can see are stored
             last = slice(total - self._past, None)
-            self._end = 0  # nothing in them stays
+            self._end = 0  # all stored tokens are replaced
             self._append([x[:, last].detach() for x in seen], past=0)
         else:
             self._append([x.detach() for x in new], past)
         if first:
             return k, v
         if seen is None:
-            held = slice(self._end - total, self._end)
-            seen = [buffer[:, held] for buffer in self._buffers()]
-        return self._from_held(seen)
+            seen = [buffer[:, self._end - total : self._end] for buffer in self._buffers()]
+        return self._from_buffers(seen)
 
     def reserve(self, length: int) -> None:
-        """Makes the buffers large enough for `length` tokens: until then they stay where they are."""
-        if self._limited(length) > self.keys.shape[1]:
-            self._make_room(self._past, length - self._past)
+        """Makes the buffers large enough for `length` tokens: up to there their memory stays the same."""
+        if self._capacity(length) > self.keys.shape[1]:
+            self._grow(self._past, length - self._past)
 
     def advance(self, tokens: int = 1) -> None:
-        """Counts tokens that `attend` writes, at most SLACK of them, and makes room for them."""
+        """Adds `tokens`, at most SLACK, which `attend` is about to write, and grows the buffers for them."""
         if self._end + tokens > self.keys.shape[1]:
-            self._make_room(self._past, tokens)
-            self._place_buffers()
+            self._grow(self._past, tokens)
+            self._write_offset()
         self.length += tokens
         self._end += tokens
 
     def place(self, rows: int) -> None:
-        """Tells the device where the buffers begin, and makes what a forward pass of so many rows needs there."""
+        """Writes the offset to the device, and allocates the counters that `attend` needs for this number of rows."""
         heads = rows * self.keys.shape[2]
         if self.counters is None or self.counters.device != self.keys.device or len(self.counters) < heads:
-            with torch.inference_mode(False):  # they outlive the call
+            with torch.inference_mode(False):  # kept beyond this call
                 self.counters = torch.zeros(heads, dtype=torch.int32, device=self.keys.device)
-        self._place_buffers()
+        self._write_offset()
 
-    def _place_buffers(self) -> None:
-        """`offset`, int32, is the position of their first token."""
+    def _write_offset(self) -> None:
         if self.window is not None:
             if self.offset is None or self.offset.device != self.keys.device:
                 with torch.inference_mode(False):
@@ -133,17 +131,17 @@ class LayerCache:
         self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, *,
         window: int | None, softcap: float | None, scale: float | None,
     ) -> Tensor:  # fmt: skip
-        """Rotates and writes one new token a row, and returns its attention [B, 1, HQ, D] to what its row holds.
+        """Rotates and stores one new token per row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
-        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. Where, and up to where, is read from the device, so
-        that a CUDA graph of this can be replayed; `advance` counts the token. In a cache of one row the B tokens may
-        follow each other: each sees those before it.
+        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. The columns to write and to read come from the
+        device, so that a CUDA graph of this can be replayed; `advance` counts the token. In a cache of one row the B
+        tokens may follow each other: each sees those before it.
         """
-        place = self._buffers()
+        buffers = self._buffers()
         if len(self.keys) == 1:
-            place = [x.expand(len(k), *x.shape[1:]) for x in place]
-        _check_fits(place[0], k, self.dtype)
-        keys, values, *rest = place
+            buffers = [x.expand(len(k), *x.shape[1:]) for x in buffers]
+        _check_fits(buffers[0], k, self.dtype)
+        keys, values, *rest = buffers
         scales = None
         if self.is_fp8:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
@@ -154,54 +152,54 @@ class LayerCache:
         )  # fmt: skip
 
     def take(self, other: "LayerCache", rows: Tensor) -> None:
-        """Holds what `other` does, row i its row rows[i], in memory of its own."""
+        """Copies rows from `other`: row i becomes its row rows[i]."""
         past = other._past
-        held = slice(other._end - past, other._end)
+        source = slice(other._end - past, other._end)
         self._follow(other.keys.device, other.dtype)
         for mine, its in zip(self._buffers(), other._buffers(), strict=True):
-            mine[:, :past] = its[:, held].index_select(0, rows)
+            mine[:, :past] = its[:, source].index_select(0, rows)
         self.length, self._end = other.length, past
 
     def put(self, other: "LayerCache", rows: Tensor, into: Tensor) -> None:
-        """Row into[i] holds the tokens of row rows[i] of `other`, which is not longer, as its last ones."""
+        """Copies row rows[i] of `other`, which is not longer, to the end of row into[i]."""
         past = other._past
         self._follow(other.keys.device, other.dtype)
-        held, place = slice(other._end - past, other._end), slice(self._end - past, self._end)
+        source, target = slice(other._end - past, other._end), slice(self._end - past, self._end)
         for mine, its in zip(self._buffers(), other._buffers(), strict=True):
-            mine[into, place] = its[rows, held]
+            mine[into, target] = its[rows, source]
 
     def shift(self, length: int) -> None:
-        """Moves the tokens so that there are `length` columns, the last where the last was."""
+        """Changes the number of columns to `length` at the front; the last column stays the last."""
         past, end, self.length = self._past, self._end, length
         kept, self._end = min(past, self._past), self._past
         for x in self._buffers():
             x[:, self._end - kept : self._end] = x[:, end - kept : end].clone()  # the two ranges may overlap
 
     def reset(self) -> None:
-        """Forgets the tokens and keeps the memory."""
+        """Drops the tokens and keeps the memory."""
         self.length = self._end = 0
 
     def can_crop(self, length: int) -> bool:
-        """Whether the buffers hold all that the token after the first `length` sees."""
-        first = self.length - self._end  # of the tokens in the buffers
-        seen = 0 if self.window is None else length - self.window + 1  # the first that it sees
-        return first <= max(seen, 0) and length <= self.length
+        """Whether the buffers store all tokens that the token after the first `length` sees."""
+        first_stored = self.length - self._end
+        first_seen = 0 if self.window is None else length - self.window + 1
+        return first_stored <= max(first_seen, 0) and length <= self.length
 
     def crop(self, length: int) -> None:
-        """Forgets all but the first `length` tokens, where `can_crop` says so."""
+        """Drops all but the first `length` tokens; only if `can_crop(length)`."""
         self._end -= self.length - length
         self.length = length
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed."""
-        held = slice(self._end - self._past, self._end)
+        columns = slice(self._end - self._past, self._end)
         for name in self._names:
             old = getattr(self, name)
-            moved = old[:, held].index_select(0, rows)
+            moved = old[:, columns].index_select(0, rows)
             if len(rows) != len(old):
                 old = old.new_empty(len(rows), *old.shape[1:])
                 setattr(self, name, old)
-            old[:, held] = moved
+            old[:, columns] = moved
 
     def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
         if (device, dtype) == (self.keys.device, self.dtype):
@@ -217,7 +215,7 @@ class LayerCache:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a row holds for a token."""
+        """Bytes per token of a row."""
         return sum(x[:1, :1].nbytes for x in self._buffers())
 
     @property
@@ -227,54 +225,54 @@ class LayerCache:
     def _buffers(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._names]
 
-    def _to_held(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """What the buffers hold of k and v."""
+    def _to_buffers(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """k and v as they are stored; with fp8 their bits and scales."""
         if not self.is_fp8:
             return [k, v]
         if k.requires_grad or v.requires_grad:
             raise InputError(
-                "a KV cache in fp8 has no gradients: run under torch.no_grad(), or make it without kv_cache_dtype"
+                "a KV cache in fp8 has no gradients: run under torch.no_grad(), or leave kv_cache_dtype out"
             )
         (k, of_k), (v, of_v) = fp8.quantize_heads(k), fp8.quantize_heads(v)
         return [k.view(torch.uint8), v.view(torch.uint8), of_k, of_v]
 
-    def _from_held(self, held: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of what `_to_held` makes."""
+    def _from_buffers(self, stored: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The inverse of `_to_buffers`."""
         if not self.is_fp8:
-            return held[0], held[1]
-        k, v = (fp8.dequantize_heads(held[i].view(fp8.DTYPE), held[i + 2], self.dtype) for i in (0, 1))
+            return stored[0], stored[1]
+        k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], self.dtype) for i in (0, 1))
         return k, v
 
     @property
     def _past(self) -> int:
-        """Tokens so far that the next one sees."""
+        """The number of tokens that the next one sees."""
         return self.length if self.window is None else min(self.length, self.window - 1)
 
-    def _limited(self, capacity: int) -> int:
-        return capacity if self.window is None else min(capacity, self.window - 1 + SLACK)
+    def _capacity(self, length: int) -> int:
+        return length if self.window is None else min(length, self.window - 1 + SLACK)
 
     def _append(self, new: list[Tensor], past: int) -> None:
-        """Puts what `_to_held` made after the last `past` tokens of the buffers."""
+        """Appends the result of `_to_buffers`; `past` tokens before it must stay."""
         count = new[0].shape[1]
         if self._end + count > self.keys.shape[1]:
-            self._make_room(past, count)
+            self._grow(past, count)
         end = self._end + count
         for buffer, x in zip(self._buffers(), new, strict=True):
             buffer[:, self._end : end] = x
         self._end = end
 
-    def _make_room(self, past: int, new: int) -> None:
-        """Moves the last `past` tokens to the front of the buffers, or of larger ones while these may grow."""
-        held, capacity = slice(self._end - past, self._end), self.keys.shape[1]
-        larger = self._limited(max(past + new, 2 * capacity))
+    def _grow(self, past: int, new: int) -> None:
+        """Makes space for `new` tokens: moves the last `past` tokens to the front, of larger buffers if allowed."""
+        columns, capacity = slice(self._end - past, self._end), self.keys.shape[1]
+        larger = self._capacity(max(past + new, 2 * capacity))
         for name in self._names:
             old = getattr(self, name)
             if larger > capacity:
                 buffer = old.new_empty(old.shape[0], larger, *old.shape[2:])
-                buffer[:, :past] = old[:, held]
+                buffer[:, :past] = old[:, columns]
                 setattr(self, name, buffer)
             else:
-                old[:, :past] = old[:, held].clone()  # the two ranges may overlap
+                old[:, :past] = old[:, columns].clone()  # the two ranges may overlap
         self._end = past
 
 
@@ -287,11 +285,11 @@ def _check_fp8(device: torch.device) -> None:
         )
 
 
-def _check_fits(held: Tensor, k: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError where `k` [B, S, HK, D] cannot be appended to what a cache holds of `dtype`."""
-    if (held.shape[0], *held.shape[2:]) != (k.shape[0], *k.shape[2:]) or dtype != k.dtype:
+def _check_fits(stored: Tensor, k: Tensor, dtype: torch.dtype) -> None:
+    """Raises InputError if `k` [B, S, HK, D] cannot be appended to `stored`, the buffer of a cache of `dtype`."""
+    if (stored.shape[0], *stored.shape[2:]) != (k.shape[0], *k.shape[2:]) or dtype != k.dtype:
         raise InputError(
-            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(held.shape)} in {dtype}; "
+            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {dtype}; "
             "was it made for another batch size or model, or with autocast on and used with autocast off?"
         )
 
@@ -315,12 +313,12 @@ class CrossCache:
         return k, v
 
     def take(self, other: "CrossCache", rows: Tensor) -> None:
-        """Holds what `other` does, row i its row rows[i]."""
+        """Takes the images of `other`: row i becomes its row rows[i]."""
         self.keys, self.values = other.keys, other.values
         self.reorder(rows)
 
     def reset(self) -> None:
-        """Forgets the images."""
+        """Drops the images."""
         self.keys = self.values = None
 
     def reorder(self, rows: Tensor) -> None:
@@ -330,16 +328,16 @@ class CrossCache:
 
 
 class KVCache:
-    """A `LayerCache` per layer, or a `CrossCache`: `cache[i]`, iterable, `len(cache)` layers.
+    """A list of layers, each a `LayerCache` or a `CrossCache`: `cache[i]`, iterable, `len(cache)` layers.
 
-    max_length: tokens that memory is allocated for; a longer sequence makes a layer's buffers double.
-    windows: for each layer the tokens that a query of it sees, counting itself, or None for all; left out: all
-    layers see all. cross_layers: the layers that attend to images instead; at least one does not. kv_cache_dtype: "fp8"
-    holds keys and values of text, not of images, in e4m3; None and "auto" in `dtype`. Memory:
-    2 * batch_size * num_kv_heads * head_dim elements per token held (in fp8, 2 * batch_size * num_kv_heads *
-    (head_dim + 2) bytes). A layer holds max_length tokens, one with a window at most window - 1 + SLACK of them, one of
-    cross_layers as many as the images have states. Lengths are known to the host: nothing synchronises. `state` is a
-    dict for a model's other state of these tokens; its tensors have a row for each sequence.
+    max_length: tokens to allocate memory for; longer sequences make a layer's buffers double.
+    windows: for each layer the number of tokens that a query sees, counting itself, or None for all; default all.
+    cross_layers: the layers that attend to images instead of text, not all. kv_cache_dtype: "fp8" stores keys and
+    values of text, not of images, in e4m3; None and "auto" store them in `dtype`.
+    Memory: 2 * batch_size * num_kv_heads * head_dim elements per stored token (in fp8, 2 * batch_size * num_kv_heads *
+    (head_dim + 2) bytes). A layer stores max_length tokens, with a window at most window - 1 + SLACK, in cross_layers
+    one per state of an image. Lengths are known to the host: nothing synchronises. `state`: a model's other state of
+    these tokens, a dict whose tensors have a row for each sequence.
     """
 
     stepping = False
@@ -388,7 +386,7 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens seen, of which a layer with a window holds only the last."""
+        """The number of tokens seen; a layer with a window stores only the last ones."""
         return self._text.length
 
     @property
@@ -400,19 +398,19 @@ class KVCache:
         return self._text.keys.device
 
     def get_seq_length(self) -> int:
-        """`length`, by the name that transformers has for it."""
+        """`length`, by transformers' name."""
         return self.length
 
     def reset(self) -> None:
-        """Forgets the tokens and keeps the memory."""
+        """Drops the tokens and keeps the memory."""
         for layer in self._layers:
             layer.reset()
         self.state.clear()
 
     def crop(self, length: int) -> None:
-        """Forgets all but the first `length` tokens; all of them where a layer with a window no longer has these.
+        """Drops all but the first `length` tokens, or all tokens if a layer with a window no longer stores these.
 
-        Images and `state` stay as they are, so `length` must reach past the last image.
+        Images and `state` stay, so `length` must reach past the last image.
         """
         if length and all(layer.can_crop(length) for layer in self._texts):
             for layer in self._texts:
@@ -428,7 +426,7 @@ class KVCache:
             self.state[name] = value.index_select(0, rows) if isinstance(value, Tensor) else value
 
     def take(self, other: "KVCache", rows: Tensor) -> None:
-        """Holds what `other` does, row i its row rows[i]; the text in memory of its own."""
+        """Copies rows from `other`: row i becomes its row rows[i]."""
         for mine, layer in zip(self._layers, other._layers, strict=True):
             mine.take(layer, rows)  # type: ignore[arg-type]
         self.state = {
@@ -437,7 +435,7 @@ class KVCache:
         }
 
     def put(self, other: "KVCache", rows: Tensor, into: Tensor) -> None:
-        """Row into[i] becomes row rows[i] of `other`, whose last token is then this cache's last; text alone.
+        """Copies row rows[i] of `other` to row into[i], aligned at the last token; text only.
 
         rows, into: int64 [N]. `other` has the windows of this cache and is not longer.
         """
@@ -445,26 +443,26 @@ class KVCache:
             mine.put(layer, rows, into)
 
     def shift(self, length: int) -> None:
-        """Makes `length` the number of columns: first ones go, or come and hold nothing yet. See `reserve`."""
+        """Changes the number of columns to `length`: drops first ones, or adds empty ones. Call `reserve` before."""
         for layer in self._texts:
             layer.shift(length)
 
-    # Decoding with lengths on the device, so that a CUDA graph can be replayed: reserve, place, and for each token of
-    # every row advance and step.
+    # Decoding with lengths on the device, so that a CUDA graph can be replayed: `reserve` and `place`, then `advance`
+    # and `step` for each new token of all rows.
 
     def reserve(self, length: int) -> None:
-        """Makes room for `length` tokens: until then the tensors of `memory` stay where they are."""
+        """Allocates memory for `length` tokens: up to there the tensors of `memory` stay the same."""
         for layer in self._texts:
             layer.reserve(length)
 
     def place(self, starts: Tensor | None, rows: int | None = None) -> None:
-        """Tells the device the lengths, and the columns `starts` [B] of the rows' first tokens (None: all 0).
+        """Writes to the device the lengths, and `starts` [B], the columns of the rows' first tokens (None: all 0).
 
-        rows: of a forward pass, where that is not the batch size: in a cache of one row, tokens that follow each other.
+        rows: the rows of a forward pass, default the batch size; in a cache of one row, tokens that follow each other.
         """
         where = self.device, self.batch_size if rows is None else rows
-        if where not in self._places:  # each in memory of its own, which a CUDA graph may read
-            with torch.inference_mode(False):  # they outlive the call
+        if where not in self._places:  # memory for each number of rows, which a CUDA graph may read
+            with torch.inference_mode(False):  # kept beyond this call
                 self._places[where] = torch.empty(2, where[1], dtype=torch.int32, device=where[0]).unbind()
         self.starts, self.ends = self._places[where]
         if starts is None:
@@ -476,13 +474,13 @@ class KVCache:
             layer.place(where[1])
 
     def advance(self, tokens: int = 1) -> None:
-        """Counts the tokens of a row that the next `step` writes. For the host."""
+        """Adds, on the host, the tokens per row that the next `step` writes."""
         for layer in self._texts:
             layer.advance(tokens)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Within it, a forward pass is of one token a row, the one after the first `ends`, which it counts."""
+        """Within it, a forward pass reads one new token per row. Adds 1 to `ends` on the device."""
         self.ends.add_(1)
         self.stepping = True
         try:
@@ -492,19 +490,18 @@ class KVCache:
 
     def memory(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""
-        held: list[Any] = [x for layer in self._texts for x in (*layer._buffers(), layer.offset, layer.counters)]
-        held += [x for layer in self._layers if isinstance(layer, CrossCache) for x in (layer.keys, layer.values)]
-        return [x for x in (*held, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
+        found: list[Any] = [x for layer in self._texts for x in (*layer._buffers(), layer.offset, layer.counters)]
+        found += [x for layer in self._layers if isinstance(layer, CrossCache) for x in (layer.keys, layer.values)]
+        return [x for x in (*found, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
 
 
 class TransformersCache(KVCache):
     """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `KVCache`.
 
-    Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
-    the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
-    copies the past, which `KVCache` avoids.
+    Keys and values stay in `cache`, which grows in place as under transformers' own model, and gradients reach the
+    tensors that it was made from, such as the prompts of prefix tuning. Each step copies the past, unlike `KVCache`.
 
-    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
+    Raises InputError for other objects, for more layers than the model's, and for caches of a fixed size, whose unused
     positions look like tokens.
     """
 
@@ -533,8 +530,8 @@ class TransformersCache(KVCache):
 
     def reset(self) -> None:
         raise InputError(
-            f"a {type(self.cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need at "
-            "their original length; leave past_key_values out"
+            f"past_key_values is a {type(self.cache).__name__}, which cannot be emptied; longrope needs that at "
+            "its original length. Leave past_key_values out"
         )
 
     def reorder(self, rows: Tensor) -> None:
@@ -543,7 +540,7 @@ class TransformersCache(KVCache):
 
 
 class _TransformersLayer:
-    """One layer of a `TransformersCache`, with the members of a `LayerCache` that attention uses."""
+    """One layer of a `TransformersCache`: the members of a `LayerCache` that attention uses."""
 
     def __init__(self, cache: Any, layer: int):
         self._cache, self._layer = cache, layer
@@ -564,5 +561,5 @@ class _TransformersLayer:
 
 
 def as_kv_cache(cache: Any, num_layers: int) -> KVCache:
-    """`cache` itself, or a `TransformersCache` around one of transformers. Raises InputError for anything else."""
+    """`cache` itself if it is a KVCache, else a `TransformersCache` around it. Raises InputError for other objects."""
     return cache if isinstance(cache, KVCache) else TransformersCache(cache, num_layers)

@@ -1,7 +1,7 @@
 """Cross-attention of text to the states of images, as in Llama-3.2-Vision.
 
-It has no rotary positions and is not causal; queries and keys are normed per head. Each token sees images of its own:
-prefill and training give torch's attention a boolean mask [B, 1, S, N], which it expands to the inputs' dtype. A single
+It has no rotary positions and is not causal; queries and keys are normalised per head. Tokens see different images, so
+prefill and training pass torch's attention a boolean mask [B, 1, S, N], which it expands to the inputs' dtype. A single
 query, as in decoding, needs only a key mask.
 """
 
@@ -19,8 +19,8 @@ from ligermodels.layers.norm import RMSNorm
 class CrossAttention(JointProjections):
     """Attention of x [B, S, hidden_size] to `batch.cross`, which must not be None -> [B, S, hidden_size].
 
-    forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
-    `KVCache`, so that each image is projected once.
+    forward(x, batch, cache=None): keys and values come from the states, and from `cache`, a cross layer of a
+    `KVCache`, so that each image is projected only once.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are multiplied by head_dim ** -0.5.
@@ -63,7 +63,7 @@ class CrossAttention(JointProjections):
         """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""
         if states is None:
             if cache is None or cache.keys is None or cache.values is None:
-                raise InputError("cross-attention: neither states of images nor a cache that holds some")
+                raise InputError("cross-attention: no states of images, and none in the cache")
             return cache.keys, cache.values
         if not is_fusable(*self.joint_modules):
             warn_unfused(self, self.joint_names, states)
@@ -86,8 +86,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None or q.shape[1] == 1:
         return attention(q, k, v, causal=False, key_mask=None if mask is None else mask[:, 0])
     groups = q.shape[2] // k.shape[2]
-    if groups > 1 and q.is_cuda:  # the engine that takes a mask knows no grouped heads; without it, scores are built
+    if groups > 1 and q.is_cuda:  # torch's fused attention takes a mask, but not with grouped heads
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    grouped = {"enable_gqa": True} if groups > 1 else {}  # a comparison of symbolic sizes would be no bool
+    grouped = {"enable_gqa": True} if groups > 1 else {}  # enable_gqa=groups > 1 may be symbolic, not a bool
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], **grouped).transpose(1, 2)

@@ -8,16 +8,16 @@ from ligermodels.layers.parallel import MeshGroup, local_shard
 
 
 class Embedding(nn.Embedding):
-    """A row per token id: [...] integers -> [..., embedding_dim].
+    """The rows of token ids: integers [...] -> [..., embedding_dim].
 
-    embed_scale: multiplies the rows; it is rounded to the table's dtype first, as in Gemma's training. A tied head
-    reads the rows unscaled; PEFT reads the attribute by this name. padding_idx: a row that starts at 0 and gets no
-    gradient. Rows are drawn with std 0.02, as a tied head needs them. The gradient is dense and deterministic.
+    embed_scale (PEFT reads this name): multiplies the rows; it is rounded to the table's dtype first, as in Gemma's
+    training. A tied head reads the rows unscaled. padding_idx: a row that starts at 0 and gets no gradient. Rows are
+    drawn with std 0.02, as a tied head needs. The gradient is dense and deterministic.
 
     Raises InputError for ids that are not int64 or int32, are on another device, or, on the CPU, have no row. On a GPU
-    the row of such an id is NaN, since checking would synchronise.
+    the result of such an id is NaN, since checking would synchronise.
 
-    tp: the ranks over which the rows are split (tensor parallel); each looks its own up, and the sum is everyone's.
+    tp: the ranks over which the rows are sharded (tensor parallel); each looks up its own, and the results are summed.
     """
 
     tp: MeshGroup | None = None
@@ -34,7 +34,7 @@ class Embedding(nn.Embedding):
         self.embed_scale = embed_scale
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # there is nothing to draw, and normal_ would import torch._dynamo: a second
+        if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo, which takes a second
             nn.init.normal_(self.weight, std=0.02)
             self._fill_padding_idx_with_zero()
 
@@ -44,7 +44,7 @@ class Embedding(nn.Embedding):
         return self.tp.all_reduce(self._own_rows(input, self.tp))
 
     def _own_rows(self, ids: Tensor, tp: MeshGroup) -> Tensor:
-        """The rows of the ids that this rank holds, zeros for the others."""
+        """The rows of the ids in this rank's shard, zeros for the others."""
         if ids.device.type == "cpu" and not bool(((ids >= 0) & (ids < self.num_embeddings)).all()):
             low, high = ids.aminmax()
             raise InputError(

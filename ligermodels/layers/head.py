@@ -1,6 +1,6 @@
-"""The output head: logits, or with labels the loss or log probabilities, for which the logits are never whole.
+"""The output head: logits, or with labels the loss or log probabilities, which are computed without whole logits.
 
-Head and loss are one module called as a module, so that FSDP, ZeRO and adapters see the weight being used.
+Head and loss are one module called as a module, so that FSDP, ZeRO and adapters see the use of the weight.
 """
 
 import copy
@@ -34,23 +34,21 @@ class LMHead(nn.Module):
     """A linear head [vocab_size, hidden_size], with a weight of its own or tied to the table of the embedding.
 
     It is not an nn.Linear, which quantisers and PEFT's "all-linear" would take; the head of a model must be left out.
-    tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
-        from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
-        embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
-        alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
-        Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
-        of transformers does, if `tied_to` calls `keep_table`: see there.
-    tp: the ranks over which the vocabulary is split (tensor parallel). Each gets all x and labels, and returns all
-        logits, or the loss; of the gradient of x it has a part.
+    tied_to: a module with an `embed_tokens`, whose table is the weight. A tied head has no parameter of its own: it
+        reads `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()`, and the head sees a
+        replaced embedding. Assigning a Parameter to `weight` unties the head. A copy of the head alone, as PEFT makes
+        one for modules_to_save, has a weight of its own; in a copy of the whole model the head stays tied.
+    tp: the ranks over which the vocabulary is sharded (tensor parallel). Each gets all x and labels, and returns all
+        logits, or the loss; its gradient of x is a part of the sum.
     """
 
     tp: MeshGroup | None = None
     _tied_to: nn.Module | None
     workspace_bytes: int | None = None
-    """Memory for the logits of a chunk where a call gives none; None: what `linear_cross_entropy` finds best.
+    """Default memory for a chunk of logits; None: chosen by `linear_cross_entropy`.
 
-    Less memory, such as `model.lm_head.workspace_bytes = 256 * 2**20`, lowers the peak of a step and costs some time.
-    Set it on the head itself, before something is wrapped around it.
+    A small value, such as `model.lm_head.workspace_bytes = 256 * 2**20`, lowers the peak memory of a step and costs
+    some time. Set it on the head itself, before something wraps it.
     """
 
     def __init__(
@@ -72,13 +70,12 @@ class LMHead(nn.Module):
         self.tie(tied_to)
 
     def tie(self, tied_to: nn.Module | None) -> None:
-        """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
+        """Replaces the head's own weight by the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
-            if hasattr(tied_to, "_tied_head"):  # which calls `keep_table`
-                # Weak, so that a model is freed once nobody holds it.
+            if hasattr(tied_to, "_tied_head"):  # read by `keep_table`; a weak reference makes no cycle
                 object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
-        object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
+        object.__setattr__(self, "_tied_to", tied_to)  # nn.Module would register it as a submodule
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -124,13 +121,13 @@ class LMHead(nn.Module):
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
-        weight: used in place of the head's own, [V, hidden_size]. softcap: logits become softcap * tanh(logits /
-        softcap). return_logprobs: log probabilities [...] of the labels instead of the loss. options, which count only
-        with labels: those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
-        `ligermodels.kernels.linear_logprobs`. loss_function: with labels, called in place of linear_cross_entropy, with
-        the same arguments; what it returns is returned.
+        weight [V, hidden_size]: replaces the head's own. softcap: logits become softcap * tanh(logits / softcap).
+        return_logprobs: log probabilities [...] of the labels instead of the loss. options, used with labels only:
+        those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
+        `ligermodels.kernels.linear_logprobs`. loss_function: called with labels instead of linear_cross_entropy, with
+        the same arguments; its result is returned.
 
-        Raises InputError for other options, and where the tied table is sharded apart from the head.
+        Raises InputError for other options, and for a tied table that FSDP shards in a group without the head.
         """
         known = _LOGPROBS_OPTIONS if return_logprobs else _LOSS_OPTIONS
         if unknown := [name for name in options if name not in known]:
@@ -141,19 +138,18 @@ class LMHead(nn.Module):
         weight = self._weight_for(x) if weight is None else weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             x = x.to(weight.dtype)  # such as an fp32 head on a bf16 body
-        if self.tp is not None and loss_function is not None:
-            raise InputError("lm_head: loss_function is not supported under tensor parallel; use a mesh without tp")
+        if workspace_bytes is None:
+            workspace_bytes = self.workspace_bytes
         if self.tp is not None:
-            options["workspace_bytes"] = self.workspace_bytes if workspace_bytes is None else workspace_bytes
-            options |= {"softcap": softcap, "return_logprobs": return_logprobs}
-            return self._sharded(x, weight, labels, self.tp, **options)
+            unsupported = ["return_logprobs"] * return_logprobs + ["loss_function"] * (loss_function is not None)
+            if unsupported := [*unsupported, *sorted(options.keys() - _SHARDED_OPTIONS)]:
+                raise InputError(
+                    f"lm_head: {', '.join(unsupported)} is not supported under tensor parallel; use a mesh without tp"
+                )
+            return self._sharded(x, weight, labels, self.tp, softcap, workspace_bytes=workspace_bytes, **options)
         if labels is None:
             return capped(product(x, weight, self.bias), softcap)
-        options |= {
-            "bias": self.bias,
-            "softcap": softcap,
-            "workspace_bytes": self.workspace_bytes if workspace_bytes is None else workspace_bytes,
-        }
+        options |= {"bias": self.bias, "softcap": softcap, "workspace_bytes": workspace_bytes}
         if return_logprobs:
             return linear_logprobs(x, weight, labels, **options)
         if options.get("num_items_in_batch") is not None:
@@ -161,20 +157,9 @@ class LMHead(nn.Module):
         return (loss_function or linear_cross_entropy)(x, weight, labels, **options)
 
     def _sharded(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor | None,
-        tp: MeshGroup,
-        *,
-        softcap: float | None,
-        return_logprobs: bool,
-        **options: Any,
+        self, x: Tensor, weight: Tensor, labels: Tensor | None, tp: MeshGroup, softcap: float | None, **options: Any
     ) -> Tensor:
-        """`forward` with this rank's rows of the vocabulary."""
-        if return_logprobs or (unknown := options.keys() - _SHARDED_OPTIONS):
-            asked = "return_logprobs" if return_logprobs else ", ".join(sorted(unknown))
-            raise InputError(f"lm_head: {asked} is not supported under tensor parallel; use a mesh without tp")
+        """Logits or loss from this rank's rows of the weight."""
         if options.get("num_items_in_batch") is not None:
             check_count(options["num_items_in_batch"])
         weight, bias = local_shard(weight, tp), local_shard(self.bias, tp)
@@ -185,7 +170,7 @@ class LMHead(nn.Module):
         )
 
     def _weight_for(self, x: Tensor) -> Tensor:
-        """The weight where x is; a tied table that is offloaded is loaded for this use by the hook that offloads it."""
+        """The weight on the device of x. An offloaded table is loaded for this use by the hook of its embedding."""
         weight = self.weight
         if not self.is_tied:
             return weight
@@ -200,12 +185,14 @@ class LMHead(nn.Module):
             weight = embedding.weight
             hook.post_forward(embedding, None)
         elif hasattr(self, "_hf_hook") and weight.device != x.device and not x.is_meta:
-            weight = weight.to(x.device)  # accelerate's device map has put the head, which it saw empty, elsewhere
+            weight = weight.to(
+                x.device
+            )  # accelerate's device map takes a tied head for empty, and may put it elsewhere
         elif self.tp is None and hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
             raise InputError(
-                "lm_head is tied to embed_tokens, which FSDP shards as a group of its own, so that its table is not "
-                "there when the head runs. Leave embed_tokens to the root's fully_shard(model), or shard both in one "
-                "group: fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])"
+                "lm_head is tied to embed_tokens, which FSDP shards as a group of its own: its table is not gathered "
+                "when the head runs. Leave embed_tokens to the root's fully_shard(model), or shard both in one group: "
+                "fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])"
             )
         return weight
 
@@ -215,15 +202,15 @@ class LMHead(nn.Module):
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap); None leaves them as they are."""
+    """softcap * tanh(logits / softcap), or with None the logits themselves."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def keep_table(decoder: nn.Module, embedding: Any) -> None:
-    """Unties the head that is tied to `decoder` if `embedding`, about to be its embed_tokens, trains a copy of that.
+    """Unties the head of `decoder` if `embedding`, about to become its embed_tokens, is PEFT's modules_to_save wrapper.
 
-    That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
-    ours, also after merge_and_unload; with ensure_weight_tying PEFT wraps the head as well.
+    The wrapper trains a copy of the table. transformers' tied head keeps the original one, also after merge_and_unload,
+    and so does ours; with ensure_weight_tying PEFT wraps the head too.
     """
     inside = getattr(embedding, "_modules", {})
     if inside.get("modules_to_save") is None or inside.get("original_module") is None:
@@ -235,11 +222,11 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
-    """What to call in place of `head`: the LMHead inside of PEFT's wrappers that only give it another weight.
+    """`head`, or the LMHead inside of a wrapper of PEFT that only replaces its weight, with that weight.
 
-    - trainable_token_indices, and TrainableTokensConfig: PEFT computes the heads it knows, which are nn.Linear. The
-      LMHead inside gets the weight with the trained rows in it, the embedding's where the two are tied.
-    - modules_to_save with ensure_weight_tying: an nn.Linear on the embedding's copy. The LMHead inside gets its weight.
+    - trainable_token_indices: the LMHead gets the weight with the trained rows, the embedding's where the two are tied.
+    - modules_to_save with ensure_weight_tying: the wrapper has an nn.Linear on the embedding's copy; the LMHead gets
+      its weight.
     """
     if isinstance(head, LMHead) or not is_untouched(head):
         return head
@@ -258,7 +245,7 @@ def unwrapped(head: nn.Module) -> Callable[..., Any]:
 
 
 def takes_labels(head: Callable[..., Any]) -> bool:
-    """True if head(x, labels=...) is a call of an LMHead, directly or through PEFT's modules_to_save."""
+    """True if head(x, labels=...) calls an LMHead, directly or through PEFT's modules_to_save."""
     head = head.func if isinstance(head, functools.partial) else head
     inside = getattr(head, "_modules", {})
     if inside.get("modules_to_save") is not None and "original_module" in inside:
@@ -267,7 +254,7 @@ def takes_labels(head: Callable[..., Any]) -> bool:
 
 
 def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
-    """Warns once in training that the logits of the loss are made in full, since `head` does not take labels."""
+    """Warns once in training that the loss needs whole logits, since `head` takes no labels."""
     if warns(x):
         found = obstacle(head, LMHead)
         warn_once(

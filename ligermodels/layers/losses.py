@@ -1,11 +1,11 @@
 """Cross entropy and divergences as modules: options at construction, tensors in forward.
 
-The options are those of the functions in `ligermodels.kernels` of the same name, which describe them.
+Each module calls the function of the same name in `ligermodels.kernels`, which describes the options.
 """
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd
 
 
 def num_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """How many of the labels [B, S] count: all but -100, and but the first of each row, or of each packed sequence.
+    """The number of labels [B, S] that a loss counts: not -100, and not the first of a row or of a packed sequence.
 
-    That one nothing predicts. cu_seqlens: of packed rows, where sequences begin and end.
+    Nothing predicts a first token. cu_seqlens: the bounds of packed sequences.
     """
     counts = labels != -100
     if cu_seqlens is None:
@@ -31,7 +31,7 @@ def num_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 
 
 def check_count(num_items_in_batch: Tensor | int) -> None:
-    """Raises InputError unless num_items_in_batch is one number, 0 or more. A tensor is read on the CPU only."""
+    """Raises InputError unless num_items_in_batch is one number, 0 or more. Tensors are read on the CPU only."""
     count: Any = num_items_in_batch
     if torch.compiler.is_compiling():
         return
@@ -47,36 +47,8 @@ def check_count(num_items_in_batch: Tensor | int) -> None:
         raise InputError(f"num_items_in_batch={count!r} must be the number of labels in the batch, zero or more")
 
 
-class CrossEntropyOptions(TypedDict, total=False):
-    z_loss: float
-    softcap: float | None
-    token_scaling: bool
-    return_z_loss: bool
-    return_token_accuracy: bool
-    return_predicted_tokens: bool
-    return_entropy: bool
-
-
-class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
-    accum_dtype: torch.dtype | None
-    workspace_bytes: int | None
-
-
-class LinearJSDOptions(TypedDict, total=False):
-    temperature: float
-    ignore_index: int
-    weight_hard: float
-    weight_soft: float
-    student_softcap: float | None
-    teacher_softcap: float | None
-    reduction: str
-    return_soft_hard_loss: bool
-    accum_dtype: torch.dtype | None
-    workspace_bytes: int
-
-
 class _Loss(nn.Module):
-    """A module of options of `op`. Raises TypeError for an option that `op` does not have."""
+    """A module with options of the function `op`. Raises TypeError for an option that `op` does not have."""
 
     def __init__(self, op: Callable[..., Any], **options: Any):
         super().__init__()
@@ -102,11 +74,10 @@ class CrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        **options: Unpack[CrossEntropyOptions],
+        **options: Any,
     ):
-        super().__init__(
-            cross_entropy, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **options
-        )
+        options |= {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        super().__init__(cross_entropy, **options)
         self.register_buffer("weight", weight, persistent=False)
 
     def forward(
@@ -120,9 +91,9 @@ class CrossEntropyLoss(_Loss):
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """Cross entropy of x @ weight.T + bias, logits never whole; see `ligermodels.kernels.linear_cross_entropy`.
+    """Cross entropy of x @ weight.T + bias without whole logits; see `ligermodels.kernels.linear_cross_entropy`.
 
-    class_weight [V] is what CrossEntropyLoss calls weight, which is the head's here.
+    class_weight [V] is CrossEntropyLoss's weight; here `weight` is the head's.
     """
 
     class_weight: Tensor | None
@@ -133,15 +104,10 @@ class LinearCrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        **options: Unpack[LinearCrossEntropyOptions],
+        **options: Any,
     ):
-        super().__init__(
-            linear_cross_entropy,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            **options,
-        )
+        options |= {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+        super().__init__(linear_cross_entropy, **options)
         self.register_buffer("class_weight", class_weight, persistent=False)
 
     def forward(
@@ -170,7 +136,7 @@ class LinearCrossEntropyLoss(_Loss):
 
 
 class KLDivLoss(_Loss):
-    """torch.nn.KLDivLoss: of log-probabilities and probabilities, or with log_target their logarithms.
+    """torch.nn.KLDivLoss, of log-probabilities and probabilities, or of two log-probabilities with log_target.
 
     See `ligermodels.kernels.kl_div`.
     """
@@ -198,13 +164,13 @@ class JSDLoss(_Loss):
 
 
 class LinearJSDLoss(_Loss):
-    """Distillation of a linear head from another, logits never whole; see `ligermodels.kernels.linear_jsd`.
+    """Distillation of one linear head from another without whole logits; see `ligermodels.kernels.linear_jsd`.
 
-    weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the labels. No power
-    of the temperature multiplies either.
+    The loss is weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the
+    labels. No power of the temperature multiplies either.
     """
 
-    def __init__(self, beta: float = 0.5, **options: Unpack[LinearJSDOptions]):
+    def __init__(self, beta: float = 0.5, **options: Any):
         super().__init__(linear_jsd, beta=beta, **options)
 
     def forward(

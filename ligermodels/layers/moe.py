@@ -15,9 +15,9 @@ from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 class Experts(nn.Module):
     """Gated MLPs with stacked weights: expert e computes down_proj[e] @ (activation(gate) * up).
 
-    forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: for each token the
-    weighted sum over its experts. recompute: see `moe_experts`. tp: the ranks over which the inside of each expert is
-    split (tensor parallel); the outputs are then to be summed over them.
+    forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: the weighted sum over the
+    experts of each token. recompute: see `moe_experts`. tp: the ranks over which intermediate_size is sharded (tensor
+    parallel); the caller then sums the outputs over the ranks.
     """
 
     tp: MeshGroup | None = None
@@ -36,7 +36,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
         gate_up, down = local_shard(self.gate_up_proj, self.tp), local_shard(self.down_proj, self.tp)
-        gate_up = gate_up.flatten(1, -2)  # sharded, gate and up are a dim of their own
+        gate_up = gate_up.flatten(1, -2)  # a sharded weight has a separate dim for gate and up
         return moe_experts(x, weights, experts, gate_up, down, activation=self.activation, recompute=recompute)
 
     def extra_repr(self) -> str:
@@ -63,11 +63,11 @@ class MoE(nn.Module):
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
 
-    The scores of the chosen experts are softmaxed in fp32, so that they sum to 1; the sum of the experts' outputs,
-    weighted with them, is in fp32. jitter_noise: in training, x is multiplied first by numbers from
-    [1 - jitter_noise, 1 + jitter_noise], for the router (`gate`) and the experts alike. activation: as in GatedMLP.
+    The scores of the chosen experts go through a softmax in fp32, so that they sum to 1; their weighted sum of the
+    experts' outputs is in fp32. jitter_noise: in training, x is first multiplied by random numbers from
+    [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the experts. activation: as in GatedMLP.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
-    per token, which are then not saved. tp: as in `GatedMLP`; each rank routes all tokens to its parts of all experts.
+    per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
     """
 
     recompute = False
@@ -111,14 +111,13 @@ def load_balancing_loss(
     attention_mask: Tensor | None = None,
     data: MeshGroup | None = None,
 ) -> Tensor:
-    """E * sum over experts e of f_e P_e: smallest where every expert gets an equal share of the tokens.
+    """E * sum over experts e of f_e P_e, smallest if every expert gets an equal share of the tokens: then it is top_k.
 
-    f_e is the share of rows that choose expert e, P_e its mean probability, both over the rows of all layers
-    together. As f sums to top_k, a perfect balance gives top_k.
+    f_e is the share of rows that choose expert e, P_e its mean probability, both over the rows of all layers together.
 
     router_logits: [T, E] of each layer; attention_mask: [B, S] with B * S = T, 0 for rows that do not count. data: the
-    ranks that hold the rest of the tokens; the loss is then that of all, and the gradients of all ranks add up.
-    Returns an fp32 scalar, 0 where no row counts. The softmax is in the logits' dtype, as in transformers'
+    ranks that have the other tokens; the loss is then that of all tokens, and the gradients of all ranks add up.
+    Returns an fp32 scalar, 0 if no row counts. The softmax is in the logits' dtype, as in transformers'
     load_balancing_loss_func. Raises InputError if there is no layer, or if the mask has another number of tokens.
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6.
     """

@@ -1,7 +1,7 @@
 """Images and videos among text tokens, as in Qwen2-VL: their sizes, their embeddings, their positions.
 
 An image, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
-frame and row by row. Its patches are in the order of their tokens, and within a token row by row.
+frame and row by row. Patches are in the order of their tokens, and within a token row by row.
 
 There is no loop over tokens, and nothing synchronises once the sizes are on the host.
 
@@ -26,8 +26,8 @@ Grids = list[tuple[int, int, int]]
 class PatchEmbedding(nn.Module):
     """Patches of pixels [N, width] -> [N, size], by a convolution's weight [size, channels, *kernel].
 
-    Checkpoints hold that shape; on patches that do not overlap the convolution is a matmul. width: channels * product
-    of the kernel. Pixels are cast to the weight's dtype. Raises InputError for pixels on another device.
+    That is the shape in checkpoints; on patches that do not overlap the convolution is a matmul. width: channels *
+    product of the kernel. Pixels are cast to the weight's dtype. Raises InputError for pixels on another device.
     """
 
     def __init__(self, channels: int, size: int, kernel: tuple[int, ...]):
@@ -37,7 +37,7 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # there, normal_ imports torch._dynamo
+        if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo
             nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Modality(NamedTuple):
-    """The images, or the videos, of a call: name ("image", "video"), the id of their token, sizes."""
+    """All images, or all videos, of a call: name ("image", "video"), the id of their token, sizes."""
 
     name: str
     token_id: int
@@ -55,10 +55,10 @@ class Modality(NamedTuple):
 
 
 class VisionInputs:
-    """The images and videos of one call. False where there are none.
+    """The images and videos of one call. bool() is False if there are none.
 
-    modalities: (name, token id, integer tensor [images, 3] or None) of each. Reading sizes that are on a GPU
-    synchronises. Raises InputError for another shape, or sizes that `merge` does not divide.
+    modalities: (name, token id, sizes: an integer tensor [images, 3] or None) of each. Reading sizes from a GPU
+    synchronises. Raises InputError for another shape, or sizes that are no multiples of `merge`.
     """
 
     def __init__(self, modalities: Sequence[tuple[str, int, Tensor | None]], *, merge: int):
@@ -70,9 +70,9 @@ class VisionInputs:
         return bool(self.grids)
 
     def pixels(self, *given: Tensor | None, width: int) -> Tensor | None:
-        """The pixels of all patches, [patches, width], from those of each modality; None where there are none.
+        """Concatenates the pixels of each modality to those of all patches, [patches, width]; None without images.
 
-        Raises InputError where they do not fit the sizes.
+        Raises InputError if they do not fit the sizes.
         """
         for (name, _, grids), rows in zip(self.modalities, given, strict=True):
             count, found = num_tokens(grids, 1), "none"
@@ -100,11 +100,11 @@ class VisionInputs:
         return x.flatten(0, 1).index_copy(0, places, embeddings.to(x.dtype)).view_as(x)
 
     def check_count(self, input_ids: Tensor) -> Callable[[], None]:
-        """Raises InputError if input_ids hold another number of image tokens than the sizes make.
+        """Raises InputError if the number of image tokens in input_ids is not that of the sizes.
 
-        On the CPU it checks here. On a GPU the counts are copied to the host while the forward runs, and the returned
-        function, to be called after it, checks them; where they cannot fit at all it checks here. Under torch.compile
-        and CUDA graph capture, which cannot synchronise, there is no check.
+        On the CPU it checks at once. On a GPU the counts are copied to the host while the forward runs, and the
+        returned function, to be called after it, checks them; more tokens than input_ids has are refused at once. Under
+        torch.compile and CUDA graph capture, which cannot synchronise, there is no check.
         """
         if torch.compiler.is_compiling() or (input_ids.is_cuda and is_capturing()):
             return lambda: None
@@ -135,13 +135,13 @@ class VisionInputs:
     ) -> Tensor:
         """Positions of all tokens by time, row and column: int64 [3, B, S], on the device of input_ids [B, S].
 
-        Text has the same position on all three axes. An image that begins at position p has its tokens at p + (frame,
-        row, column), and the text after it continues at p + max(rows, columns) / merge; with `frames_count`, at
-        p + frames if that is more.
+        Text has the same position on all three axes. The tokens of an image that begins at position p are at p +
+        (frame, row, column), and the text after it continues at p + max(rows, columns) / merge; with `frames_count`, at
+        p + frames if that is larger.
 
         attention_mask: [B, past + S]; tokens where it is 0 are not counted, and get the position where the text begins.
         cu_seqlens: int32 [N + 1], boundaries of sequences packed into the flattened rows; each counts from 0.
-        past: the number of tokens in the cache. deltas: [B, 1], their next position less their number.
+        past: the number of tokens in the cache. deltas: [B, 1], the next position after them minus their number.
         """
         rows, length = input_ids.shape[:2]
         if attention_mask is None:
@@ -150,7 +150,7 @@ class VisionInputs:
             raise InputError(f"attention_mask has shape {list(attention_mask.shape)}, expected {[rows, past + length]}")
         real = attention_mask[:, past:].bool()
         cells = torch.zeros(3, rows, length, dtype=torch.int64, device=input_ids.device)
-        steps = real.long()  # from a token to the next; within an image 0, and on its last token all of it
+        steps = real.long()  # from a token to the next; 0 within an image, whose last token makes the whole step
         for _, token_id, grids in self.modalities:
             if grids:
                 is_image = (input_ids == token_id) & real
@@ -181,7 +181,7 @@ class VisionInputs:
         for grid in grids:
             if min(grid) < 1 or grid[1] % self.merge or grid[2] % self.merge:
                 raise InputError(
-                    f"{name}_grid_thw holds {list(grid)}: frames, rows and columns must be positive, and rows and "
+                    f"{name}_grid_thw contains {list(grid)}: frames, rows and columns must be positive, and rows and "
                     f"columns multiples of {self.merge}, as the image processor makes them"
                 )
         return grids
@@ -191,19 +191,19 @@ class VisionInputs:
             expected = num_tokens(grids, self.merge)
             if count != expected:
                 raise InputError(
-                    f"input_ids hold {count} tokens with the {name}_token_id {token_id}, and the sizes in "
+                    f"input_ids have {count} tokens with the {name}_token_id {token_id}, and the sizes in "
                     f"{name}_grid_thw make {expected}. Likely the text was cut, placeholders were not expanded, or a "
                     f"{name} is missing; take ids and pixels from one call of the processor"
                 )
 
 
 def num_tokens(grids: Grids, merge: int) -> int:
-    """Tokens of all these images together; with merge=1, patches."""
+    """The number of tokens of all images; with merge=1 of patches."""
     return sum(t * h * w for t, h, w in grids) // merge**2
 
 
 def token_cells(grids: Grids, merge: int) -> Tensor:
-    """Frame, row and column of every token within its image: int64 [3, tokens], on the CPU."""
+    """Frame, row and column of each token within its image: int64 [3, tokens], on the CPU."""
     frames, rows, columns = _sizes(grids, merge).T
     counts = frames * rows * columns
     image = torch.repeat_interleave(counts)
@@ -213,14 +213,14 @@ def token_cells(grids: Grids, merge: int) -> Tensor:
 
 
 def patch_cells(grids: Grids, merge: int) -> Tensor:
-    """Row and column of every patch within its image: int64 [2, patches], on the CPU."""
+    """Row and column of each patch within its image: int64 [2, patches], on the CPU."""
     rows, columns = token_cells(grids, merge)[1:, :, None, None] * merge
     inner = _range(merge)
     return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
 
 
 def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:
-    """[4, tokens]: the cells, and at the end of each image how far it moves what follows."""
+    """[4, tokens]: the cells, and for the last token of each image the step to the text after it."""
     cells = token_cells(grids, merge)
     sizes = _sizes(grids, merge)
     steps = torch.zeros_like(cells[:1])

@@ -11,10 +11,10 @@ from ligermodels.layers.parallel import MeshGroup, replicated
 
 
 def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
-    """y, which the next layer may recompute in its backward only if the norm's weight is there then; else it saves y.
+    """y, which the next layer recomputes in its backward only if the norm's weight is available then; else it saves y.
 
-    Where FSDP and ZeRO-3 shard a norm by itself, they gather its weight for its own backward, which comes later. They
-    replace its class or its weight, or add hooks.
+    If FSDP or ZeRO-3 shards the norm by itself, its weight is gathered for its own backward, which comes later. They
+    replace the class or the weight, or add hooks.
     """
     weight_stays = type(norm.weight) in (nn.Parameter, type(None))
     if handle_of(y) is not None and not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_untouched(norm)):
@@ -28,10 +28,10 @@ class RMSNorm(nn.Module):
     forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new residual is
     x + residual, or x itself where residual is None.
 
-    eps is added inside the root. offset + weight multiplies, and starts at 1: Gemma stores its weights around 0, with
+    eps is added inside the root. The factor is offset + weight and starts at 1: Gemma stores weights around 0, with
     offset=1. cast_before_weight: rounds to the input's dtype before the weight is applied, as Llama does; Gemma rounds
-    after it. elementwise_affine=False: no weight. tp: the ranks of tensor parallel, each
-    of which norms its own tokens or heads.
+    after it. elementwise_affine=False: no weight. tp: the ranks of tensor parallel; each normalises its own tokens or
+    heads.
     """
 
     tp: MeshGroup | None = None

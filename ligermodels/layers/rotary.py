@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables for every rope type that the released checkpoints of the zoo use.
+"""Rotary position embeddings: tables of cos and sin for the rope types of the released checkpoints.
 
 Frequency i of R/2 rotates dims i and i + R/2 of a head by position * f_i, where f_i starts as theta ** (-2i/R):
 
@@ -6,16 +6,16 @@ Frequency i of R/2 rotates dims i and i + R/2 of a head by position * f_i, where
 |-----------|-------------------------------------------------------------------|------------------------|
 | default   | f_i                                                               | 1                      |
 | linear    | f_i / factor                                                      | 1                      |
-| dynamic   | f_i of a theta that grows past max_position_embeddings            | 1                      |
+| dynamic   | f_i with a theta that grows past max_position_embeddings          | 1                      |
 | llama3    | f_i / factor for long wavelengths, f_i for short, blended between | 1                      |
 | yarn      | f_i to f_i / factor along a ramp over i                           | 1 + 0.1 ln factor      |
-| longrope  | f_i / long_factor_i in a call past original length L, else short  | (1 + log_L factor)^0.5 |
+| longrope  | f_i / long_factor_i if a call exceeds length L, else short_factor | (1 + log_L factor)^0.5 |
 
 The arithmetic is fp32 in transformers' order, so that the tables agree to the bit: at position 10000 the last bit of a
 frequency is worth 1e-3 of an angle.
 
-A token of an image has three positions (time, row, column): with `sections`, the first frequencies use the first
-position, the next the second, the last the third. `VisionRotary` has two positions, row and column.
+A token of an image has three positions (time, row, column). `sections` says how many frequencies use each position,
+in this order. `VisionRotary` has two positions, row and column.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
 https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; Wang et al. 2024,
@@ -34,7 +34,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels._triton import is_capturing
 
 _LENGTH = "original_max_position_embeddings"
-# Keys of the rope dict: required, optional. The original length may come from max_position_embeddings.
+# Required and optional keys of the rope dict. The default of the original length is max_position_embeddings.
 _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -55,18 +55,18 @@ class RotaryEmbedding(nn.Module):
     R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`. With
     `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then stands for all sections.
 
-    theta: base of the frequencies. scaling: config.json's rope dict, of either generation (`rope_type` or the older
-    `type`). max_position_embeddings: tokens; "dynamic" needs it, others use it where `scaling` lacks
-    original_max_position_embeddings. sections: how many of the R/2 frequencies use each position.
+    theta: base of the frequencies. scaling: config.json's rope dict, with `rope_type` or the older `type`.
+    max_position_embeddings: in tokens; "dynamic" needs it, other types use it if `scaling` has no
+    original_max_position_embeddings. sections: the number of frequencies that use each position; their sum is R/2.
 
     "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Cached keys keep
-    the frequencies of the call that made them; `needs_recompute` says when they must not, and `of_length` gives the
-    parts of a text the frequencies of the whole.
+    the frequencies of the call that made them: `needs_recompute` says when that is wrong. `of_length` gives the parts
+    of a text the frequencies of the whole text.
 
-    There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, also for a model built on
-    the meta device.
+    There are no parameters and buffers, so that the tables stay fp32 whatever the model is cast to, also for a model
+    that was built on the meta device.
 
-    Raises ConfigError for a rope type or key that is unknown or missing, or a value that cannot work.
+    Raises ConfigError for a rope type or key that is unknown or missing, and for an invalid value.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RotaryEmbedding(nn.Module):
             )
         if self.rope_type == "dynamic" and self.dim == 2:
             raise ConfigError("rope_type='dynamic' needs 4 or more rotated dims, and this rotates 2")
-        # [1 or 2, R/2]; two for longrope, short and long. On the CPU, since other devices round powers differently.
+        # [1, R/2], or [2, R/2] for longrope: short, long. On the CPU, since other devices round powers differently.
         frequencies, self.attention_scaling = self._frequencies()
         self._inv_freq = torch.stack(frequencies)
         self._inv_freq_by_device = {self._inv_freq.device: self._inv_freq}
@@ -132,14 +132,14 @@ class RotaryEmbedding(nn.Module):
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the positions 0 to length - 1, [1, length, R/2].
 
-        The last tables are cached, which saves five kernels a step; not under torch.compile or CUDA graph capture,
-        whose memory must be its own.
+        The last tables are cached, which saves five kernels a step, except under torch.compile and CUDA graph capture,
+        which need memory of their own.
         """
         if torch.compiler.is_compiling() or (device.type == "cuda" and is_capturing()):
             return self(torch.arange(length, device=device)[None])
         key = length, self._least_length, device
         if self._last is None or self._last[0] != key:
-            with torch.inference_mode(False):  # the tables outlive the call
+            with torch.inference_mode(False):  # kept beyond this call
                 tables = self(torch.arange(length, device=device)[None])
             if type(tables[0]) is not Tensor:  # a FakeTensor
                 return tables
@@ -148,7 +148,7 @@ class RotaryEmbedding(nn.Module):
 
     @contextlib.contextmanager
     def of_length(self, length: int) -> Iterator[None]:
-        """Within it, frequencies are those of a text of at least `length` tokens, of which calls read parts."""
+        """Within it, calls use the frequencies of a text of at least `length` tokens, of which they are parts."""
         self._least_length = length
         try:
             yield
@@ -169,13 +169,13 @@ class RotaryEmbedding(nn.Module):
     def needs_recompute(self, past: int, length: int) -> bool:
         """True if keys cached in calls of up to `past` tokens are wrong for a call that reaches `length` tokens.
 
-        That is where "longrope" switches from its short frequencies to the long: empty the cache and run the whole
+        That is so when "longrope" switches from its short to its long frequencies: empty the cache and run the whole
         text again. "dynamic" keeps its cached keys, as in transformers.
         """
         return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
     def tokens_left(self, length: int) -> float:
-        """How many tokens a call that reaches `length` can have more of, with the same frequencies."""
+        """The number of tokens that can follow the first `length` with the same frequencies."""
         left = self.original_length - length if self.rope_type in ("dynamic", "longrope") else math.inf
         return math.inf if left < 0 and self.rope_type == "longrope" else max(0, left)
 
@@ -184,19 +184,18 @@ class RotaryEmbedding(nn.Module):
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:
-        found = self._inv_freq_by_device.get(device)  # never dropped: a CUDA graph may read it
+        found = self._inv_freq_by_device.get(device)  # kept forever: a CUDA graph may read it
         if found is None:
-            with torch.inference_mode(False):  # the table outlives the call
+            with torch.inference_mode(False):  # kept beyond this call
                 found = self._inv_freq_by_device[device] = self._inv_freq.to(device)
         return found
 
     def _frequencies(self) -> tuple[list[Tensor], float]:
         """The frequencies (longrope: short and long), and the factor on cos and sin."""
         powers = self._powers(self.theta, torch.device("cpu"))
-        options = self.scaling
         match self.rope_type:
             case "linear":
-                return [1.0 / powers / options["factor"]], 1.0
+                return [1.0 / powers / self.scaling["factor"]], 1.0
             case "llama3":
                 return [self._llama3(1.0 / powers)], 1.0
             case "yarn":
@@ -230,7 +229,7 @@ class RotaryEmbedding(nn.Module):
         factor = options.get("factor") or self._length_ratio()
 
         def index_of(rotations: float) -> float:
-            """The (fractional) index of the frequency with so many rotations over the original length."""
+            """The (fractional) index of the frequency with this number of rotations over the original length."""
             return self.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low = index_of(options.get("beta_fast") or 32)
@@ -265,7 +264,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class VisionRotary(nn.Module):
-    """cos and sin for image patches: half of a head's frequencies use the row, half the column.
+    """cos and sin for image patches: half of the frequencies of a head use the row, half the column.
 
     forward(positions, integers [2, ...]: row and column) -> (cos, sin), fp32 [..., head_dim / 2]: the row's entries,
     then the column's, for `ligermodels.kernels.rope`.
@@ -294,11 +293,11 @@ def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
 def _read(
     scaling: Mapping[str, Any], theta: float, partial_rotary_factor: float, num_frequencies: int
 ) -> dict[str, Any]:
-    """The rope dict with one `rope_type`, without null keys, checked."""
+    """Checks the rope dict; returns it with a `rope_type` and without null values."""
     options = {name: value for name, value in scaling.items() if value is not None}
     if "truncate" in scaling:
-        options["truncate"] = scaling["truncate"] or False  # transformers reads null as false; absent is true
-    old_name = options.pop("type", "default")  # transformers 5 leaves a stale `type` beside `rope_type`
+        options["truncate"] = scaling["truncate"] or False  # transformers: null is false, absent is true
+    old_name = options.pop("type", "default")  # transformers 5 may leave an old `type` beside `rope_type`
     rope_type = options.setdefault("rope_type", old_name)
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial_rotary_factor)):
         if options.pop(name, value) != value:

@@ -160,7 +160,7 @@ def test_cross_states_that_do_not_fit_are_named():
     layer = make_cross()
     x, states = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 7, 12, dtype=torch.float64)
     for message, given in {
-        "neither states of images nor a cache that holds some": {"states": None},
+        "no states of images, and none in the cache": {"states": None},
         r"\[2, 3\] tokens, \[1, 7\] states .* batch of one row": {"states": states[:1]},
     }.items():
         with pytest.raises(InputError, match=message):
