@@ -1,9 +1,8 @@
-"""Fused execution of plain `torch.nn.Linear` modules, and of frozen ones of few bits (quantized.py,
-nf4.py).
+"""Fused execution of linear modules: `torch.nn.Linear`, and frozen quantised ones (quantized.py, nf4.py).
 
-Layers hold `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
-tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules, and their
-LoRA adapters (lora.py); a module that something else has wrapped or hooked is called instead.
+Layers have `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
+tensor-parallel plans find them. At each call a fused op takes the weights of untouched modules, and their LoRA adapters
+(lora.py); a module that something else has wrapped or hooked is called instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +28,11 @@ _PLAIN = (nn.Parameter, type(None))
 
 
 def is_fusable(*modules: nn.Module) -> bool:
-    """True if a fused kernel may stand in for calling each module: it is what `parameters_of` gives and nothing else.
+    """True if a fused kernel may replace the call of each module: `parameters_of` says all that the module computes.
 
-    That is x @ weight.T + bias, the weight dense or a LowBitLinear's, and an adapter of ours without dropout and DoRA.
-    Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor
-    parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantization its class or its
+    That is x @ weight.T + bias, with a dense weight or that of a LowBitLinear, and a LoRA adapter of ours without
+    dropout and DoRA. Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class,
+    tensor parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantisers its class or its
     weight. Each of them makes this False, since bypassing it would be silently wrong.
     """
     for module in modules:
@@ -57,7 +56,7 @@ def _is_fusable_of_ours(module: nn.Module) -> bool:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """True if calling `module` is its class's forward and nothing else."""
+    """True if a call of `module` runs the forward of its class and nothing else."""
     return not (_touched(module) or _has_any_global_hook())
 
 
@@ -74,8 +73,8 @@ def _touched(module: nn.Module) -> bool:
 class Obstacle(NamedTuple):
     """Why `module` is not fused.
 
-    kind: "adapter", "LoRA" (of ours: dropout, DoRA), "parametrization", "class", "weight", "forward", which was
-    replaced, "forward hook", "backward hook", "global hook".
+    kind: "adapter", "LoRA" (ours, with dropout or DoRA), "parametrization", "class", "weight", "forward" (replaced),
+    "forward hook", "backward hook", "global hook".
     """
 
     kind: str
@@ -98,7 +97,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
-    """Why `is_fusable(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
+    """Why `is_fusable(module)` is False, or None. classes: the expected classes, default nn.Linear and ours."""
     if type(module) not in (classes or (nn.Linear, *_OURS)):
         inside = module._modules.keys()
         wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
@@ -123,7 +122,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
     """Warns once for each kind of obstacle that keeps these children of `owner` from being fused.
 
-    Modules that others have quantised, and sharded ones, do not warn: that they are not fused is expected.
+    There is no warning for modules that another library has quantised or sharded: nobody expects them to be fused.
     """
     if not warns(x):
         return
@@ -139,19 +138,19 @@ def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
 
 
 def warns(x: Tensor) -> bool:
-    """True in training on a GPU, outside of torch.compile: where a missing fusion costs something."""
+    """True in training on a GPU, outside of torch.compile: there a missing fusion costs time and memory."""
     return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x); of a fusable module, an x that a norm has just made is recomputed in the backward, not saved."""
+    """module(x). For a fusable module the backward recomputes an x that a norm has just made, which is not saved."""
     if not is_fusable(module):
         return module(x)
     return apply_joint([module], x)
 
 
 def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """The outputs of fusable modules side by side, as one op; the caller may overwrite them where they are several."""
+    """The outputs of fusable modules side by side, from one op. The caller may overwrite them if there are several."""
     weights, biases, adapters = parameters_of(modules)
     if is_frozen(weights, adapters):
         return lora_linear(x, weights, biases, adapters)
@@ -163,18 +162,18 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
-    packed = apply_joint(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
-    outputs = dict(zip(plain, packed, strict=True))
+    joint = apply_joint(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
+    outputs = dict(zip(plain, joint, strict=True))
     return [outputs[module] if module in outputs else module(x) for module in modules]
 
 
 def is_frozen(weights: Sequence[Weight], adapters: Sequence[Adapter | None]) -> bool:
-    """True of what is for the ops of lora.py: weights of few bits, and layers with adapters."""
+    """True if `lora_linear` runs these: there are quantised weights or adapters."""
     return any(adapters) or any(isinstance(weight, LowBitWeight) for weight in weights)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor | None], list[Adapter | None]]:
-    """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with.
+    """The weights, biases and adapters of linear modules; of sharded modules, the shards of this rank.
 
     A weight is a tensor, or a LowBitWeight.
     """
@@ -189,13 +188,12 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor 
 
 
 class JointProjections(nn.Module):
-    """A layer with several linear modules of one input, `joint_names`, whose weights are contiguous in one storage.
+    """A layer with several linear modules of one input, `joint_names`, whose weights are joint: side by side in memory.
 
-    The weights of the fusable ones follow each other in memory, and so do their biases, so that one matmul serves all.
-    So do those of a QuantizedLinear; those of NF4 do once they are dequantised.
-    `.to()`, `.cuda()`, copying and unpickling restore this. Parameters stay the objects that optimizers hold, and keep
-    their values. Where something separates the weights all the same (FSDP, `load_state_dict(assign=True)`), each has
-    its own matmul. docs/ablations.md says what it buys.
+    One matmul then computes all of them. The same holds for biases, and for the weights of QuantizedLinear; those of
+    NF4Linear are joint once they are dequantised. `.to()`, `.cuda()`, copying and unpickling restore this. Parameters
+    stay the same objects, with the same values. If something separates the weights (FSDP,
+    `load_state_dict(assign=True)`), each has its own matmul. docs/ablations.md has the measurements.
     In `state_dict()` each tensor has a storage of its own, over the same memory: of tensors that share a storage,
     accelerate saves only the first, and safetensors' save_model and load_model refuse them.
     """
@@ -208,6 +206,7 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def join_weights(self) -> None:
+        """Moves the weights of the untouched modules, and their biases, into one storage."""
         plain: list[Any] = [
             module for module in self.joint_modules
             if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
@@ -218,14 +217,14 @@ class JointProjections(nn.Module):
             module for module in self.joint_modules
             if type(module) is QuantizedLinear and is_untouched(module)
         ]  # fmt: skip
-        own = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
-        for parameters in (weights, biases, *own):
+        low_bit = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
+        for parameters in (weights, biases, *low_bit):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 make_joint(parameters)  # type: ignore[arg-type]
 
     @property
     def output_module(self) -> Any:
-        """The linear module of the layer's output."""
+        """The linear module at the layer's output."""
         return self._modules[self.output_name]
 
     @property

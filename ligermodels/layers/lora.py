@@ -1,4 +1,4 @@
-"""A frozen linear module with a low-rank adapter: LoRA, rsLoRA and DoRA, and on 4-bit weights QLoRA."""
+"""A frozen linear module with a low-rank adapter: LoRA, rsLoRA, DoRA, and QLoRA on 4-bit weights."""
 
 import math
 from typing import Any, ClassVar
@@ -36,16 +36,16 @@ class _Magnitude(nn.Module):
 class Adapted(nn.Module):
     """y = weight x + bias + scale * lora_B(lora_A(dropout(x))), where weight and bias are frozen.
 
-    scale: alpha / r, or alpha / sqrt(r) with rslora. With DoRA, which has a `lora_magnitude_vector`, m [out]:
-    y = bias + m / n * (weight x + scale * lora_B(lora_A(x))), where n are the norms of the rows of the sum of the
-    weights, through which no gradient flows. Under dropout, all but the first weight x reads what dropout leaves:
+    scale: alpha / r, or alpha / sqrt(r) with rslora. DoRA has a `lora_magnitude_vector` m [out]:
+    y = bias + m / n * (weight x + scale * lora_B(lora_A(x))), where n [out] are the norms of the rows of
+    weight + scale * B A, without gradient. With x' = dropout(x) it is
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
-    `Adapted.of(linear, ...)` makes it of an nn.Linear or NF4Linear, in place: parameters keep their names. `plain()`
-    undoes that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
-    [out, r] and lora_magnitude_vector.weight [out], as PEFT names them less its "default".
-    Layers run several as one op (linear.py), but for dropout and DoRA, which are computed as written above, as are
-    adapters on 4-bit weights under torch.compile.
+    `Adapted.of(linear, ...)` turns an nn.Linear or NF4Linear into this class, in place: parameters keep their names.
+    `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight [r, in],
+    lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its "default".
+    Layers run several modules as one op (linear.py). Dropout, DoRA, and adapters on 4-bit weights under torch.compile
+    are computed as written above instead.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.
     """
@@ -66,8 +66,7 @@ class Adapted(nn.Module):
     def of(
         linear: Any, *, r: int, alpha: float, dropout: float, rslora: bool, dora: bool, dtype: torch.dtype
     ) -> "Adapted":
-        """`linear`, frozen and with an adapter of zeros; with DoRA, which 4-bit weights do not have, the magnitudes are
-        the weight's."""
+        """`linear`, frozen, with an adapter of zeros. dora, not for 4-bit weights: starts from the weight's norms."""
         options: dict[str, Any] = dict(dtype=dtype, device=linear.weight.device)
         linear.__class__ = LoRANF4Linear if isinstance(linear, NF4Linear) else LoRALinear
         linear.requires_grad_(False)
@@ -81,7 +80,7 @@ class Adapted(nn.Module):
         return linear
 
     def plain(self) -> nn.Module:
-        """The module that this was, in place; the adapter is dropped."""
+        """Drops the adapter, and turns this into the module that it was, in place."""
         for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector", "alpha", "rslora", "adapter_on"):
             delattr(self, name)
         self.__class__ = self.base_class  # type: ignore[assignment]
@@ -101,7 +100,7 @@ class Adapted(nn.Module):
 
     @property
     def unfusable(self) -> str | None:
-        """What about the adapter the fused ops do not compute; None: they do."""
+        """The part of the adapter that the fused ops do not compute, or None."""
         if not self.adapter_on:
             return None
         if self.lora_magnitude_vector is not None:
@@ -110,12 +109,12 @@ class Adapted(nn.Module):
 
     @property
     def adapter(self) -> Adapter | None:
-        """The adapter for a fused op; None where it is off."""
+        """The adapter for a fused op; None if it is off."""
         return Adapter(self.lora_A.weight, self.lora_B.weight, self.scale) if self.adapter_on else None
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
-        """Of weight + scale * B A, in fp32 at least: [out]."""
+        """The norms [out] of the rows of weight + scale * B A, in fp32 or fp64."""
         a, b, weight = self.lora_A.weight, self.lora_B.weight, self.weight
         dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
         return torch.linalg.vector_norm(

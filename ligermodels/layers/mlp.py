@@ -26,13 +26,13 @@ class GatedMLP(JointProjections):
     """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
     Saves its input (unless a norm has just made it) and the outputs of gate_proj and up_proj; the backward recomputes
-    their activation. With the attribute `recompute` it saves only the input, and the backward recomputes gate and up
-    too, in chunks of tokens.
+    the activation. With the attribute `recompute` it saves only the input, and the backward also recomputes gate and
+    up, in chunks of tokens.
 
     activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear modules, the output's
     last; with two names gate and up are the rows of one weight, in this order.
-    tp: the ranks over which gate, up and down are split (tensor parallel); x is then a rank's part [B, S/n,
-        hidden_size], and so is the output.
+    tp: the ranks over which intermediate_size is sharded (tensor parallel); x and the output are then a rank's shard
+        [B, S/n, hidden_size].
     """
 
     recompute = False
@@ -62,12 +62,12 @@ class GatedMLP(JointProjections):
         inputs, down = self.joint_modules, self.output_module
         if is_fusable(*inputs, down):
             (*weights, down_weight), (*biases, down_bias), adapters = parameters_of([*inputs, down])
-            packed = len(inputs) == 1
+            joint = len(inputs) == 1  # gate and up are one module
             return gated_mlp(
                 x,
-                weights[0] if packed else weights,
+                weights[0] if joint else weights,
                 down_weight,
-                biases[0] if packed else biases,
+                biases[0] if joint else biases,
                 down_bias,
                 activation=self.activation,
                 recompute=self.recompute,

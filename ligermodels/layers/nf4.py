@@ -1,8 +1,8 @@
-"""A frozen linear layer of 4 bits per weight, for adapters to be trained over (QLoRA).
+"""A frozen linear layer of 4 bits per weight, on which adapters are trained (QLoRA).
 
     y = x @ w.T + bias, dx = dy @ w          w = code[index] * absmax, see kernels/nf4.py
 
-Of x nothing is saved. Layers run several as one op, with their adapters (linear.py).
+x is not saved. Layers run several as one op, with their adapters (linear.py).
 """
 
 from collections.abc import Callable
@@ -18,15 +18,15 @@ from ligermodels.layers.quantized import LowBitLinear
 
 
 class NF4Linear(LowBitLinear):
-    """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 bits, in bitsandbytes' bytes.
+    """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 bits, in bitsandbytes' layout.
 
-    It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
+    It computes in the dtype of x, or autocast's, and its backward computes only dx.
 
     weight: frozen parameter, uint8 [ceil(N K / 2), 1]. absmax: with `double`, frozen parameter, uint8 [B] for B blocks
     of `block` weights; else buffer, fp32 [B]. quant_map, and with `double` nested_absmax, nested_quant_map and
-    nested_offset: buffers, fp32; they stay fp32 whatever the model is cast to. bias: frozen parameter or None.
-    The parameters of bytes are sharded by FSDP2 as any frozen ones, and gathered at a quarter of bf16's traffic; mixed
-    precision leaves them alone. With random bytes until `from_weight` or a state dict has filled it.
+    nested_offset: buffers, fp32, which casts of the model leave alone. bias: frozen parameter or None.
+    FSDP2 shards the byte parameters as any frozen ones, gathers them at a quarter of bf16's traffic, and its mixed
+    precision leaves them alone. The values are random until `from_weight` or a state dict sets them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class NF4Linear(LowBitLinear):
 
     @classmethod
     def from_quantized(cls, packed: Tensor, state: NF4State, bias: Tensor | None = None) -> Self:
-        """The layer of what `quantize_nf4` returns, over the same memory."""
+        """The layer of the results of `quantize_nf4`, over the same memory."""
         rows, columns = state.shape
         double = state.nested_absmax is not None
         with torch.device("meta"):
@@ -95,7 +95,7 @@ class NF4Linear(LowBitLinear):
 
     @property
     def state(self) -> NF4State:
-        """What `dequantize_nf4` needs beside the packed weight."""
+        """What `dequantize_nf4` needs beside the bytes of the weight."""
         shape = self.out_features, self.in_features
         nested: Any = self.nested_absmax, self.nested_quant_map, self.nested_offset
         return NF4State(self.absmax, self.quant_map, shape, self.original_dtype, self.block, *nested)  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ class NF4Linear(LowBitLinear):
         return f"{super().extra_repr()}, block={self.block}, double={self.nested_absmax is not None}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As for any module, but the fp32 buffers only change their device: a model is cast as a whole."""
+        """As for any module, but casts of the model leave the fp32 buffers in fp32."""
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, buffer in before.items():

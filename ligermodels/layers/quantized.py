@@ -1,12 +1,10 @@
-"""Frozen linear layers whose weights are packed in few bits: what all have in common, and int8, fp8 and int4.
+"""Frozen linear layers with quantised weights: the base class, and int8, fp8 and int4.
 
     y = x @ w.T + bias, dx = dy @ w          w as in kernels/quantized.py, or for NF4Linear (nf4.py) in kernels/nf4.py
 
-Of x nothing is saved. Layers run several as one op (linear.py).
+x is not saved. Layers run several as one op (linear.py).
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -14,23 +12,17 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.low_bit import LowBitWeight, dequantized, frozen_linear
+from ligermodels.kernels.low_bit import LowBitWeight, frozen_linear
 from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 """Integers of the size of a dtype."""
 
 
-@contextlib.contextmanager
-def _one(weight: LowBitWeight, dtype: torch.dtype) -> Iterator[Tensor]:
-    with dequantized([weight], dtype) as (found,):
-        yield found
-
-
 class LowBitLinear(nn.Module):
     """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of few bits, the `operand`.
 
-    It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
+    It computes in the dtype of x, or autocast's, and its backward computes only dx.
     """
 
     in_features: int
@@ -42,23 +34,9 @@ class LowBitLinear(nn.Module):
         """The weight for a fused op."""
         raise NotImplementedError
 
-    def dequantized_weight(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K], in memory of its own or in `out`, by default in the dtype that it was quantised from."""
-        return self.operand.dequantize(dtype, out)
-
-    def weight_for_use(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Tensor]:
-        """`with layer.weight_for_use(x.dtype) as weight:` the weight [N, K], in memory that is reused afterwards.
-
-        For the forward and backward of an autograd.Function, or under torch.no_grad: autograd would keep the memory
-        for a backward that comes when another weight is there. Raises InputError where gradients are on.
-        """
-        if torch.is_grad_enabled():
-            raise InputError(
-                f"{type(self).__name__}.weight_for_use: gradients are on, and autograd would keep memory that is "
-                "reused. Call it under torch.no_grad or in an autograd.Function, or take "
-                "layer.dequantized_weight(dtype)"
-            )
-        return _one(self.operand, dtype)
+    def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [N, K], by default in the dtype that it was quantised from."""
+        return self.operand.dequantize(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return frozen_linear(x, self.operand, self.bias)
@@ -76,11 +54,10 @@ class LowBitLinear(nn.Module):
 
 
 class QuantizedLinear(LowBitLinear):
-    """A linear layer for inference, of kind "int8", "fp8" or "int4"; products of few rows read the weight as it is.
+    """A linear layer for inference, of kind "int8", "fp8" or "int4". Few rows of x read the quantised bits.
 
-    weight, scale: frozen parameters, those of a `QuantizedWeight` in integers of their size, so that whatever casts a
-    model leaves them alone. bias: frozen parameter or None. With random bits until `from_weight` or a state dict has
-    filled it.
+    weight, scale: frozen parameters, the bits of a `QuantizedWeight` as integers, which casts of a model leave alone.
+    bias: frozen parameter or None. The values are random until `from_weight` or a state dict sets them.
     """
 
     def __init__(
