@@ -112,7 +112,7 @@ def encode(
     if isinstance(item, Conversation):
         processor = processor_of(tokenizer.files.folder) if item.images else None
         if processor is not None and chat_template is None:
-            chat_template = processor.template
+            chat_template = processor.chat_template
         ids, mask = _encode_conversation(item, tokenizer, train_on, chat_template, dict(variables or {}))
         found = None
         if processor is not None:
@@ -232,7 +232,6 @@ def _encode_conversation(
             messages,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_attention_mask": False},
             **options,
         )
         ids, mask = found["input_ids"], found["assistant_masks"]

@@ -1,4 +1,4 @@
-"""The interface of a tokenizer library, which `JsonBackend` and `SentencePieceBackend` implement."""
+"""What a tokenizer needs of the library below it; `JsonBackend` and `SentencePieceBackend` implement it."""
 
 import dataclasses
 import re
@@ -21,8 +21,8 @@ class Backend(ABC):
 
     added: {id: token} of the added tokens, special ones included.
     base_vocab_size: the number of ids without added tokens.
-    named: {"bos_token": "<s>", ...} of a vocabulary file that names its special tokens; stop_ids: the ids that end a
-    text or a turn, where it tells them.
+    named, stop_ids: the special tokens, {"bos_token": "<s>", ...}, and the ids that end a text or a turn, of a
+    vocabulary file that names them.
     """
 
     added: Mapping[int, AddedToken]
@@ -51,7 +51,7 @@ class Backend(ABC):
         """Sets the added and special tokens to those of `files`."""
 
     def complete(self, files: TokenizerFiles) -> TokenizerFiles:
-        """`files` with the special tokens of the vocabulary file where no config says otherwise, be it null."""
+        """`files` with the special tokens of the vocabulary file; what a config says wins, also a null."""
         own = {name: token for name, token in self.named.items() if name not in files.config}
         return dataclasses.replace(
             files, named={**own, **files.named}, eos_token_ids=files.eos_token_ids or self.stop_ids

@@ -1,11 +1,11 @@
 """Chat templates: their choice, their variables, and errors with the line of the template.
 
 Checked against transformers 5.23, `render_jinja_template`, except for
-- the assistant's spans: the template is rendered a second time with marks around {% generation %}, and the text without
+- the assistant's spans: the template is rendered a second time with marks around {% generation %}; the text without
   the marks must equal the first rendering. transformers counts characters while the text is written, which is wrong
-  inside a macro or a {% set %} block; it returns a mask of zeros for a template without {% generation %};
-- a content of text parts where the template prints no parts: it gets the texts, joined. transformers hands it the list,
-  which becomes its Python spelling, nothing at all, or an error.
+  inside a macro or a {% set %} block, and returns a mask of zeros for a template without {% generation %};
+- a content that is a list of text parts, for a template that does not print parts: the template gets the texts, joined.
+  transformers passes the list, which is printed as Python writes it, or not at all, or is an error.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateError(TokenizerError):
-    """A template with an error of its own, at a line that is told."""
+    """An error in a template itself, with its line."""
 
 
 class ChatTemplates:
@@ -46,7 +46,7 @@ class ChatTemplates:
         self._folder, self._source = folder, source
 
     def choose(self, template: str | None = None, has_tools: bool = False) -> "ChatTemplate":
-        """The template that is given by name or as text, or the default one."""
+        """The template with the given name or text; by default "tool_use" for tools, else "default"."""
         names = short(list(self.templates))
         if template is not None and template not in self.templates:
             if "{" in template:
@@ -86,54 +86,48 @@ class ChatTemplate:
     where: str
     given: Mapping[str, Any]
 
-    @property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template reads without setting them first."""
-        return self._compiled().variables
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
         with_spans: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and with `with_spans` the (start, end) of each part of it that is the assistant's."""
+        """(the text, with `with_spans` the (start, end) of each part of it that is the assistant's, else [])."""
         if continue_final_message and (with_spans or add_generation_prompt):
             raise TokenizerError(
-                "continue_final_message continues the last message; it excludes add_generation_prompt, which begins "
-                "a new one, and the assistant mask, which needs the end of the message."
+                "continue_final_message excludes add_generation_prompt, which begins a new message, and "
+                "return_assistant_tokens_mask, which needs the end of the message."
             )
-        for label, items in (("messages", messages), ("tools", tools or ()), ("documents", documents or ())):
+        for label, items in (("messages", messages), ("tools", tools or ())):
             if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
                 raise TokenizerError(f"{label} must be a list of dicts, not {short(items)}.")
         if not messages:
             raise TokenizerError("a conversation needs at least one message.")
-        seen = {**self.given, **_plain(variables or {}), "tools": _plain(tools), "documents": _plain(documents)}
-        seen["add_generation_prompt"] = add_generation_prompt
-        seen["messages"] = self._join_parts([_message(message) for message in messages], seen)
+        given = {"documents": None, **self.given, **_plain(variables or {}), "tools": _plain(tools)}
+        given["add_generation_prompt"] = add_generation_prompt
+        given["messages"] = self._join_parts([_message(message) for message in messages], given)
         if continue_final_message:
-            _mark_end(seen["messages"], "content" if continue_final_message is True else continue_final_message)
-            return _cut_at_end(self._run(seen)), []
-        text = self._run(seen)
+            _mark_end(given["messages"][-1])
+            return _cut_at_mark(self._run(given)), []
+        text = self._run(given)
         if not with_spans:
             return text, []
-        if not self._compiled().has_generation:
+        if not self.compile().has_generation:
             raise TokenizerError(
                 f"{self.where} does not mark the assistant's text: it has no {{% generation %}} ... "
                 "{% endgeneration %}. Next step: put them around the assistant's text, and "
                 f"{_PASS}; TRL has such variants of the usual templates."
             )
-        marked, spans = _spans(self._run(seen, with_marks=True))
+        marked, spans = _spans(self._run(given, with_marks=True))
         if marked != text:
             raise TokenizerError(
-                f"{self.where} changes the text inside {{% generation %}}, or leaves the tag without its end, so that "
-                "the assistant's tokens are unknown. Likely cause: a filter over the tag, such as trim, or a break in "
-                "it. Next step: put the tag around the filter."
+                f"{self.where} changes the text inside {{% generation %}}, or leaves the tag without its end: the "
+                "assistant's tokens are unknown. Likely cause: a filter around the tag, such as trim, or a break in it. "
+                "Next step: put the tag around the filter."
             )
         return text, spans
 
@@ -159,23 +153,20 @@ class ChatTemplate:
             for message, row, parts in zip(chat, marks, texts, strict=True)
         ]
 
-    def check(self) -> None:
+    def compile(self, with_marks: bool = False) -> sandbox.Compiled:
         """Raises TemplateError for a syntax error."""
-        self._compiled()
-
-    def _compiled(self, with_marks: bool = False) -> sandbox.Compiled:
         with _template_errors(self.where):
             return sandbox.compile_template(self.source, with_marks)
 
     def _run(self, variables: dict[str, Any], with_marks: bool = False) -> str:
-        template = self._compiled(with_marks).template
+        template = self.compile(with_marks).template
         with _template_errors(self.where):
             return sandbox.render(template, variables)
 
 
 @contextlib.contextmanager
 def _template_errors(where: str) -> Iterator[None]:
-    """Raises what a template raises as TokenizerError."""
+    """Turns what a template raises into a TokenizerError."""
     try:
         yield
     except sandbox.RaisedByTemplate as error:
@@ -231,14 +222,14 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _texts(content: Any) -> list[str]:
-    """The texts of a content that is a list of text parts only, else []."""
+    """The texts of a content that is a list of text parts and nothing else; [] for another content."""
     parts = content if isinstance(content, list) else []
     texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
     return texts if len(texts) == len(parts) else []
 
 
 def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """(the text without the marks, the (start, end) in it of each stretch between them, the outermost in order).
+    """(the text without the marks, the (start, end) in it of each outermost marked part, in order).
 
     A mark without its partner stays in the text.
     """
@@ -254,27 +245,25 @@ def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return text + sandbox.SPAN_START * len(starts), spans
 
 
-def _mark_end(chat: list[dict[str, Any]], field: str) -> None:
-    """Puts the mark after the text of the last message: of its content, or of another field."""
-    message = chat[-1]
-    value = message.get(field)
-    if isinstance(value, str):
-        for name in _REASONING if field in _REASONING else (field,):
-            if message.get(name) == value:
-                message[name] = value + _CONTINUE
+def _mark_end(message: dict[str, Any]) -> None:
+    """Puts the mark after the text of a message's content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE
         return
-    for part in reversed(value if isinstance(value, list) else []):
+    for part in reversed(content if isinstance(content, list) else []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             part["text"] += _CONTINUE
             return
-    raise TokenizerError(f"continue_final_message needs a last message whose {field} has text to go on with.")
+    raise TokenizerError("continue_final_message needs a last message whose content has text to continue.")
 
 
-def _cut_at_end(text: str) -> str:
+def _cut_at_mark(text: str) -> str:
+    """The text before the mark."""
     at = text.rfind(_MARK)
     if at < 0:
         raise TokenizerError(
-            "continue_final_message: the chat template leaves out or rewrites the last message, so that its "
-            "end cannot be found. Next step: append the text to the ids by hand."
+            "continue_final_message: the chat template leaves out or rewrites the last message, so its end cannot be "
+            "found. Next step: append the ids of the text to those of the prompt."
         )
     return text[:at] if text.startswith(_CONTINUE, at) else text[:at].rstrip()

@@ -13,7 +13,7 @@ Checked against transformers 5.23, `PreTrainedTokenizerBase._from_pretrained`.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
@@ -67,10 +67,11 @@ class AddedToken:
 class TokenizerFiles:
     """The tokenizer's settings in a folder.
 
-    named: {"bos_token": "<s>", ...}, every *_token of the folder.
+    named: {"bos_token": "<s>", ...}, every *_token of the folder. extra_special: the special tokens without a name.
+    added: the added tokens, by id. templates: {name: chat template}.
     eos_token_ids, pad_token_id: those of generation_config.json and config.json.
     model_vocab_size: vocab_size of config.json; None without it.
-    paths: the files that `save_pretrained` copies. template_file: of the default template, where it is none of them.
+    paths: the files that `save_pretrained` copies. template_file: another file with the default template.
     """
 
     folder: Path
@@ -91,7 +92,7 @@ class TokenizerFiles:
 
     @property
     def vocabulary(self) -> Path | None:
-        """The first of tokenizer.json, tekken.json, tokenizer.model and tokenizer.model.vN with the largest N."""
+        """The first of tokenizer.json, tekken.json, tokenizer.model and the newest tokenizer.model.vN, or None."""
         names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(self.folder))
         return next((path for name in names if (path := self.path(name))), None)
 
@@ -100,23 +101,22 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     """Reads everything but the vocabulary. Raises TokenizerError for a damaged file."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TokenizerError(f"{folder} is not a folder. Next step: pass the folder that holds tokenizer.json.")
+        raise TokenizerError(f"{folder} is not a folder. Next step: pass the folder with tokenizer.json.")
     config = _read_object(folder, "tokenizer_config.json")
     names = dict(config)
     if "added_tokens_decoder" not in config:
         names |= _read_object(folder, "special_tokens_map.json")
     named = {key: text for key, value in names.items() if key.endswith("_token") and (text := _content(value))}
     extra = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
-    extra = list(extra.values()) if isinstance(extra, Mapping) else extra
+    if isinstance(extra, Mapping):
+        extra = list(extra.values())
     if not isinstance(extra, list):
         raise TokenizerError(f"{folder}: the extra special tokens must be a list, not {short(extra)}.")
     extra_special = tuple(text for value in extra if (text := _content(value)))
     model, generation = _read_object(folder, "config.json"), _read_object(folder, "generation_config.json")
-    text_model = model.get("text_config")
-    text_model = text_model if isinstance(text_model, dict) else {}
+    text_model = model["text_config"] if isinstance(model.get("text_config"), dict) else {}
     sources = (generation, model, text_model)
-    eos_ids = [index for source in sources for index in _ids(source, "eos_token_id", folder)]
-    pad_ids = [index for source in sources for index in _ids(source, "pad_token_id", folder)]
+    pad_ids = _ids(sources, "pad_token_id", folder)
     sizes = (model.get("vocab_size"), text_model.get("vocab_size"))
     paths = [path for name in (*TOKENIZER_FILES, *versions(folder)) if (path := _existing(folder, name))]
     return TokenizerFiles(
@@ -126,8 +126,8 @@ def read_files(folder: str | Path) -> TokenizerFiles:
         extra_special=extra_special,
         added=_added_tokens(folder, config, {*named.values(), *extra_special}),
         templates=_templates(folder, config),
-        eos_token_ids=tuple(dict.fromkeys(eos_ids)),
-        pad_token_id=next(iter(pad_ids), None),
+        eos_token_ids=_ids(sources, "eos_token_id", folder),
+        pad_token_id=pad_ids[0] if pad_ids else None,
         model_vocab_size=next((size for size in sizes if type(size) is int), None),
         paths=(*paths, *_more_templates(folder)),
     )
@@ -213,26 +213,28 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """The text of a special token, which files hold as a string or as an object with flags."""
+    """The text of a special token, which is a string or an object with flags; None for neither."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) and value else None
 
 
-def _ids(source: Mapping[str, Any], key: str, folder: Path) -> list[int]:
-    value = source.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(item) is not int for item in values):
-        raise TokenizerError(
-            f"{folder}: {key} must be an integer or a list of integers, not {short(value)}, in generation_config.json "
-            "and config.json. Likely cause: a hand edit."
-        )
-    # Some configs write -1 for none.
-    return [item for item in values if item >= 0]
+def _ids(sources: Sequence[Mapping[str, Any]], key: str, folder: Path) -> tuple[int, ...]:
+    """The ids under `key` in any of the sources, each once."""
+    found: list[int] = []
+    for value in (source.get(key) for source in sources):
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(index) is not int for index in ids):
+            raise TokenizerError(
+                f"{folder}: {key} in generation_config.json and config.json must be an integer or a list of integers, "
+                f"not {short(value)}. Likely cause: a hand edit."
+            )
+        found += ids
+    return tuple(index for index in dict.fromkeys(found) if index >= 0)  # some configs write -1 for none
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) -> tuple[AddedToken, ...]:
+    """The added tokens by id. special: those of added_tokens.json that are special, for it has no flags."""
     tokens = []
-    older = {} if "added_tokens_decoder" in config else _read_object(folder, "added_tokens.json")
     try:
         if "added_tokens_decoder" in config:
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
@@ -240,7 +242,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
                 given = {flag: bool(value[flag]) for flag in flags if flag in value}
                 tokens.append(AddedToken(id=int(index), content=value["content"], **given))
         else:
-            for content, index in older.items():
+            for content, index in _read_object(folder, "added_tokens.json").items():
                 is_special = content in special
                 tokens.append(AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special))
         if not all(isinstance(token.content, str) and token.content and token.id >= 0 for token in tokens):

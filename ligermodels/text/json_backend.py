@@ -108,7 +108,12 @@ def _read(path: Path) -> Any:
         with _native_errors(str(path)):
             return tokenizers.Tokenizer.from_str(text)
     except TokenizerError as error:
-        raise TokenizerError(f"{path} cannot be loaded: {_diagnose(text)}. ({error})") from error
+        try:
+            json.loads(text)
+            cause = "damaged, another JSON file under this name, or written by a newer tokenizers"
+        except (ValueError, RecursionError):
+            cause = "an interrupted download: it is not valid JSON"
+        raise TokenizerError(f"{error}. Likely cause: {cause}.") from error
 
 
 def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
@@ -128,25 +133,10 @@ def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _native_errors(where: str) -> Iterator[None]:
-    """Raises errors and panics of the Rust library as TokenizerError."""
+    """Turns errors and panics of the Rust library into TokenizerErrors."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime":
             raise TokenizerError(f"{where}: the tokenizers library says: {error}") from error
         raise
-
-
-def _diagnose(text: str) -> str:
-    """Why tokenizers refuses the text of a tokenizer.json."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        return f"it is not valid JSON: {error}. Likely cause: an interrupted download"
-    model = content.get("model") if isinstance(content, dict) else None
-    if not isinstance(model, dict):
-        return "it has no `model` object. Likely cause: another JSON file under this name"
-    kind = model.get("type")
-    if kind not in ("BPE", "Unigram", "WordPiece", "WordLevel", None):
-        return f"its model type {short(kind)} is unknown; known are BPE, Unigram, WordPiece and WordLevel"
-    return "a part of it is malformed, or it was written by a newer tokenizers; next step: update tokenizers"

@@ -1,6 +1,6 @@
 """The environment of chat templates: jinja2's ImmutableSandboxedEnvironment, as in transformers.
 
-Templates are programs from the internet. The sandbox keeps them from Python's internals and from changing their
+Templates are programs from the internet. In the sandbox they cannot reach Python's internals or change their
 variables. The size of a template and of its output is limited; its time is not.
 """
 
@@ -17,8 +17,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 SPAN_START, SPAN_END = "\ue000assistant\ue000", "\ue000end\ue000"
 """Around the assistant's text in the output of a template that was compiled with marks."""
-
-
 MAX_TEMPLATE_CHARS = 2**19
 MAX_OUTPUT_CHARS = 2**26
 
@@ -32,9 +30,9 @@ class RaisedByTemplate(Exception):
 
 
 class GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text.
+    """{% generation %} ... {% endgeneration %} around the assistant's text.
 
-    It prints its body, between marks if `with_marks` of the environment is set, and sets `has_generation`.
+    It prints its body, between marks if the environment has `with_marks`, and sets the environment's `has_generation`.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -71,10 +69,12 @@ def compile_template(source: str, with_marks: bool = False) -> Compiled:
     )
     environment.with_marks = with_marks  # type: ignore[attr-defined]
     environment.filters["tojson"] = _tojson
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals |= {
+        "dict": _Dict(),
+        "namespace": _Namespace,
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+    }
     variables = meta.find_undeclared_variables(environment.parse(source))
     has_generation: bool = environment.has_generation  # type: ignore[attr-defined]
     return Compiled(environment.from_string(source), has_generation, frozenset(variables))
@@ -92,7 +92,7 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Refuses names that begin with an underscore, as in transformers: special methods must not be replaced."""
+    """Refuses names that begin with an underscore, as in transformers: a template must not set special methods."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # a template may use the name `self`
         self, attributes = args[0], dict(*args[1:], **kwargs)
@@ -102,7 +102,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}.")
+            raise SecurityError(f"a namespace cannot have {name!r}.")
         super().__setitem__(name, value)
 
 
@@ -129,7 +129,3 @@ def _tojson(
 
 def _raise_exception(message: object) -> None:
     raise RaisedByTemplate(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -3,9 +3,9 @@
 - Changed templates: chat_template.jinja and additional_chat_templates/*.jinja replace all other files with templates.
 - Changed tokens: `added_tokens_decoder` of tokenizer_config.json replaces special_tokens_map.json and
   added_tokens.json; tokenizer.json is rewritten if there are new tokens.
-- A vocabulary that was read from Meta's or Mistral's own files: tokenizer.json is made of ranks (a tekken.json without
-  new tokens stays beside it), a tokenizer.model.vN becomes tokenizer.model, and tokenizer_config.json names the tokens.
-- Changed sides of padding and truncation or model_max_length: tokenizer_config.json.
+- A vocabulary from Meta's or Mistral's own files: tokenizer.json is made of ranks (a tekken.json without new tokens
+  stays beside it), a tokenizer.model.vN becomes tokenizer.model, and tokenizer_config.json names the tokens.
+- Changed padding_side, truncation_side or model_max_length: tokenizer_config.json is rewritten.
 
 transformers reads the folder in the same way.
 """
@@ -30,7 +30,10 @@ _TOKENS = ("special_tokens_map.json", "added_tokens.json")
 def contents(
     loaded: TokenizerFiles, files: TokenizerFiles, backend: Backend, settings: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """{name in the folder: its bytes}. settings: the present values of `call_settings`."""
+    """{name in the folder: its bytes} of the tokenizer.
+
+    loaded, files: the settings as they were read, and as they are now. settings: the same of `call_settings`, now.
+    """
     try:
         found = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
     except OSError as error:

@@ -4,40 +4,34 @@ import functools
 import operator
 from collections.abc import Iterable, Sequence
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any
 
 from ligermodels.errors import InputError
 
 _BROKEN = "\ufffd"
 
 
-class TextDecoder(Protocol):
-    """The method that `StreamDecoder` calls; `Tokenizer` and transformers' tokenizers have it."""
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
-
-
 class StreamDecoder:
-    """Decodes ids one by one; the parts joined are `tokenizer.decode` of all the ids.
+    """Decodes ids one by one. The parts joined are `tokenizer.decode` of all the ids.
 
         stream = StreamDecoder(tokenizer)
         for index in ids:
             print(stream.put(index), end="", flush=True)
         print(stream.flush())
 
-    A part never ends inside a character. The cost of a token does not grow with the text before it: only a window of
-    the last ids is decoded. The window begins with ids whose text was returned before, so that a decoder that strips
-    the beginning of a text (Llama 2's dummy prefix) strips nothing new.
+    A part never ends inside a character. A token costs the same after any text: only a window of the last ids is
+    decoded. The window begins with ids whose text was returned before, so that a decoder that strips the beginning of
+    a text (Llama 2's dummy prefix) strips nothing new.
 
     Text that was returned stays, even where later ids would change it: for one bad byte transformers' tokenizers turn
-    a whole run of byte tokens into U+FFFD. (tokenizers' own DecodeStream raises there, and it has no flush.)
+    a whole run of byte tokens into U+FFFD. tokenizers' DecodeStream raises there, and has no flush.
 
     tokenizer: a `Tokenizer`, or any object with `decode(ids, skip_special_tokens=...)`.
     after: the ids before the stream, whose text is not returned: "world" after "Hello" becomes " world" for Llama 2.
     Raises InputError.
     """
 
-    def __init__(self, tokenizer: TextDecoder, *, after: Iterable[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Any, *, after: Iterable[int] = (), skip_special_tokens: bool = True) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"a {type(tokenizer).__name__} has no decode(ids, skip_special_tokens=...).")
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
@@ -60,7 +54,7 @@ class StreamDecoder:
         return self._new(self._decode(self._ids)) if self._ids else ""
 
     def _new(self, text: str) -> str:
-        """The part of `text`, the window's text, that was not returned yet. Moves the window."""
+        """The part of the window's text that was not returned yet. Moves the window."""
         new = text[len(self._text) :]
         if new:
             later = self._ids[self._given :]
@@ -81,7 +75,7 @@ def _checked(index: Any) -> int:
 
 
 class StopStrings:
-    """Returns text until one of `strings` is complete, and holds back text that may be the beginning of one.
+    """Ends a text at a stop string. Text that may be the beginning of one is withheld until more text comes.
 
     The string that is complete first wins, the longest of those that end together, however the text is split into
     parts. The stop string and the text after it are dropped.
@@ -92,26 +86,24 @@ class StopStrings:
         if not all(isinstance(string, str) and string for string in self._strings):
             raise InputError(f"stop strings must be non-empty strings, not {list(self._strings)!r}.")
         self._longest = max(map(len, self._strings), default=0)
-        self._held = ""
+        self._withheld = ""
         self.stopped = False
 
     def put(self, text: str) -> tuple[str, bool]:
         """(text, whether a stop string is complete)."""
         if self.stopped:
             return "", True
-        text = self._held + text
+        text = self._withheld + text
         ends = [(at + len(s), at) for s in self._strings if (at := text.find(s)) >= 0]
         if ends:
-            self._held, self.stopped = "", True
+            self._withheld, self.stopped = "", True
             return text[: min(ends)[1]], True
-        keep = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_begin(text[-n:])), 0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+        starts = range(max(0, len(text) - self._longest + 1), len(text))
+        end = next((at for at in starts if any(s.startswith(text[at:]) for s in self._strings)), len(text))
+        self._withheld = text[end:]
+        return text[:end], False
 
     def flush(self) -> str:
-        """The text that was held back, after the last part."""
-        held, self._held = self._held, ""
-        return held
-
-    def _may_begin(self, tail: str) -> bool:
-        return any(string.startswith(tail) for string in self._strings)
+        """The withheld text, after the last part."""
+        text, self._withheld = self._withheld, ""
+        return text

@@ -1,7 +1,7 @@
 """Tokens and their ids: the special tokens by name, the added tokens, and the whole vocabulary.
 
-Names and results are those of transformers 5.23, which trainers expect (`tokenizer.pad_token = tokenizer.eos_token`).
-`save_pretrained` writes what is set here.
+Names and results are those of transformers 5.23 (`tokenizer.pad_token = tokenizer.eos_token`). `save_pretrained`
+writes what is set here.
 """
 
 import dataclasses
@@ -18,43 +18,45 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens in tokenizer_config.json; the first of them are attributes of `Vocabulary`."""
 
 
-class _Special:
-    """A special token by name, or the id of one where the name ends in _id; None where there is none."""
+def _special(name: str) -> tuple[property, property]:
+    """The attributes NAME, a special token or None, and NAME_id."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name, self._is_id = name.removesuffix("_id"), name.endswith("_id")
+    def get_token(self: "Vocabulary") -> str | None:
+        return self.special_tokens_map.get(name)
 
-    def __get__(self, instance: "Vocabulary | None", owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        token = instance.special_tokens_map.get(self._name)
-        return instance.backend.token_to_id(token) if self._is_id and token is not None else token
-
-    def __set__(self, instance: "Vocabulary", value: Any) -> None:
+    def set_token(self: "Vocabulary", value: Any) -> None:
         token = getattr(value, "content", value)
-        if self._is_id and value is not None:
-            # id_to_token gives the normalised spelling of an added token that is matched in normalised text.
-            index = value if isinstance(value, int) else -1
-            added = instance.backend.added.get(index)
-            token = added.content if added else instance.backend.id_to_token(index) if index >= 0 else None
-        known = isinstance(token, str) and instance.backend.token_to_id(token) is not None
-        if value is not None and not known:
+        if value is not None and (not isinstance(token, str) or self.token_to_id(token) is None):
             raise TokenizerError(
-                f"{self._name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
-                f"add_special_tokens({{{self._name!r}: ...}}), then resize_token_embeddings of the model."
+                f"{name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
+                f"add_special_tokens({{{name!r}: ...}}), then resize_token_embeddings of the model."
             )
-        named = {**instance.files.named, self._name: token}
-        instance._change(named={name: content for name, content in named.items() if content is not None})
+        named = {**self.files.named, name: token}
+        self._change(named={key: content for key, content in named.items() if content is not None})
+
+    def get_id(self: "Vocabulary") -> int | None:
+        token = get_token(self)
+        return None if token is None else self.token_to_id(token)
+
+    def set_id(self: "Vocabulary", value: int | None) -> None:
+        token: Any = value
+        if value is not None and value >= 0:
+            # For an added token that is matched in normalised text, the library gives its normalised spelling.
+            added = self.backend.added.get(value)
+            token = added.content if added else self.backend.id_to_token(value) or value
+        set_token(self, token)
+
+    return property(get_token, set_token), property(get_id, set_id)
 
 
 class Vocabulary:
     """The part of `Tokenizer` that knows tokens and ids.
 
-    bos_token, eos_token, unk_token, sep_token, pad_token, cls_token, mask_token, each with its _id: None where the
-    folder names none; may be set to a token of the vocabulary. eos_token is the first of `eos_token_ids` where the
-    tokenizer names none.
+    bos_token, eos_token, unk_token, pad_token, each with its _id: None where the folder names none; may be set to a
+    token of the vocabulary. eos_token is the first of `eos_token_ids` where the tokenizer names none.
     padding_id: pad_token_id, else pad_token_id of generation_config.json or config.json, else the first of
     eos_token_ids, else 0. The attention mask hides padding.
     eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.
@@ -65,13 +67,10 @@ class Vocabulary:
     files: TokenizerFiles
     backend: Backend
 
-    bos_token, bos_token_id = _Special(), _Special()
-    eos_token, eos_token_id = _Special(), _Special()
-    unk_token, unk_token_id = _Special(), _Special()
-    sep_token, sep_token_id = _Special(), _Special()
-    pad_token, pad_token_id = _Special(), _Special()
-    cls_token, cls_token_id = _Special(), _Special()
-    mask_token, mask_token_id = _Special(), _Special()
+    bos_token, bos_token_id = _special("bos_token")
+    eos_token, eos_token_id = _special("eos_token")
+    unk_token, unk_token_id = _special("unk_token")
+    pad_token, pad_token_id = _special("pad_token")
 
     @functools.cached_property
     def special_tokens_map(self) -> dict[str, str]:
@@ -93,13 +92,10 @@ class Vocabulary:
         return next(index for index in ids if index is not None)
 
     @property
-    def extra_special_tokens(self) -> list[str]:
-        """The special tokens without a name."""
-        return [token for token in self.files.extra_special if self.token_to_id(token) is not None]
-
-    @property
     def all_special_tokens(self) -> list[str]:
-        return list(dict.fromkeys((*self.special_tokens_map.values(), *self.extra_special_tokens)))
+        """The special tokens with a name, then those without."""
+        extra = (token for token in self.files.extra_special if self.token_to_id(token) is not None)
+        return list(dict.fromkeys((*self.special_tokens_map.values(), *extra)))
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -117,49 +113,22 @@ class Vocabulary:
         return self.backend.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or the ids of several; of an unknown token that of unk_token, or None."""
+        """The id of a token, or the ids of several. An unknown token has the id of unk_token, or None."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         index = self.token_to_id(tokens)
         return self.unk_token_id if index is None else index
 
-    def convert_ids_to_tokens(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or the tokens of several, as the vocabulary spells them; None for an unknown id.
-
-        skip_special_tokens leaves out `all_special_tokens`.
-        """
-        try:
-            values: Any = ids.tolist() if hasattr(ids, "tolist") else ids
-            if isinstance(values, int):
-                return self.backend.id_to_token(values)
-            tokens = [self.backend.id_to_token(int(index)) for index in values]
-        except (OverflowError, TypeError, ValueError) as error:
-            raise InputError(f"{short(ids)} is no id, and no list of ids.") from error
-        skipped = set(self.all_special_tokens) if skip_special_tokens else set()
-        return [token for token in tokens if token not in skipped]
+    def convert_ids_to_tokens(self, ids: "int | Iterable[int] | Tensor") -> Any:
+        """The token of an id, or the tokens of several, as the vocabulary spells them; None for an unknown id."""
+        values: Any = ids.tolist() if hasattr(ids, "tolist") else ids
+        if isinstance(values, int):
+            return self.backend.id_to_token(values)
+        return [self.backend.id_to_token(int(index)) for index in values]
 
     def get_vocab(self) -> dict[str, int]:
         """{token: id}, added tokens included."""
         return self.backend.vocab()
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        return self.get_vocab()
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        return dict(sorted(self.backend.added.items()))
-
-    def get_added_vocab(self) -> dict[str, int]:
-        """{token: id} of the added tokens, special ones included."""
-        return {token.content: index for index, token in self.added_tokens_decoder.items()}
-
-    def get_special_tokens_mask(self, ids: Iterable[int], already_has_special_tokens: bool = True) -> list[int]:
-        """1 for each id of `all_special_ids`, 0 for the others."""
-        if not already_has_special_tokens:
-            raise InputError("get_special_tokens_mask takes ids that have their special tokens already.")
-        special = set(self.all_special_ids)
-        return [int(int(index) in special) for index in ids]
 
     def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
         """Adds a token or several, each a str or an object such as tokenizers.AddedToken. Returns how many were added.
@@ -167,11 +136,11 @@ class Vocabulary:
         A token of the vocabulary keeps its id, and from now on is split off before all others. A new token gets the
         next id; the model's `resize_token_embeddings(len(tokenizer))` adds its row.
         """
-        alone = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
+        is_one = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
         present = {token.content: token for token in self.backend.added.values()}
-        found: dict[int, AddedToken] = {}
+        added: dict[int, AddedToken] = {}
         size, count = self.vocab_size, 0
-        for given in [new_tokens] if alone else new_tokens:
+        for given in [new_tokens] if is_one else new_tokens:
             content = getattr(given, "content", given)
             if not isinstance(content, str) or not content:
                 raise InputError(f"a token is a non-empty str, not {short(content)}.")
@@ -179,7 +148,7 @@ class Vocabulary:
             if token := present.get(content):
                 if special and not token.special:
                     # A special token is matched as it is spelled.
-                    found[token.id] = dataclasses.replace(token, special=True, normalized=False)
+                    added[token.id] = dataclasses.replace(token, special=True, normalized=False)
                 continue
             index = self.token_to_id(content)
             if index is None:
@@ -187,19 +156,14 @@ class Vocabulary:
             flags: dict[str, bool] = {"normalized": not special}
             if not isinstance(given, str):
                 flags = {name: bool(getattr(given, name)) for name in (*flags, "lstrip", "rstrip", "single_word")}
-            present[content] = found[index] = AddedToken(id=index, content=content, special=special, **flags)
+            present[content] = added[index] = AddedToken(id=index, content=content, special=special, **flags)
             count += 1
-        merged = {token.id: token for token in self.files.added} | found
+        merged = {token.id: token for token in self.files.added} | added
         self._change(added=tuple(merged[index] for index in sorted(merged)))
         return count
 
-    def add_special_tokens(
-        self, special_tokens_dict: Mapping[str, Any], replace_extra_special_tokens: bool = True
-    ) -> int:
-        """Adds and sets {"pad_token": "[PAD]", "additional_special_tokens": [...]}. Returns how many were added.
-
-        replace_extra_special_tokens: whether the given extra tokens replace the present ones or are added to them.
-        """
+    def add_special_tokens(self, special_tokens_dict: Mapping[str, Any]) -> int:
+        """Adds and sets {"pad_token": "[PAD]", "additional_special_tokens": [...]}. Returns how many were added."""
         named, extra = dict(self.files.named), list(self.files.extra_special)
         tokens: list[Any] = []
         for name, value in special_tokens_dict.items():
@@ -208,10 +172,12 @@ class Vocabulary:
                 named[name] = getattr(value, "content", value)
             elif name in ("extra_special_tokens", "additional_special_tokens"):
                 tokens += value
-                given = [getattr(token, "content", token) for token in value]
-                extra = list(dict.fromkeys(given if replace_extra_special_tokens else [*extra, *given]))
+                extra = list(dict.fromkeys(getattr(token, "content", token) for token in value))
             else:
-                raise InputError(f"{short(name)} is no special token; those are {NAMES} and extra_special_tokens.")
+                raise InputError(
+                    f"{short(name)} is not a special token. Next step: one of {', '.join(NAMES)}, or "
+                    "additional_special_tokens."
+                )
         count = self.add_tokens(tokens, special_tokens=True)
         self._change(named=named, extra_special=tuple(extra))
         return count

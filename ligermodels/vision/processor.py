@@ -52,7 +52,8 @@ class Processor:
 
     tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
     video_processor: a `Qwen2VLImageProcessor` with the limits for frames, None in a family without videos.
-    image_token, video_token: the placeholders in a text. template: the chat template that wins over the tokenizer's.
+    image_token, video_token: the placeholders in a text.
+    chat_template: used in place of the tokenizer's chat template.
     """
 
     def __init__(
@@ -61,14 +62,14 @@ class Processor:
         image_processor: Qwen2VLImageProcessor | MllamaImageProcessor,
         video_processor: Qwen2VLImageProcessor | None = None,
         *,
-        template: str | None = None,
+        chat_template: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor
         self.image_token = "<|image|>" if isinstance(image_processor, MllamaImageProcessor) else "<|image_pad|>"
         self.video_token = "<|video_pad|>" if video_processor else None
-        self.template = template
+        self.chat_template = chat_template
         self._tokens: dict[str, int] = {}
         for kind, token in (("image", self.image_token), ("video", self.video_token)):
             index = None if token is None else tokenizer.token_to_id(token)
@@ -111,9 +112,9 @@ class Processor:
         tokenizer = Tokenizer.from_folder(folder)
         template = _processor_template(folder)
         if family == "mllama":
-            return cls(tokenizer, MllamaImageProcessor.from_config(image, where=where), template=template)
+            return cls(tokenizer, MllamaImageProcessor.from_config(image, where=where), chat_template=template)
         frames = Qwen2VLImageProcessor.from_config(video, video=True, where=f"{where} (videos)")
-        return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, template=template)
+        return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, chat_template=template)
 
     def __call__(
         self,
@@ -180,7 +181,7 @@ class Processor:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-        template: str | None = None,
+        chat_template: str | None = None,
         padding_side: str = "left",
         return_tensors: str = "pt",
         return_dict: bool = True,
@@ -206,7 +207,7 @@ class Processor:
                 chat,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                template=template or self.template,
+                chat_template=chat_template or self.chat_template,
                 **options,
             )
             for chat, _, _ in chats

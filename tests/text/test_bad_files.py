@@ -29,9 +29,8 @@ def refused(folder, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", '{"model": ', r"not valid JSON.*interrupted download"),
-        ("tokenizer.json", "{}", "no `model` object"),
-        ("tokenizer.json", {"model": {"type": "Tekken", "vocab": {}}}, r"model type 'Tekken' is unknown.*BPE"),
+        ("tokenizer.json", '{"model": ', "interrupted download: it is not valid JSON"),
+        ("tokenizer.json", {"model": {"type": "Tekken", "vocab": {}}}, "another JSON file .* newer tokenizers"),
         ("tokenizer.json", LFS, "git-lfs pointer.*git lfs pull"),
         ("tokenizer.json", "\n<!DOCTYPE html><html>", "is an HTML page"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
@@ -41,7 +40,7 @@ def refused(folder, message):
         ("tokenizer_config.json", {"eos_token": "<end>"}, "eos_token is '<end>', which has no id"),
         ("tokenizer_config.json", {"padding_side": "top"}, "sides must be"),
         ("config.json", {"text_config": {"vocab_size": 300}}, "400 ids, the model's embedding 300 rows"),
-        ("generation_config.json", {"eos_token_id": [2, "x"]}, "eos_token_id must be an integer"),
+        ("generation_config.json", {"eos_token_id": [2, "x"]}, "eos_token_id in .* must be an integer"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
     ],
 )
@@ -87,18 +86,6 @@ def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model):
         refused(sentencepiece_folder(model=data), message)
     refused(sentencepiece_folder(bos_token="<bos>"), r"has no token '<bos>'.*added_tokens.json")
     refused(sentencepiece_folder(**{ADDED: {"7": folders.added("</s>")}}), r"'</s>' the id 2.*say 7")
-
-
-def test_texts_that_cannot_be_encoded(byte_fallback_folder):
-    tokenizer = Tokenizer.from_folder(byte_fallback_folder)
-    with pytest.raises(InputError, match=r"encode takes one text.*tokenizer\(texts\)"):
-        tokenizer.encode(["the", "cat"])
-    with pytest.raises(InputError, match="with a text or a list of texts, not with b'bytes'"):
-        tokenizer.encode(b"bytes")
-    with pytest.raises(TokenizerError, match="text must be a str, not bytes"):
-        tokenizer([b"bytes"])
-    with pytest.raises(TokenizerError, match=r"lone surrogate '\\ud83e' at position 4"):
-        tokenizer.encode("the \ud83e")
 
 
 def test_a_panic_of_the_library(folder):

@@ -1,13 +1,12 @@
-"""Calling a tokenizer and padding with it, against transformers' on the same files, call by call."""
+"""Calls of a tokenizer against transformers' on the same files, option by option."""
 
-import copy
 import itertools
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding
+from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError
 from ligermodels.text import Tokenizer
@@ -20,12 +19,11 @@ CALLS = [
     {"padding": "longest", "padding_side": "left"},
     {"padding": "max_length", "max_length": 9, "truncation": True},
     {"padding": "max_length"},
-    {"truncation": "longest_first", "max_length": 2},
+    {"truncation": True, "max_length": 2},
     {"truncation": True},
-    {"padding": True, "pad_to_multiple_of": 4, "truncation": True, "max_length": 8, "padding_side": "right"},
-    {"padding": True, "return_attention_mask": False},
+    {"max_length": 3},
+    {"padding": True, "max_length": 3},
     {"padding": True, "return_tensors": "pt"},
-    {"padding": True, "return_tensors": "np"},
     {"return_offsets_mapping": True, "padding": True, "truncation": True, "max_length": 7},
 ]
 
@@ -52,19 +50,17 @@ def plain(found):
 def test_calls(pair):
     ours, theirs = pair
     for text, add, options in itertools.product((TEXTS, tuple(TEXTS), TEXTS[0], ""), (True, False), CALLS):
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True):
             warnings.simplefilter("always")
             expected = theirs(text, add_special_tokens=add, **options)
-            count = len(caught)
             found = ours(text, add_special_tokens=add, **options)
-        assert plain(found) == plain(expected), (text, add, options)
-        assert list(found) == list(expected)
-        assert len(caught) == 2 * count, options
-        if isinstance(text, str):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            assert plain(found) == plain(expected), (text, add, options)
+            assert list(found) == list(expected)
+            if isinstance(text, str):
                 ids = ours.encode(text, add_special_tokens=add, **options)
-            assert plain({"input_ids": ids}) == plain({"input_ids": expected["input_ids"]})
+                assert plain({"input_ids": ids}) == plain({"input_ids": expected["input_ids"]})
+    with pytest.warns(UserWarning, match="max_length is ignored"):
+        ours(TEXTS, padding=True, max_length=3)
 
 
 def test_truncation_side(pair):
@@ -76,6 +72,19 @@ def test_truncation_side(pair):
             assert dict(ours(text, **cut)) == dict(theirs(text, **cut))
 
 
+def test_encode_batch(pair):
+    ours, theirs = pair
+    for side in ("left", "right"):
+        expected = theirs(TEXTS, padding=True, padding_side=side, return_tensors="pt")
+        input_ids, attention_mask = ours.encode_batch(TEXTS, padding_side=side)
+        real = attention_mask.bool()
+        assert input_ids.dtype == attention_mask.dtype == torch.int64
+        assert torch.equal(attention_mask, expected["attention_mask"])
+        assert torch.equal(input_ids[real], expected["input_ids"][real])
+        assert (input_ids[~real] == ours.padding_id).all()
+    assert [t.shape for t in ours.encode_batch([])] == [(0, 0), (0, 0)]
+
+
 def test_one_bos_only(byte_level_folder):
     """A text that begins with BOS gets no second one, where transformers adds it."""
     ours, theirs = Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
@@ -85,64 +94,41 @@ def test_one_bos_only(byte_level_folder):
     assert ours.encode_batch([text, "the"])[0][0].tolist() == found.input_ids
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"padding": True, "pad_to_multiple_of": 8},
-        {"padding": "max_length", "max_length": 7},
-        {"padding": "longest", "padding_side": "left", "return_tensors": "pt"},
-        {"padding": False},
-    ],
-)
-def test_pad(pair, options):
-    ours, theirs = pair
-    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-    for make in (
-        lambda: {"input_ids": list(rows), "attention_mask": [[1, 1, 0], [1], [1] * 5], "label": [3, 4, 5]},
-        lambda: [{"input_ids": row, "label": at} for at, row in enumerate(rows)],
-        lambda: {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
-        *([lambda: {"input_ids": [torch.tensor(row) for row in rows]}] if options.get("padding") else []),
-        lambda: {"input_ids": torch.tensor([[1, 2], [3, 4]]), "special_tokens_mask": torch.tensor([[1, 0], [0, 1]])},
-        lambda: {"input_ids": np.array([[1, 2], [3, 4]]), "token_type_ids": np.array([[1, 0], [0, 1]])},
-    ):
-        assert plain(ours.pad(make(), **options)) == plain(theirs.pad(make(), **options)), make()
+def test_decode_takes_lists_and_tensors(byte_level_folder):
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    ids = tokenizer.encode("the cat")
+    for kind in (list, iter, torch.tensor, np.array):
+        assert tokenizer.decode(kind(ids), skip_special_tokens=True) == "the cat"
+    for alone in (ids[0], torch.tensor(ids[0]), np.int64(ids[0])):
+        assert tokenizer.decode(alone) == "<|begin|>"
+    for rows in ([ids, ids[:2]], torch.tensor([ids, ids])):
+        assert tokenizer.batch_decode(rows, True) == [tokenizer.decode(row, True) for row in rows]
 
 
-def test_collators(pair):
-    rows = [dict(pair[1](text)) for text in TEXTS]
-    labelled = [row | {"labels": row["input_ids"]} for row in rows]
-    for collator, given, options in (
-        (DataCollatorWithPadding, rows, {"pad_to_multiple_of": 8}),
-        (DataCollatorForLanguageModeling, rows, {"mlm": False}),
-        (DataCollatorForSeq2Seq, labelled, {}),
-    ):
-        found, expected = (collator(tokenizer, **options)(copy.deepcopy(given)) for tokenizer in pair)
-        assert plain(found) == plain(expected)
+def test_no_texts(byte_level_folder):
+    assert Tokenizer.from_folder(byte_level_folder)([]) == {"input_ids": [], "attention_mask": []}
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda t: t("a", return_tensors="tf"), "return_tensors can be 'pt'"),
+        (lambda t: t.encode(["the", "cat"]), r"encode takes one text.*tokenizer\(texts\)"),
+        (lambda t: t(b"bytes"), "with a text or a list of texts, not with b'bytes'"),
+        (lambda t: t([b"bytes"]), "text must be a str, not bytes"),
+        (lambda t: t("the \ud83e"), r"lone surrogate '\\ud83e' at position 4"),
+        (lambda t: t.encode_batch("the cat"), "list of texts"),
+        (lambda t: t(TEXTS, padding=True), r"no pad token.*tokenizer.pad_token = tokenizer.eos_token"),
+        (lambda t: t("a", return_tensors="tf"), r"return_tensors must be one of \(None, 'pt'\), not 'tf'"),
+        (lambda t: t("a", padding="max"), "padding must be one of"),
+        (lambda t: t("a", padding=True, padding_side="top"), "padding_side must be one of"),
+        (lambda t: t("a", truncation=True, max_length=0), "max_length=0 is less than the 1 special"),
         (lambda t: t(TEXTS, return_tensors="pt"), "rows of different lengths.*padding=True"),
-        (
-            lambda t: t("a", padding=True, truncation=True, max_length=6, pad_to_multiple_of=4),
-            "cannot be padded to a multiple of 4",
-        ),
-        (lambda t: t.pad([{"input_ids": [1]}, {"input_ids": [1], "x": 1}]), "the same keys"),
         (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "WordPiece"),
+        (lambda t: t.decode(torch.tensor([[5]])), r"1-D tensor.*batch_decode"),
+        (lambda t: t.decode([-100]), r"-100 .*labels"),
     ],
 )
 def test_wrong_arguments(byte_level_folder, call, message):
-    tokenizer = Tokenizer.from_folder(byte_level_folder)
-    tokenizer.pad_token = tokenizer.eos_token
-    with pytest.raises(InputError, match=message):
-        call(tokenizer)
-
-
-def test_no_texts_and_no_pad_token(byte_level_folder):
-    tokenizer = Tokenizer.from_folder(byte_level_folder)
-    with pytest.raises(InputError, match=r"no pad token.*tokenizer.pad_token = tokenizer.eos_token"):
-        tokenizer(TEXTS, padding=True)
-    assert tokenizer([]) == {"input_ids": [], "attention_mask": []}
+    with pytest.raises(ValueError, match=message) as caught:
+        call(Tokenizer.from_folder(byte_level_folder))
+    assert type(caught.value).__module__ == InputError.__module__

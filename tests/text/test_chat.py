@@ -1,27 +1,281 @@
-"""Chat templates against transformers: which one is used, its text, the assistant's tokens, and the sandbox."""
+"""Chat templates against transformers: which one is used, its text and ids, the assistant's tokens, and the sandbox."""
 
+import dataclasses
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ligermodels import errors
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer, sandbox
 from tests.text import families, folders
-from tests.text.families import TOLD
+from tests.text.families import TALK, TOLD
+from tests.text.templates import CALL, CONVERSATIONS, OPTIONS, QWEN_3, SAID, SYSTEM, TEMPLATES, USER
 
-USER = {"role": "user", "content": "  Where is the cat?\n"}
-TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
+MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 
 
 @pytest.fixture(scope="module")
 def pair(byte_level_folder):
-    return Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
+    """(ours, transformers')"""
+    ours, theirs = Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
+    ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
+    return ours, theirs
 
 
-@pytest.fixture(scope="module")
-def tokenizer(byte_level_folder):
-    return Tokenizer.from_folder(byte_level_folder)
+# ---- which template ----
+
+TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+JINJA = ("chat_template.jinja", "jinja")
+RAG = ("additional_chat_templates/rag.jinja", "rag")
+OLD = ("chat_template.json", {"chat_template": "old"})
+
+
+def folder_with(tmp_path, byte_level_folder, config, files=()):
+    Tokenizer.from_folder(byte_level_folder).save(tmp_path)
+    template = {} if config is None else {"chat_template": config}
+    named = {"bos_token": "<|begin|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    folders.write(tmp_path, "tokenizer_config.json", named | template)
+    for name, value in files:
+        path = tmp_path / name
+        folders.write(path.parent, path.name, value)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "call", "expected"),
+    [
+        ("text", [JINJA], {}, "jinja"),
+        ("text", [JINJA, RAG], {"chat_template": "rag"}, "rag"),
+        (NAMED, [], {}, "plain"),
+        (NAMED, [], {"tools": [TOOL]}, "tools"),
+        (NAMED, [], {"tools": [TOOL], "chat_template": "default"}, "plain"),
+        (NAMED, [], {"chat_template": "{{ 'own' }}"}, "own"),
+        (None, [OLD], {}, "old"),
+    ],
+)
+def test_which_template(tmp_path, byte_level_folder, config, files, call, expected):
+    folder = folder_with(tmp_path, byte_level_folder, config, files)
+    assert Tokenizer.from_folder(folder).apply_chat_template([USER], tokenize=False, **call) == expected
+    if files != [OLD]:
+        theirs = AutoTokenizer.from_pretrained(folder)
+        assert theirs.apply_chat_template([USER], tokenize=False, **call) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "call", "message"),
+    [
+        (None, {}, "has no chat template. Likely cause: a base model"),
+        (NAMED[1:], {}, r"no default chat template.*tool_use"),
+        (NAMED, {"chat_template": "rag"}, r"no chat template 'rag'.*'default', 'tool_use'"),
+        (5, {}, "chat_template must be a string or a list"),
+    ],
+)
+def test_missing_templates(tmp_path, byte_level_folder, config, call, message):
+    folder = folder_with(tmp_path, byte_level_folder, config)
+    with pytest.raises(TokenizerError, match=message):
+        Tokenizer.from_folder(folder).apply_chat_template([USER], **call)
+
+
+# ---- texts and ids ----
+
+
+def outcome(call):
+    """What a call returns, or that it refuses."""
+    try:
+        return call()
+    except Exception:
+        return "refused"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_texts_are_those_of_transformers(pair, template, conversation):
+    refused = 0
+    for options in OPTIONS:
+        given = {"chat_template": TEMPLATES[template], "tokenize": False, **options}
+        if "documents" in options and template != "mistral":
+            continue
+        expected = outcome(lambda: pair[1].apply_chat_template(CONVERSATIONS[conversation], **given))  # noqa: B023
+        found = outcome(lambda: pair[0].apply_chat_template(CONVERSATIONS[conversation], **given))  # noqa: B023
+        # transformers refuses to continue a message that the template prints otherwise.
+        if not (expected == "refused" and "continue_final_message" in options):
+            assert found == expected, options
+        assert "None" not in found
+        refused += expected == "refused"
+    assert refused < len(OPTIONS) - 1 or template == "gemma 3" or conversation in ("content None", "two tool calls")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_tensors": "pt", "padding": True},
+        {"return_tensors": "pt", "padding": "max_length", "max_length": 400},
+        {"return_tensors": "pt", "truncation": True, "max_length": 12},
+        {"padding": True, "add_generation_prompt": True, "padding_side": "left"},
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_transformers(pair, options):
+    chats = [CONVERSATIONS[name] for name in ("system", "reasoning", "a tool call")]
+
+    def columns(tokenizer, given, options):
+        found = tokenizer.apply_chat_template(given, chat_template=QWEN_3, **options)
+        found = found if options["return_dict"] else {"input_ids": found}
+        return {name: (type(rows).__name__, torch.as_tensor(rows).tolist()) for name, rows in found.items()}
+
+    for kind in ({"return_dict": True}, {"return_dict": False}, MASK):
+        for given in (chats, *chats):
+            theirs = {key: value for key, value in (options | kind).items() if key != "padding_side"}
+            side = {"tokenizer_kwargs": {"padding_side": "left"}} if "padding_side" in options else {}
+            found = columns(pair[0], given, options | kind)
+            assert found == columns(pair[1], given, theirs | side)
+            if kind is MASK and not options.get("truncation"):
+                assert 1 in np.ravel(found["assistant_masks"][1])
+
+
+def test_batches_and_ids(pair):
+    """By default a list of ids, where transformers 5 returns a dict."""
+    chats = [CONVERSATIONS["system"], [USER]]
+    for tokenizer in pair:
+        texts = tokenizer.apply_chat_template(chats, chat_template=QWEN_3, tokenize=False)
+        assert texts == [tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False) for chat in chats]
+        rows = tokenizer.apply_chat_template(conversation=tuple(chats), chat_template=QWEN_3, return_dict=False)
+        assert rows == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    assert pair[0].apply_chat_template([USER]) == pair[1].apply_chat_template([USER])["input_ids"]
+
+
+def text_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_parts(pair, template):
+    """A template that prints parts gets them; another gets their texts, joined."""
+    ours, theirs = pair
+    given = {"chat_template": TEMPLATES[template], "tokenize": False}
+    plain = [SYSTEM, {"role": "user", "content": "On the mat"}, SAID]
+    in_parts = [message | {"content": text_parts(message["content"])} for message in plain]
+    text = theirs.apply_chat_template(plain, **given)
+    assert ours.apply_chat_template(in_parts, **given) == text
+    in_parts[1]["content"] = text_parts("On", " the mat")
+    for options in ({}, {"continue_final_message": True}):
+        expected = theirs.apply_chat_template(plain, **options, **given)
+        if template == "gemma 3":  # it trims each part
+            expected = expected.replace("On the mat", "Onthe mat")
+            assert theirs.apply_chat_template(in_parts, **options, **given) == expected
+        assert ours.apply_chat_template(in_parts, **options, **given) == expected
+
+
+def test_parts_that_a_template_prints_in_part(pair):
+    """Of a system message in parts, Gemma 3's template prints the first alone: ours joins them."""
+    chat = [{"role": "system", "content": text_parts("a", "b")}, USER]
+    text = pair[0].apply_chat_template(chat, chat_template=TEMPLATES["gemma 3"], tokenize=False)
+    assert text == "<|begin|><start_of_turn>user\nab\n\nWhere is the mat?<end_of_turn>\n"
+    assert chat[0]["content"] == text_parts("a", "b")
+
+
+def test_images_stay_parts(pair):
+    content = [{"type": "image"}, *text_parts("what?")]
+    for tokenizer in pair:
+        text = tokenizer.apply_chat_template(
+            [SYSTEM | {"content": text_parts("a")}, {"role": "user", "content": content}],
+            chat_template=TEMPLATES["gemma 3"],
+            tokenize=False,
+        )
+        assert text == "<|begin|><start_of_turn>user\na\n\n<image>what?<end_of_turn>\n"
+        # A template without images does not get the texts around them alone.
+        for image in ({"type": "image"}, {"type": "image", "text": "a mat"}):
+            chat = [{"role": "user", "content": [image, *text_parts("what?")]}]
+            text = tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False)
+            assert text == "<|im_start|>user\n<|im_end|>\n"
+
+
+PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        (families.QWEN, "On the "),
+        (folders.LLAMA2, "  On the "),
+        (folders.LLAMA3, "On the "),
+        (PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}]),
+    ],
+)
+def test_continue_final_message(pair, template, content):
+    chat = [*([USER] if isinstance(content, str) else []), {"role": "assistant", "content": content}]
+    arguments = {"chat_template": template, "continue_final_message": True, "tokenize": False}
+    text = pair[1].apply_chat_template(chat, **arguments)
+    assert pair[0].apply_chat_template(chat, **arguments) == text
+    assert text.rstrip().endswith("On the")
+
+
+# ---- variables and objects ----
+
+
+def test_variables_reach_the_template(pair):
+    template = "{{ date }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ unk_token }}"
+    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today"}
+    texts = [tokenizer.apply_chat_template([USER], chat_template=template, **arguments) for tokenizer in pair]
+    assert texts == ["todayb<|begin|><|eot_id|>"] * 2
+
+
+def test_objects_in_messages(pair):
+    """Numbers of numpy and torch, dataclasses and pydantic models are plain values for a template; others a name."""
+
+    @dataclasses.dataclass
+    class Function:
+        name: str
+        arguments: dict
+
+    class Model:
+        def model_dump(self):
+            return {"function": Function("find", {"a": np.int64(3), "b": np.bool_(False), "c": np.float32(0.5)})}
+
+    class Image:
+        secret = "pixels"
+
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [Model()]}]
+    given = {"chat_template": QWEN_3, "tokenize": False}
+    text = pair[0].apply_chat_template(chat, **given)
+    assert text == pair[1].apply_chat_template(chat, **given)
+    assert '"arguments": {"a": 3, "b": false, "c": 0.5}' in text
+    given = {"chat_template": "{{ x }}{{ y }}", "x": torch.tensor(2), "y": {"z": torch.tensor(1.5)}, "tokenize": False}
+    assert pair[0].apply_chat_template([USER], **given) == "2{'z': 1.5}"
+    messages = [{"role": "user", "content": [{"type": "image", "image": Image()}]}]
+    for printed, text in (("{{ i }}", "<Image>"), ("{{ i.secret }}|", "|")):
+        template = f"{{% set i = messages[0].content[0].image %}}{printed}"
+        assert pair[0].apply_chat_template(messages, chat_template=template, tokenize=False) == text
+    assert isinstance(messages[0]["content"][0]["image"], Image)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            {"add_generation_promt": True},
+            r"'add_generation_promt' is no argument .* nearest .* 'add_generation_prompt'",
+        ),
+        ({"enable_thinkin": False}, r"the chat template that was passed does not read it.*'enable_thinking'"),
+        ({"sanitise": True}, r"'sanitise' .* Variables of the template: \['enable_th"),
+        ({"enable_thinking": False, "chat_template": TEMPLATES["mistral"]}, "'enable_thinking' is no argument"),
+    ],
+)
+def test_a_variable_that_is_not_read_is_named_once_and_changes_nothing(pair, monkeypatch, call, message):
+    monkeypatch.setattr(errors, "_warned", set())
+    given = {"conversation": [USER], "chat_template": QWEN_3, "tokenize": False, **call}
+    with pytest.warns(UserWarning, match=message) as warned:
+        found = [pair[0].apply_chat_template(**given) for _ in range(2)]
+    assert len(warned) == 1 and found == [pair[1].apply_chat_template(**given)] * 2
+
+
+# ---- the sandbox ----
 
 
 @pytest.mark.parametrize(
@@ -38,8 +292,8 @@ def tokenizer(byte_level_folder):
         ("  {% if true %}\n  yes\n  {% endif %}\nend", "  yes\nend"),
     ],
 )
-def test_the_environment_is_that_of_transformers(tokenizer, template, text):
-    assert tokenizer.apply_chat_template([USER], template=template, tokenize=False) == text
+def test_the_environment_is_that_of_transformers(pair, template, text):
+    assert pair[0].apply_chat_template([USER], chat_template=template, tokenize=False) == text
     assert render_jinja_template([[USER]], chat_template=template)[0][0] == text
 
 
@@ -49,7 +303,7 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
         ("{{ ''.__class__.__mro__ }}", "line 1: SecurityError: access to attribute '__class__'"),
         ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
         ("{{ messages.append(1) }}", "SecurityError"),
-        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
+        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot have '__html__'"),
         ("{{ x }}" * 200_000, "TemplateTooLarge: a template has at most 524,288 characters"),
         ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "output of a template has at most 67,108,864"),
         ("{% include '/etc/passwd' %}", "no loader"),
@@ -59,127 +313,13 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
         ("{{ raise_exception('only users here') }}", "refuses these messages: only users here"),
     ],
 )
-def test_templates_that_fail(tokenizer, template, message):
+def test_templates_that_fail(pair, template, message):
     with pytest.raises(TokenizerError, match=message) as caught:
-        tokenizer.apply_chat_template([USER], template=template, tokenize=False)
+        pair[0].apply_chat_template([USER], chat_template=template, tokenize=False)
     assert len(str(caught.value)) < 2000
 
 
-def test_messages_are_not_changed_and_objects_not_reached(tokenizer):
-    class Image:
-        secret = "pixels"
-
-    messages = [{"role": "user", "content": [{"type": "image", "image": Image()}]}]
-    for template, text in (("{{ i }}", "<Image>"), ("{{ i.secret }}|", "|")):
-        template = f"{{% set i = messages[0].content[0].image %}}{template}"
-        assert tokenizer.apply_chat_template(messages, template=template, tokenize=False) == text
-    assert isinstance(messages[0]["content"][0]["image"], Image)
-
-
-PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "content"),
-    [
-        (families.QWEN, "On the "),
-        (folders.LLAMA2, "  On the "),
-        (folders.LLAMA3, "On the "),
-        (PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}]),
-    ],
-)
-def test_continue_final_message(pair, template, content):
-    ours, theirs = pair
-    chat = [*([USER] if isinstance(content, str) else []), {"role": "assistant", "content": content}]
-    theirs.chat_template = template
-    arguments = {"continue_final_message": True, "tokenize": False}
-    text = theirs.apply_chat_template(chat, **arguments)
-    assert ours.apply_chat_template(chat, template=template, **arguments) == text
-    assert text.rstrip().endswith("On the")
-
-
-def test_variables_reach_the_template(pair):
-    ours, theirs = pair
-    template = "{{ date }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
-    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today"}
-    text = theirs.apply_chat_template([USER], chat_template=template, **arguments)
-    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "todayb<|begin|><|eot_id|>"
-
-
-def folder_with(tmp_path, byte_level_folder, *, config=None, files=()):
-    Tokenizer.from_folder(byte_level_folder).save(tmp_path)
-    template = {} if config is None else {"chat_template": config}
-    named = {"bos_token": "<|begin|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    folders.write(tmp_path, "tokenizer_config.json", named | template)
-    for name, value in files:
-        path = tmp_path / name
-        folders.write(path.parent, path.name, value)
-    return tmp_path
-
-
-NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-JINJA = ("chat_template.jinja", "jinja")
-RAG = ("additional_chat_templates/rag.jinja", "rag")
-OLD = ("chat_template.json", {"chat_template": "old"})
-
-
-@pytest.mark.parametrize(
-    ("config", "files", "call", "said"),
-    [
-        ("text", [JINJA], {}, "jinja"),
-        ("text", [JINJA, RAG], {"template": "rag"}, "rag"),
-        (NAMED, [], {}, "plain"),
-        (NAMED, [], {"tools": [TOOL]}, "tools"),
-        (NAMED, [], {"tools": [TOOL], "template": "default"}, "plain"),
-        (NAMED, [], {"template": "{{ 'own' }}"}, "own"),
-    ],
-)
-def test_which_template(tmp_path, byte_level_folder, config, files, call, said):
-    folder = folder_with(tmp_path, byte_level_folder, config=config, files=files)
-    assert Tokenizer.from_folder(folder).apply_chat_template([USER], tokenize=False, **call) == said
-    theirs = AutoTokenizer.from_pretrained(folder)
-    call = {"chat_template" if key == "template" else key: value for key, value in call.items()}
-    assert theirs.apply_chat_template([USER], tokenize=False, **call) == said
-
-
-def test_the_old_processor_file_comes_last(tmp_path, byte_level_folder):
-    folder = folder_with(tmp_path, byte_level_folder, files=[OLD])
-    assert Tokenizer.from_folder(folder).apply_chat_template([USER], tokenize=False) == "old"
-
-
-@pytest.mark.parametrize(
-    ("config", "call", "message"),
-    [
-        (None, {}, "has no chat template. Likely cause: a base model"),
-        (NAMED[1:], {}, r"no default chat template.*tool_use"),
-        (NAMED, {"template": "rag"}, r"no chat template 'rag'.*'default', 'tool_use'"),
-        (5, None, "chat_template must be a string or a list"),
-    ],
-)
-def test_missing_templates(tmp_path, byte_level_folder, config, call, message):
-    folder = folder_with(tmp_path, byte_level_folder, config=config)
-    with pytest.raises(TokenizerError, match=message):
-        Tokenizer.from_folder(folder).apply_chat_template([USER], **call)
-
-
-MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"messages": USER}, "messages must be a list of dicts"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
-        ({"continue_final_message": True, "template": "{{ 'nothing' }}"}, "leaves out"),
-        ({"continue_final_message": True, "messages": [{"role": "user", "content": None}]}, "last message"),
-        ({"template": "a", "chat_template": "b"}, "give one"),
-        ({"return_assistant_tokens_mask": True}, "return_dict=True"),
-    ],
-)
-def test_wrong_arguments(tokenizer, call, message):
-    with pytest.raises((InputError, TokenizerError), match=message):
-        tokenizer.apply_chat_template(**{"messages": [USER], **call})
-
+# ---- the assistant's tokens ----
 
 MARKED = """{%- for m in messages %}
     {%- if m.role == 'assistant' %}
@@ -212,6 +352,21 @@ def test_masks_are_those_of_transformers(folder_of, name):
             assert plain[0] == plain[1] and type(found["input_ids"]) is type(expected["input_ids"]), options
 
 
+def test_masks_of_trls_templates(folder_of):
+    """Its templates with {% generation %} give the same ids and mask, or are refused by both."""
+    trl = pytest.importorskip("trl")
+    folder = folder_of("qwen 2.5")
+    ours, theirs = Tokenizer.from_folder(folder), families.theirs("qwen 2.5", folder)
+    agreed = 0
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")):
+        options = {"chat_template": path.read_text(), **MASK}
+        for chat in (TALK[1:], [TOLD[0], {"role": "assistant", "content": " the 🦊 \n\n cat"}]):
+            expected = outcome(lambda: theirs.apply_chat_template(chat, **options))  # noqa: B023
+            assert outcome(lambda: ours.apply_chat_template(chat, **options)) == expected, path.name  # noqa: B023
+            agreed += expected != "refused"
+    assert agreed > 10
+
+
 IN_A_MACRO = (
     "{% macro show(m) %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
     "{% for m in messages %}{% set text %}<{{ show(m) }}>{% endset %}{{ text }}{% endfor %}"
@@ -224,18 +379,18 @@ NESTED = (
 
 
 @pytest.mark.parametrize(
-    ("template", "texts", "said"),
+    ("template", "texts", "expected"),
     [
         (IN_A_MACRO, ["the cat", "sat"], "the catsat"),  # where the place cannot be counted while the text is written
         (NESTED, ["the", ""], "<|im_start|>the<|im_end|><|im_start|><|im_end|>"),
         (MARKED, ["a 🦊"], "a 🦊<|end|>"),  # every token of the last character
     ],
 )
-def test_masks_of_odd_templates(tokenizer, template, texts, said):
+def test_masks_of_odd_templates(pair, template, texts, expected):
     chat = [{"role": "assistant", "content": text} for text in texts]
-    found = tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
-    mine = [i for i, is_mine in zip(found["input_ids"], found["assistant_masks"], strict=True) if is_mine]
-    assert tokenizer.decode(mine) == said
+    found = pair[0].apply_chat_template(chat, chat_template=template, **MASK)
+    marked = [i for i, is_marked in zip(found["input_ids"], found["assistant_masks"], strict=True) if is_marked]
+    assert pair[0].decode(marked) == expected
 
 
 @pytest.mark.parametrize(
@@ -247,8 +402,35 @@ def test_masks_of_odd_templates(tokenizer, template, texts, said):
         ("{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "a", "without its end"),
     ],
 )
-def test_masks_that_cannot_be_found(tokenizer, template, content, message):
+def test_masks_that_cannot_be_found(pair, template, content, message):
     chat = [{"role": "assistant", "content": content}]
     with pytest.raises(TokenizerError, match=message):
-        tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
-    assert isinstance(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False), str)
+        pair[0].apply_chat_template(chat, chat_template=template, **MASK)
+    assert isinstance(pair[0].apply_chat_template(chat, chat_template=template, tokenize=False), str)
+
+
+# ---- wrong arguments ----
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"conversation": []}, "at least one message"),
+        ({"conversation": [[USER], []]}, "at least one message"),
+        ({"conversation": None}, "messages must be a list of dicts"),
+        ({"conversation": USER}, "messages must be a list of dicts"),
+        ({"conversation": [[USER], USER]}, "messages must be a list of dicts"),
+        ({"conversation": [CONVERSATIONS["system"], [USER]], "return_tensors": "pt"}, "rows of different lengths"),
+        ({"tools": CALL}, "tools must be a list"),
+        ({"tools": [len]}, "a tool is a JSON schema .* not <built-in function len>"),
+        ({"tools": [lambda a: a]}, "has no docstring"),
+        ({"return_assistant_tokens_mask": True}, "return_dict=True"),
+        ({"continue_final_message": True, **MASK}, "return_assistant_tokens_mask"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
+        ({"continue_final_message": True, "chat_template": "{{ 'nothing' }}"}, "leaves out"),
+        ({"continue_final_message": True, "conversation": [{"role": "user", "content": None}]}, "last message"),
+    ],
+)
+def test_wrong_arguments(pair, call, message):
+    with pytest.raises((InputError, TokenizerError), match=message):
+        pair[0].apply_chat_template(**{"conversation": [USER], "chat_template": QWEN_3, **call})

@@ -24,7 +24,7 @@ def assert_equal(ours, other):
     for value in VALUES:
         assert getattr(other, value) == getattr(ours, value), value
     assert other.model_max_length == ours.model_max_length and len(other) == len(ours)
-    assert set(other.extra_special_tokens) == set(ours.extra_special_tokens)
+    assert set(other.all_special_tokens) == set(ours.all_special_tokens)
 
 
 def no_pad(tokenizer):

@@ -125,7 +125,7 @@ def test_metas_tokenizer_model(tmp_path):
     path = real_files.path("llama-models/llama3/tokenizer.model")
     ours = Tokenizer.from_folder(folder_with(tmp_path, "llama-models/llama3/tokenizer.model", "tokenizer.model"))
     loaded = tiktoken.load.load_tiktoken_bpe(str(path))
-    added = {token.content: index for index, token in ours.added_tokens_decoder.items()}
+    added = {token.content: index for index, token in ours.backend.added.items()}
     assert sorted(added.values()) == list(range(len(loaded), max(LLAMA_3_NAMES) + 1))
     assert {index: ours.convert_ids_to_tokens(index) for index in LLAMA_3_NAMES} == LLAMA_3_NAMES
     theirs = tiktoken.Encoding("llama3", pat_str=LLAMA_3, mergeable_ranks=loaded, special_tokens=added)
@@ -208,7 +208,7 @@ def test_mistrals_tokenizer_model(tmp_path, version):
     ours = Tokenizer.from_folder(folder_with(tmp_path, name, f"tokenizer.model.{version}"))
     native = sentencepiece.SentencePieceProcessor(model_file=str(real_files.path(name)))
     control = [native.id_to_piece(index) for index in range(len(native)) if native.is_control(index)]
-    assert set(control) | {"<unk>"} == {token.content for token in ours.added_tokens_decoder.values()}
+    assert set(control) | {"<unk>"} == {token.content for token in ours.backend.added.values()}
     pattern = re.compile("|".join(map(re.escape, [*control, "<unk>"])))
     found = [text for text in texts([]) if not pattern.search(text)]
     native_ids = set(range(len(native))) - ours.backend.special_ids
@@ -230,9 +230,9 @@ def test_mistrals_control_pieces(tmp_path, version, monkeypatch):
     name = f"mistral-common/{VERSIONS[version]}"
     folder = folder_with(tmp_path / "in", name, f"tokenizer.model.{version}")
     ours = Tokenizer.from_folder(folder)
-    special = [token.content for token in ours.added_tokens_decoder.values()]
+    special = [token.content for token in ours.backend.added.values()]
     found = texts([*special[:20], "[REF]", "[REFERENCE_DOC_3]"])
-    added = {index: AddedToken(token.content) for index, token in ours.added_tokens_decoder.items()}
+    added = {index: AddedToken(token.content) for index, token in ours.backend.added.items()}
     slow = transformers_sentencepiece.slow(monkeypatch, folder / f"tokenizer.model.{version}", added=added)
     wrong = [text for text in found if ours.encode(f"<s>{text}") != slow.encode(f"<s>{text}", add_special_tokens=False)]
     print(f"{version} with control pieces: {len(found)} texts, {len(wrong)} other ids")
