@@ -126,7 +126,7 @@ class ChatTemplate:
         if marked != text:
             raise TokenizerError(
                 f"{self.where} changes the text inside {{% generation %}}, or leaves the tag without its end: the "
-                "assistant's tokens are unknown. Likely cause: a filter around the tag, such as trim, or a break in it. "
+                "assistant's tokens are unknown. Likely cause: a filter around the tag, such as trim, or a break. "
                 "Next step: put the tag around the filter."
             )
         return text, spans
