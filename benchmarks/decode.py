@@ -1,12 +1,10 @@
-"""Greedy decoding, time to the first token, guesses and rollouts: ours as a CUDA graph and from the host, beside
+"""Greedy decoding, the time to the first token, and rollouts: ours as a CUDA graph and from the host, beside
 transformers.
 
     python -m benchmarks.decode --out benchmarks/results/decode.json
     python -m benchmarks.decode --models llama-3.1-8b --weights bf16,int8,fp8,int4 --cases 1x128+256,8x128+256
     python -m benchmarks.decode --cases 1x32768+64,8x8192+64 --baselines captured,captured-fp8    # the KV cache in fp8
-    python -m benchmarks.decode --cases 1x128+96,1x8192+96 --guesses 4,8 --baselines captured
     python -m benchmarks.decode --first-token 4096 --baselines captured,host,hf
-    python -m benchmarks.decode --copy SmolLM2-135M-Instruct.Q4_1.gguf --guesses 4,8              # also on a CPU
     python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b                      # beside TRL
     python -m benchmarks.decode --dry
 
@@ -14,11 +12,6 @@ A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Each row 
 "first token ms" is the prompt's time, "tokens/s" that of all tokens after the first, of all rows together; the host
 reads every token and looks for a stop id. "of limit" is the share of the tokens/s at which the weights, and the keys
 and values of the mean length, would be read at BANDWIDTH, that of a copy on an H200. hf-static compiles.
-
---guesses K: a step reads K guesses beside the last token. "wrong" guesses are never right, so that "ms a token" is the
-time of a step; "right" ones are what plain decoding wrote, the most that can be gained ("same" is the share of equal
-ids until the first that differs: in bf16 a tie may end it). --copy: prompt lookup of a chat model that renames a
-function in a piece of code.
 
 Parity comes first, and what fails it gets no figures: the exit status is 1. The captured ids of a shallow model in
 fp32, rows padded to different lengths, must be those without a graph. In bf16 two ids may be equally likely to within
@@ -49,14 +42,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row, synchronize
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
 from ligermodels.generation import generate_iter, graph, release_graphs
-from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.kernels.attention import attention
 from ligermodels.layers import Attention
 from ligermodels.layers.linear import JointProjections
@@ -68,17 +59,6 @@ BATCHES = 8, 64, 64, 64
 TIE = 8
 """Two ids tie if their logits differ by at most this many errors of a logit in bf16: the rms difference of a row's
 from those in fp32. Two logits in two ways of rounding err by 2 together, and 4 times that is once in 10,000."""
-TASK = '''Rename the function to `total` and change nothing else. Answer with the code alone.
-
-def add_all(numbers, start=0):
-    """Returns the sum of the numbers, beginning with `start`."""
-    result = start
-    for number in numbers:
-        if not isinstance(number, (int, float)):
-            raise TypeError(f"expected a number, got {type(number).__name__}")
-        result = result + number
-    return result
-'''
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", help="with commas between them", default="")
     parser.add_argument("--baselines", type=harness.names(*CACHES, "hf", "hf-static"), default="captured,host")
     parser.add_argument("--weights", type=harness.names("bf16", "int8", "fp8", "int4", "nf4"), default="bf16")
-    parser.add_argument("--guesses", type=harness.numbers, default="", metavar="K", help="guesses a step, of one row")
-    parser.add_argument("--copy", metavar="MODEL", help="a chat model that copies: a file, folder or repository")
     parser.add_argument("--first-token", type=harness.numbers, default="", metavar="TOKENS", help="lengths of prompts")
     parser.add_argument("--rollout", metavar="CASE", help="a step of GRPO")
     parser.add_argument("--tokens", type=int, default=12288, help="of a forward in the update of --rollout")
@@ -95,9 +73,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     record["red"] = red = []
-    if options.copy:
-        record["rows"] = copying(options.copy, options.guesses or [4, 8], options.device)
-        return
     if options.rollout:
         from benchmarks.rollout import steps
 
@@ -210,23 +185,16 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
 # Tokens per second
 
 
-def stream(model: Any, ids: Tensor, new: int, *, stops: bool = False, **options: Any) -> tuple[list[float], list[int]]:
-    """(seconds from the call to each token, the new ids of the first row). stops: at the model's stop ids."""
-    if not stops:
-        options |= {"eos_token_id": model.config.get_text_config().vocab_size + 7, "pad_token_id": 0}
+def stream(model: Any, ids: Tensor, new: int, **options: Any) -> list[float]:
+    """Seconds from the call to each token."""
     synchronize(ids.device.type)
-    start, times, found = time.perf_counter(), [], []
-    for tokens in generate_iter(
-        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
-    ):
+    start, times = time.perf_counter(), []
+    for _ in generate_iter(
+        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0,
+        eos_token_id=model.config.vocab_size + 7, **options,
+    ):  # fmt: skip
         times.append(time.perf_counter() - start)
-        found.append(int(tokens[0]))
-    return times, found
-
-
-def rate(times: Sequence[float]) -> float:
-    """Tokens per second after the first."""
-    return (len(times) - 1) / (times[-1] - times[0])
+    return times
 
 
 def speeds(model: Any, of: Row, cases: Sequence[tuple[int, ...]], options: argparse.Namespace) -> list[Row]:
@@ -244,16 +212,15 @@ def speeds(model: Any, of: Row, cases: Sequence[tuple[int, ...]], options: argpa
             # Twice as many tokens take the host twice as long, and are as fast.
             steps = min(new, 64) if baseline == "host" else new
             how = {"disable_compile": baseline == "host", "kv_cache_dtype": kind}
-            first, times = (stream(model, ids, steps, **how)[0] for _ in range(2))
+            first, times = (stream(model, ids, steps, **how) for _ in range(2))
+            speed = batch * (steps - 1) / (times[-1] - times[0])
             row = {
                 **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
                 "first call s": first[0] - times[0], "first token ms": times[0] * 1e3,
-                "tokens/s": batch * rate(times), "limit": limit, "of limit": batch * rate(times) / limit,
+                "tokens/s": speed, "limit": limit, "of limit": speed / limit,
             }  # fmt: skip
             rows.append(row)
             harness.announce(row)
-        if batch == 1 and options.guesses:
-            rows += [{**of, "case": row["case"], **guessed} for guessed in guesses(model, ids, new, options.guesses)]
     return rows
 
 
@@ -291,59 +258,6 @@ def first_call(model: Any, ids: Tensor, new: int = 1, baseline: str = "host") ->
     call = lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **how)  # noqa: E731
     seconds, found = harness.timed(call, ids.device.type)
     return int(found[0, -1]), seconds
-
-
-# Guesses
-
-
-def copying(name: str, counts: Sequence[int], device: str) -> list[Row]:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = ligermodels.load(name, dtype=dtype, device=device).eval()
-    tokenizer = ligermodels.Tokenizer.from_hub(name)
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": TASK}], add_generation_prompt=True)
-    return guesses(model, torch.tensor([chat], device=device), 64, counts, ("lookup",), stops=True)
-
-
-def guesses(
-    model: Any, ids: Tensor, new: int, counts: Sequence[int], kinds: Sequence[str] = ("wrong", "right"),
-    stops: bool = False,
-) -> list[Row]:  # fmt: skip
-    """A row of plain decoding, and one for each kind and number of guesses. kinds: of wrong, right and lookup."""
-    times, text = [stream(model, ids, new, stops=stops) for _ in range(2)][1]
-    plain = 1e3 / rate(times)
-    rows: list[Row] = [{"baseline": "no guesses", "tokens a step": 1.0, "ms a token": plain, "x plain": 1.0}]
-    for kind, count in itertools.product(kinds, counts):
-        with guessing(kind, ids[0].tolist() + text) as steps:
-            for _ in range(2):
-                steps[0] = 0
-                times, written = stream(model, ids, new, stops=stops, prompt_lookup_num_tokens=count)
-        equal = [*(a == b for a, b in zip(text, written, strict=False)), False]
-        rows.append({
-            "baseline": f"{count} guesses, {kind}", "tokens a step": (len(written) - 1) / max(1, steps[0]),
-            "ms a token": 1e3 / rate(times), "x plain": rate(times) * plain / 1e3,
-            "same": equal.index(False) / len(text),
-        })  # fmt: skip
-        harness.announce(rows[-1])
-    return rows
-
-
-@contextlib.contextmanager
-def guessing(kind: str, text: list[int]) -> Iterator[list[int]]:
-    """Guesses of a kind, where `text` is what plain decoding writes. Gives [steps], counted."""
-    lookup, begin, steps = PromptLookup.guess, Speculation.begin, [0]
-
-    def guess(self: PromptLookup) -> list[int]:
-        if kind == "lookup":
-            return lookup(self)
-        ahead = text[len(self.tokens) :][: self.count]
-        return ahead if kind == "right" else [(token + 1) % 3 for token in ahead]
-
-    def counted(self: Speculation, most: float) -> list[int]:
-        steps[0] += 1
-        return begin(self, most)
-
-    with mock.patch.object(PromptLookup, "guess", guess), mock.patch.object(Speculation, "begin", counted):
-        yield steps
 
 
 # The first token
@@ -390,7 +304,7 @@ def first_tokens(name: str, options: argparse.Namespace) -> list[Row]:
 
 
 def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str, Callable[[Tensor], tuple[int, float]]]:
-    """{baseline: a call of ids [1, T] that gives the first token after them, and the seconds until it was there}."""
+    """{baseline: a call of ids [1, T] that returns the first token after them, and the seconds until it was there}."""
 
     def captured(ids: Tensor, kind: str) -> tuple[int, float]:
         synchronize(options.device)

@@ -1,226 +1,201 @@
-"""The fused ops beside their peers: device time, memory and exactness, in one process on one GPU.
+"""The fused ops beside their peers: device time, memory and error, in one process on one GPU.
 
-For each op and shape, parity comes first: outputs and every gradient of each baseline are compared with fp64. Ours must
-err no more than the eager op of the same dtype, else nothing of that op is timed and the exit code is 1. A peer is
-shown with its error, and is not timed where the error is so large that it must have been called wrongly.
-
-    python -m benchmarks.kernels --out benchmarks/results/kernels-h200.json
-    python -m benchmarks.kernels --ops attention,moe --baselines eager,FlexAttention
+    python -m benchmarks.kernels --out kernels.json
+    python -m benchmarks.kernels --ops attention,moe_experts --baselines eager,FlexAttention
     python -m benchmarks.kernels --dry
 
-"of copy" is the fewest bytes that the op can move, over what a large copy moves in that time.
+Inputs, the eager form and the reference of an op are those of its tests (tests/kernels/ops); the shapes and the peers
+are in the table OPS at the end of this file. All baselines of an op get the same inputs in the same layout.
+
+Parity comes first: outputs and every gradient of ours are compared with fp64 by the rule of the tests. They may err as
+much as the eager op of the same dtype. If ours fails, nothing of the op is timed and the exit status is 1. A peer whose
+error is above CALLED_WRONGLY computes something else and is not timed.
+
+"of copy": the fewest bytes that forward and backward can move, over what a large copy moves in that time. "TFLOP/s"
+counts the operations that cannot be left out. "error / eager's": the largest ratio of rms errors over outputs and
+gradients. "peak MiB" is beyond the inputs, gradients included.
 """
 
 import argparse
+import functools
 import gc
+import inspect
+import itertools
+import random
 import statistics
 import sys
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import harness
 from benchmarks.harness import Record, Row, summary
-from benchmarks.kernel_cases import OPS, Call, Case, Place, Tensors
+from ligermodels import kernels
+from tests.kernels import judge
+from tests.kernels.cases import Case, Maker
+from tests.kernels.ops import OPS as TESTED
 
+Call = Callable[..., Any]
+Peers = Callable[[Case], Mapping[str, Call]]
 OURS = "ligermodels"
 NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "FlashAttention", "cuDNN")
-"""Baselines whose name begins like this are left out of a dry run."""
+"""A dry run leaves out the baselines whose names begin like this."""
 CALLED_WRONGLY = 0.05
-"""Relative rms error above which a peer computes something else: a handful of bf16 roundings stay below 0.02."""
+"""Relative rms error of a peer that computes something else: a handful of bf16 roundings stay below 0.02."""
 ROTATED_BYTES = 2**30
-"""A call is timed on several copies of its inputs, this much in all, so that no input is in the L2 cache."""
+"""A call is timed on several copies of its inputs, 1 GiB in all, so that no input is in the L2 cache."""
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op and its shapes.
+
+    tested: its name in the table of the tests. shapes: keyword arguments of `make` on a GPU, dry: on a CPU.
+    peers: of a case, {name: call with the case's tensors and options}. make: by default that of the tests.
+    bytes, flops: of a shape, of forward and backward. largest: {size: the most of it that is checked in fp64}.
+    forms: of the eager form, those that are baselines.
+    """
+
+    tested: str
+    shapes: Sequence[dict[str, Any]]
+    dry: Sequence[dict[str, Any]]
+    peers: Peers
+    make: Callable[..., Case] | None = None
+    bytes: Callable[..., float] | None = None
+    flops: Callable[..., float] | None = None
+    largest: Mapping[str, int] = field(default_factory=dict)
+    forms: Sequence[str] = ("eager", "torch.compile")
+
+    def case(self, maker: Maker, shape: Mapping[str, Any]) -> Case:
+        maker.strided = False
+        maker.lead = lambda rows: (rows,)  # type: ignore[method-assign]
+        maker.ids = lambda ids: maker.of(ids, train=False, dtype=torch.int64)  # type: ignore[method-assign]
+        plain = maker.labels
+        maker.labels = lambda *sizes, ignored=None: plain(*sizes, ignored=ignored or 0.0)  # type: ignore[method-assign]
+        return (self.make or TESTED[self.tested].make)(maker, **shape)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", type=harness.names(*OPS), default="all", help="names with commas between them")
-    parser.add_argument("--baselines", help="beginnings of names, beside ours; default all")
+    parser.add_argument("--baselines", help="beginnings of the names of peers; default all")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     def wanted(name: str) -> bool:
-        if name.startswith(OURS) or not (options.dry or options.baselines):
-            return True
         if options.dry and name.startswith(NEEDS_GPU):
             return False
         return not options.baselines or name.startswith(tuple(options.baselines.split(",")))
 
-    place = Place(options.device, torch.bfloat16)
-    record["ceilings"] = ceilings(place.device)
-    failed: list[Row] = []
-    red: list[str] = []
-    for op in options.ops:
-        started = time.perf_counter()
-        record[op], wrong = benchmark(op, place, wanted, record["ceilings"]["copy TB/s"])
-        failed += wrong
-        red += [
-            f"{op}: {row['note']}" for row in record[op] + wrong if "note" in row and row["baseline"].startswith(OURS)
-        ]
-        print(f"{op}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    record["failed parity"], record["red"] = failed, red
+    record["ceilings"] = ceilings(options.device)
+    record["failed parity"], record["red"] = [], []
+    for name in options.ops:
+        torch.compiler.reset()  # each op has its own count of recompilations
+        for shape in OPS[name].dry if options.dry else OPS[name].shapes:
+            what = {"shape": ", ".join(f"{key} {value}" for key, value in shape.items())}
+            errors, wrong = parity(OPS[name], shape, options.device, wanted)
+            record["failed parity"] += [{"op": name, **what, "baseline": key, "note": wrong[key]} for key in wrong]
+            if ours := [reason for key, reason in wrong.items() if key.startswith(OURS)]:
+                record["red"].append(f"{name}: {ours[0]}")
+                record[name] = []
+                break
+            rows = times(OPS[name], shape, options.device, set(errors) - set(wrong), record["ceilings"]["copy TB/s"])
+            for row in rows:
+                record.setdefault(name, []).append({**what, **row, "error / eager's": errors[row["baseline"]]})
+                harness.announce({"op": name, **record[name][-1]})
+            harness.free(options.device)
 
 
-def benchmark(op: str, place: Place, wanted: Callable[[str], bool], copy: float) -> tuple[list[Row], list[Row]]:
-    """(rows of times, rows of what failed parity): parity on all shapes of an op, and if ours passed, the times."""
-    torch.compiler.reset()  # each op has its own count of recompilations
-    build = OPS[op].build
-    listed = OPS[op].shapes if place.device == "cuda" else OPS[op].dry
-    shapes = {", ".join(f"{name} {value}" for name, value in shape.items()): shape for shape in listed}
-    errors: dict[tuple[str, str], float] = {}
-    failed: list[Row] = []
-    for label, shape in shapes.items():
-        torch.manual_seed(0)
-        limits = OPS[op].parity_limits
-        smaller = {name: min(size, limits[name]) if name in limits else size for name, size in shape.items()}
-        for row in check(build(place, **smaller), wanted):
-            key = label, row["baseline"]
-            errors[key] = max(errors.get(key, 0.0), row.get("error / eager's", 0.0))
-            if row["note"]:
-                failed.append({"op": op, "shape": label, **row})
-    refused = {row["baseline"] for row in failed}
-    rows: list[Row] = []
-    for label, shape in {} if any(name.startswith(OURS) for name in refused) else shapes.items():
-        torch.manual_seed(0)
-        case = build(place, **shape)
-        for row in times(case, place.device, lambda name: wanted(name) and name not in refused, copy):
-            rows.append({"shape": label, **row, "error / eager's": errors.get((label, row["baseline"]))})
-        del case
-        harness.free(place.device)
-    return rows, failed
+def calls(op: Op, case: Case) -> dict[str, Call]:
+    """Every baseline of a case, ours and the eager form first."""
+    tested = TESTED[op.tested]
+    compiled = torch.compile(tested.eager, fullgraph=True, dynamic=False)
+    forms = {"eager": tested.eager, "torch.compile": compiled}
+    return {OURS: tested.call, **{name: forms[name] for name in op.forms}, **op.peers(case)}
 
 
-class Run:
-    """One baseline with its own leaves, and own copies of all tensors where it writes over its inputs."""
-
-    def __init__(
-        self, call: Call, leaves: Tensors, constants: Tensors, cotangents: Sequence[Tensor], copy: bool = False
-    ):
-        self.call, self.originals = call, []
-
-        def own(x: Tensor) -> Tensor:
-            if not copy:
-                return x.detach()
-            self.originals.append((x.clone(), x))
-            return self.originals[-1][0]
-
-        self.leaves = {name: own(x).requires_grad_() for name, x in leaves.items()}
-        self.constants = {name: own(x) for name, x in constants.items()}
-        self.cotangents = [own(x) for x in cotangents]
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for copy, original in self.originals:
-                copy.copy_(original)
-
-    def forward(self) -> tuple[Tensor, ...]:
-        out = self.call({**self.leaves, **self.constants})
-        return out if isinstance(out, tuple) else (out,)
-
-    def full(self) -> tuple[Tensor, ...]:
-        """Outputs and gradients of the leaves."""
-        outputs = self.forward()
-        return (*outputs, *torch.autograd.grad(outputs, tuple(self.leaves.values()), self.cotangents or None))
-
-    def results(self) -> Tensors:
-        found = [x.detach() for x in self.full()]
-        outputs = [f"output {n}" for n in range(len(found) - len(self.leaves))]
-        return dict(zip([*outputs, *(f"d {name}" for name in self.leaves)], found, strict=True))
-
-
-def cotangents_of(call: Call, case: Case) -> list[Tensor]:
-    """Random gradients of what a call returns, none for a loss."""
-    with torch.no_grad():
-        outputs = Run(call, case.leaves, case.constants, ()).forward()
-    return [torch.randn_like(x) for x in outputs if x.dim() > 0]
-
-
-def check(case: Case, wanted: Callable[[str], bool]) -> list[Row]:
-    """A row for each baseline and result: its rms error against fp64 over eager's, and a note if it is not timed."""
-    cotangents = cotangents_of(case.eager, case)
-    leaves = {name: x.double() for name, x in case.leaves.items()}
-    constants = {name: x.double() if x.is_floating_point() else x for name, x in case.constants.items()}
-    exact = Run(case.eager, leaves, constants, [x.double() for x in cotangents]).results()
-    eager = Run(case.eager, case.leaves, case.constants, cotangents).results()
-    rows: list[Row] = []
-    for name in filter(wanted, case.baselines):
+def parity(
+    op: Op, shape: Mapping[str, Any], device: str, wanted: Callable[[str], bool]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """({baseline: its error over eager's}, {baseline: why it is not timed})."""
+    shape = {name: min(size, op.largest[name]) if name in op.largest else size for name, size in shape.items()}
+    errors, wrong = {}, {}
+    try:
+        judge.judge_again(op.tested, lambda maker: op.case(maker, shape), 0, torch.bfloat16, device)
+    except AssertionError as error:
+        return {}, {OURS: summary(error)}
+    torch.manual_seed(0)
+    case, upstream = op.case(Maker(random.Random(0), torch.bfloat16, device), shape), {}
+    baselines = {name: call for name, call in calls(op, case).items() if name.startswith(OURS) or wanted(name)}
+    exact = judge.run(TESTED[op.tested].reference, case, upstream, torch.float64)
+    eager = judge.run(TESTED[op.tested].eager, case, _copies(upstream))
+    for name, call in baselines.items():
         try:
-            copy = name in case.overwrites
-            found = Run(case.baselines[name], case.leaves, case.constants, cotangents, copy).results()
+            found = judge.run(call, Case(_copies(case.tensors), case.options), _copies(upstream))
         except Exception as error:
             traceback.print_exc()
-            rows.append({"baseline": name, "result": None, "note": summary(error)})
+            wrong[name] = summary(error)
             continue
-        for result, actual in found.items():
-            slack = case.slack.get(name, 1.0)
-            over_eager, why = judge(actual, eager[result], exact[result], case.scalar_tolerance, slack)
-            error = _rms(actual.double() - exact[result]) / max(_rms(exact[result]), 1e-30)
-            if not name.startswith(OURS):
-                why = "" if error <= CALLED_WRONGLY else f"relative rms error {error:.3g}: computes something else"
-            rows.append({"baseline": name, "result": result, "error / eager's": over_eager, "note": why})
-    return rows
+        off = {what: _rms(x.double() - exact[what]) for what, x in found.items() if what in exact}
+        whole = [what for what in off if exact[what].dim()]  # the error of one number says little
+        errors[name] = max(off[what] / max(_rms(eager[what].double() - exact[what]), 1e-30) for what in whole)
+        relative = max(off[what] / max(_rms(exact[what]), 1e-30) for what in off)
+        if not relative <= CALLED_WRONGLY:
+            wrong[name] = f"relative rms error {relative:.3g}: computes something else"
+    return errors, wrong
 
 
-def judge(actual: Tensor, eager: Tensor, exact: Tensor, scalar_tolerance: float, slack: float) -> tuple[float, str]:
-    """(rms error over eager's, why that is too much or ""): allowed are 1.0x in rms and 1.25x + 1 ulp at most.
-
-    An exact result that is rounded errs by half an ulp (in fp32, where every operation rounds, by an ulp): below that
-    eager is lucky rather than better. The rms errors of two equally exact results differ by about 1 / sqrt(count) by
-    chance, of which four times is allowed. One draw of a scalar's error says little, so that a scalar has a tolerance.
-    slack: factor on eager's errors, for a mode that promises less.
-    """
-    ours, theirs = actual.double() - exact, eager.double() - exact
-    info, chance = torch.finfo(actual.dtype), 1 + 4 / exact.numel() ** 0.5
-    rounding = info.eps * (1.0 if actual.dtype == torch.float32 else 0.5)
-    rms, rms_allowed = _rms(ours), max(slack * _rms(theirs) * chance, rounding * _rms(exact) + info.tiny)
-    peak = ours.abs().max().item()
-    peak_allowed = 1.25 * slack * theirs.abs().max().item() + info.eps * exact.abs().max().item() + info.tiny
-    if exact.dim() == 0:
-        rms_allowed, peak_allowed = max(rms_allowed, scalar_tolerance), max(peak_allowed, scalar_tolerance)
-    over_eager = rms / max(_rms(theirs), info.tiny)
-    if not rms <= rms_allowed:  # so that NaN is refused
-        return over_eager, f"rms error {rms:.3e}, allowed {rms_allowed:.3e}"
-    if not peak <= peak_allowed:
-        return over_eager, f"largest error {peak:.3e}, allowed {peak_allowed:.3e}"
-    return over_eager, ""
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leaves of their own: some peers write over their inputs."""
+    return {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in tensors.items()}
 
 
 def _rms(x: Tensor) -> float:
-    return x.square().mean().sqrt().item()
+    return x.double().square().mean().sqrt().item()
 
 
-def times(case: Case, device: str, wanted: Callable[[str], bool], copy: float) -> list[Row]:
-    """A row of times and memory for each baseline, after one for the GEMMs that the op cannot do without.
+# Times
 
-    copy: TB/s of a large copy on this device.
-    """
-    cotangents = cotangents_of(case.baselines["ligermodels"], case)
-    nbytes = sum(x.nbytes for x in (*case.leaves.values(), *case.constants.values(), *cotangents))
+
+def times(op: Op, shape: Mapping[str, Any], device: str, wanted: set[str], copy: float) -> list[Row]:
+    """A row of times and memory for each baseline. copy: TB/s of a large copy on this device."""
+    torch.manual_seed(0)
+    case = op.case(Maker(random.Random(0), torch.bfloat16, device), shape)
+    baselines = calls(op, case)
+    outputs = judge.outputs_of(baselines[OURS], case.tensors, case.options).values()
+    upstream = [torch.ones_like(y) if y.dim() == 0 else torch.randn_like(y) for y in outputs]
+    del outputs
+    nbytes = sum(x.nbytes for x in (*case.tensors.values(), *upstream))
     copies = max(1, min(64, ROTATED_BYTES // nbytes)) if device == "cuda" else 1
-    tensors = [(case.leaves, case.constants, cotangents)]
-    for _ in range(copies - 1):
-        leaves, constants = ({name: x.clone() for name, x in ts.items()} for ts in (case.leaves, case.constants))
-        tensors.append((leaves, constants, [x.clone() for x in cotangents]))
+    inputs = [(case.tensors, upstream)]
+    inputs += [(_copies(case.tensors), [x.clone() for x in upstream]) for _ in range(copies - 1)]
     rows: list[Row] = []
-    if case.gemms is not None:
-        name, call = case.gemms
-        inputs = {**case.leaves, **case.constants}
-        rows.append({"baseline": name, "fwd + bwd ms": milliseconds([lambda: call(inputs)], device)[0]})
-    for name in filter(wanted, case.baselines):
-        runs = [Run(case.baselines[name], *given, copy=name in case.overwrites) for given in tensors]
+    for name in (name for name in baselines if name in wanted):
 
-        def restore(runs=runs) -> None:
-            for run in runs:
-                run.restore()
+        def forward(tensors: dict[str, Tensor], call: Call = baselines[name]) -> tuple[Tensor, ...]:
+            return tuple(judge.outputs_of(call, tensors, case.options).values())
+
+        def full(tensors: dict[str, Tensor], upstream: list[Tensor], run: Call = forward) -> object:
+            """Outputs and gradients."""
+            outputs = run(tensors)
+            return outputs, torch.autograd.grad(outputs, [x for x in tensors.values() if x.requires_grad], upstream)
 
         try:
-            forward, _ = milliseconds([run.forward for run in runs], device, restore)
-            full, synchronises = milliseconds([run.full for run in runs], device, restore)
-            row = {"forward ms": forward, "fwd + bwd ms": full, **rates(case, forward, full, copy)}
-            row["peak MiB"] = peak_mib(runs[0].full, device, restore)
+            ms, _ = milliseconds([functools.partial(forward, tensors) for tensors, _ in inputs], device)
+            both, synchronises = milliseconds([functools.partial(full, *each) for each in inputs], device)
+            row: Row = {"forward ms": ms, "fwd + bwd ms": both}
+            if op.bytes is not None:
+                row["of copy"] = op.bytes(**shape) / both * 1e-9 / copy
+            if op.flops is not None:
+                row["TFLOP/s"] = op.flops(**shape) / both * 1e-9
+            row["peak MiB"] = peak_mib(lambda: full(*inputs[0]), device)
             if synchronises:
                 row["time"] = "synchronises: the host's is included"
         except Exception as error:
@@ -230,49 +205,27 @@ def times(case: Case, device: str, wanted: Callable[[str], bool], copy: float) -
     return rows
 
 
-def rates(case: Case, forward: float, full: float, copy: float) -> Row:
-    """Share of the speed of a copy for the fewest bytes, TFLOP/s of the operations that cannot be left out."""
-    found: Row = {}
-    if case.bytes:
-        found["of copy"] = case.bytes / full * 1e-9 / copy
-    if case.forward_flops:
-        found["TFLOP/s forward"] = case.forward_flops / forward * 1e-9
-        if full > forward:
-            found["backward"] = (case.flops - case.forward_flops) / (full - forward) * 1e-9
-    if case.flops:
-        found["TFLOP/s"] = case.flops / full * 1e-9
-    return found
-
-
-def milliseconds(
-    calls: Sequence[Callable[[], object]], device: str, restore: Callable[[], object] = lambda: None
-) -> tuple[float, bool]:
+def milliseconds(calls: Sequence[Callable[[], object]], device: str) -> tuple[float, bool]:
     """(median time of a call, whether it synchronises).
 
     All calls are captured in one CUDA graph, and the time is that of a replay over their number: what the host needs to
     launch is not in it. A call that synchronises cannot be captured, and is timed as it runs, the host's time included.
     """
-    restore()
     calls[0]()  # compiles kernels, creates handles
     if device != "cuda":
-        started = time.perf_counter()
-        calls[0]()
-        return (time.perf_counter() - started) * 1e3, False
-    restore()
+        return harness.timed(calls[0], device)[0] * 1e3, False
     if synchronises := _synchronises(calls[0]):
         calls = calls[:1]
         replay = calls[0]
     else:
         graph = torch.cuda.CUDAGraph()
-        restore()
         with torch.cuda.graph(graph):
             results = [call() for call in calls]
-        del results  # held until here, so that each call writes to memory of its own
+        del results  # kept until here, so that each call writes to memory of its own
         replay = graph.replay
     lead = torch.empty(2**30, dtype=torch.int8, device=device)
     times: list[float] = []
     while len(times) < 4 or (sum(times) < 50 and len(times) < 50):
-        restore()
         lead.zero_()  # clears the L2 cache, and runs for longer than the host needs to queue the replay
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -298,11 +251,10 @@ def _synchronises(call: Callable[[], object]) -> bool:
     return False
 
 
-def peak_mib(call: Callable[[], object], device: str, restore: Callable[[], object]) -> float | None:
+def peak_mib(call: Callable[[], object], device: str) -> float | None:
     """MiB allocated in the call beyond its inputs, its results included. None on a CPU."""
     if device != "cuda":
         return None
-    restore()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -323,6 +275,256 @@ def ceilings(device: str) -> dict[str, float]:
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
     gemm, _ = milliseconds([lambda: a @ b], device)
     return {"copy TB/s": 2 * source.nbytes / copy * 1e-9, "GEMM TFLOP/s": 2 * n**3 / gemm * 1e-9}
+
+
+# Peers
+
+
+def liger(name: str) -> Any:
+    """An autograd.Function of Liger's."""
+    return getattr(__import__("liger_kernel.ops", fromlist=[name]), name)
+
+
+def rms_norms(case: Case) -> dict[str, Call]:
+    # eps, offset, casting mode, in place: dx goes where dy was, the default of LigerRMSNorm
+    return {
+        "F.rms_norm": lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6),
+        "Liger": lambda x, weight: liger("LigerRMSNormFunction").apply(x, weight, 1e-6, 0.0, "llama", True),
+    }
+
+
+def add_rms_norms(case: Case) -> dict[str, Call]:
+    def pytorch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return F.rms_norm(x + residual, weight.shape, weight, 1e-6), x + residual
+
+    def of_liger(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return liger("LigerFusedAddRMSNormFunction").apply(x, residual, weight, 1e-6, 0.0, "llama", False)
+
+    return {"add, F.rms_norm": pytorch, "Liger": of_liger}
+
+
+def layer_norms(case: Case) -> dict[str, Call]:  # the eager form is F.layer_norm
+    return {"Liger": lambda x, weight, bias: liger("LigerLayerNormFunction").apply(x, weight, bias, 1e-5)}
+
+
+def glus(case: Case) -> dict[str, Call]:
+    name = "LigerSiLUMulFunction" if case.options["activation"] == "silu" else "LigerGELUMulFunction"
+    return {"Liger": lambda gate_up, up, activation: liger(name).apply(gate_up, up)}
+
+
+def joint_glus(case: Case) -> dict[str, Call]:
+    return {"Liger": lambda gate_up, activation: liger("LigerFusedGateUpSiLUMulFunction").apply(gate_up)}
+
+
+def ropes(case: Case) -> dict[str, Call]:
+    doubled = [torch.cat([case.tensors[name]] * 2, -1).to(case.tensors["q"].dtype) for name in ("cos", "sin")]
+
+    def of_liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        found = liger("LigerRopeFunction").apply(q.transpose(1, 2), k.transpose(1, 2), *doubled)
+        return tuple(x.transpose(1, 2) for x in found)
+
+    return {"Liger": of_liger}
+
+
+def cross_entropies(case: Case) -> dict[str, Call]:
+    return {
+        "F.cross_entropy, no upcast": lambda logits, labels: F.cross_entropy(logits, labels),
+        "Liger": lambda logits, labels: liger("LigerCrossEntropyFunction").apply(logits, labels, None)[0],
+    }
+
+
+def linear_cross_entropies(case: Case) -> dict[str, Call]:
+    def of_liger(x: Tensor, weight: Tensor, labels: Tensor, accum_dtype: Any = None) -> Tensor:
+        # bias, class weight, ignore_index, z-loss, smoothing, reduction, softcap, return_z_loss, accum_dtype
+        options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, accum_dtype)
+        return liger("LigerFusedLinearCrossEntropyFunction").apply(x, weight, labels, *options)[0]
+
+    def cce(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Without the gradient filter, which saves time by leaving small gradients out."""
+        import cut_cross_entropy
+
+        implementations = cut_cross_entropy.LinearCrossEntropyImpl
+        exact = {"impl": "cce_exact"} if hasattr(implementations, "CCE_EXACT") else {"filter_eps": None}
+        return cut_cross_entropy.linear_cross_entropy(x, weight, labels, **exact)
+
+    valid = int((case.tensors["labels"] != IGNORED).sum())
+    return {
+        f"{OURS}, num_valid": functools.partial(kernels.linear_cross_entropy, num_valid=valid),
+        "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
+        "Liger": of_liger,
+        "CCE, exact": cce,
+    }
+
+
+def moes(case: Case) -> dict[str, Call]:
+    def of_liger(x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Tensor:
+        return liger("LigerFusedMoEFunction").apply(x, gate_up_proj, down_proj, experts.int(), weights)
+
+    return {"Liger": of_liger}
+
+
+DOCUMENTS = (0, 1, 4, 10, 12, 21, 25, 52, 64)
+"""Where the documents of a packed row begin and end, in 64ths of it."""
+
+
+def attention_case(
+    maker: Maker, *, batch: int, length: int, heads: int, kv_heads: int, dim: int, packed: bool = False, **options: Any
+) -> Case:
+    tensors = {"q": maker(batch, length, heads, dim)} | {n: maker(batch, length, kv_heads, dim) for n in "kv"}
+    if packed:
+        bounds = torch.tensor([length * end // 64 for end in DOCUMENTS], dtype=torch.int32, device=maker.device)
+        options |= {"cu_seqlens": bounds}
+    return Case(tensors, options, dim, max(length, dim))
+
+
+def attention_flops(
+    *, batch: int, length: int, heads: int, dim: int, packed: bool = False, window: int | None = None, **others: Any
+) -> float:
+    """Of the pairs of query and key in sight."""
+    ends = [length * end // 64 for end in DOCUMENTS] if packed else [0, length]
+    pairs = 0.0
+    for size in (end - start for start, end in itertools.pairwise(ends)):
+        seen = min(window or size, size)
+        pairs += seen * (seen + 1) / 2 + (size - seen) * seen
+    return 14.0 * batch * heads * dim * pairs
+
+
+def attentions(case: Case) -> dict[str, Call]:
+    """As a model does, masks are made once and not per layer: their cost is not in the times."""
+    q, bounds = case.tensors["q"], case.options.get("cu_seqlens")
+    (batch, length), device = q.shape[:2], q.device
+    window, softcap = (case.options.get(name) for name in ("window", "softcap"))
+    document = torch.zeros(length, dtype=torch.int64, device=device)
+    if bounds is not None:
+        document = torch.bucketize(torch.arange(length, device=device), bounds[1:], right=True)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (document[query] == document[key])
+        return seen if window is None else seen & (query - key < window)
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    @functools.cache
+    def block_mask() -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(sees, batch, None, length, length, device=device.type)
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        score = None if softcap is None else capped
+        return _flex_attention()(*heads_first, score, block_mask(), enable_gqa=True).transpose(1, 2)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+        with sdpa_kernel(backend):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        ends = bounds if bounds is not None else length * torch.arange(batch + 1, dtype=torch.int32, device=device)
+        # torch 2.11 takes grouped heads unasked, later ones want to be told
+        grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+        sides = (-1 if window is None else window - 1, 0)
+        flat = (x.flatten(0, 1) for x in (q, k, v))
+        out: Any = varlen_attn(*flat, ends, ends, length, length, window_size=sides, **grouped)
+        return out.view(q.shape)
+
+    found: dict[str, Call] = {"FlexAttention": flex}
+    if not case.options:
+        found["cuDNN by SDPA"] = functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
+        found["FlashAttention-2 by SDPA"] = functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
+    elif softcap is None:
+        found["FlashAttention-2, varlen_attn"] = varlen
+    return found
+
+
+@functools.cache
+def _flex_attention() -> Call:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+# The table
+
+
+def _elementwise(passes: float) -> Callable[..., float]:
+    """Bytes of so many passes over a tensor [rows, width] of bf16."""
+    return lambda rows, width, **others: 2.0 * passes * rows * width
+
+
+def _rotated(rows: int, kv_heads: int, groups: int, dim: int) -> float:
+    return 8.0 * rows * kv_heads * (groups + 1) * dim
+
+
+V = 128256
+_SHAPE, _SMALL = dict(rows=16384, kv_heads=8, groups=4, dim=128), dict(rows=14, kv_heads=2, groups=2, dim=16)
+_HEADS, _FEW = dict(heads=32, kv_heads=8, dim=128), dict(heads=4, kv_heads=2, dim=16)
+OPS: dict[str, Op] = {
+    "rms_norm": Op(
+        "rms_norm", [dict(rows=16384, width=n) for n in (2048, 4096, 8192)], [dict(rows=5, width=48)], rms_norms,
+        bytes=_elementwise(5),
+    ),
+    "add_rms_norm": Op(
+        "add_rms_norm", [dict(rows=16384, width=n) for n in (2048, 4096)], [dict(rows=5, width=48)], add_rms_norms,
+        bytes=_elementwise(8),
+    ),
+    "layer_norm": Op(
+        "layer_norm",
+        [dict(rows=n, width=k, affine=("weight", "bias")) for n, k in ((21904, 1280), (16384, 4096))],
+        [dict(rows=5, width=48, affine=("weight", "bias"))], layer_norms, bytes=_elementwise(5),
+    ),
+    "glu": Op(
+        "glu of two tensors", [dict(rows=16384, width=14336, activation=name) for name in ("silu", "gelu_tanh")],
+        [dict(rows=5, width=24, activation="silu")], glus, bytes=_elementwise(8),
+    ),
+    "joint glu": Op(
+        "glu", [dict(rows=16384, width=14336, activation="silu")], [dict(rows=5, width=24, activation="silu")],
+        joint_glus, bytes=_elementwise(8),
+    ),
+    "rope": Op("rope_qk", [_SHAPE], [_SMALL], ropes, bytes=_rotated),
+    "joint rope": Op("rope", [_SHAPE], [_SMALL], lambda case: {}, bytes=_rotated),
+    "cross_entropy": Op(
+        "cross_entropy", [dict(rows=n, vocab=v) for n, v in ((16384, 32000), (8192, V), (4096, 262144))],
+        [dict(rows=9, vocab=131)], cross_entropies, bytes=lambda rows, vocab: 4.0 * rows * vocab,
+    ),
+    "linear_cross_entropy": Op(
+        "linear_cross_entropy",
+        [dict(rows=8192, hidden=2048, vocab=V), dict(rows=8192, hidden=4096, vocab=V),
+         dict(rows=16384, hidden=4096, vocab=V, ignored=0.7)],
+        [dict(rows=9, hidden=32, vocab=131), dict(rows=33, hidden=32, vocab=131, ignored=0.7)],
+        linear_cross_entropies, flops=lambda rows, hidden, vocab, ignored=0.0: (
+            6.0 * (1 - ignored) * rows * hidden * vocab
+        ), largest={"rows": 4096},
+    ),
+    "attention": Op(
+        "attention",
+        [
+            dict(batch=8, length=2048, heads=32, kv_heads=8, dim=64), dict(batch=4, length=4096, **_HEADS),
+            dict(batch=4, length=4096, heads=8, kv_heads=4, dim=256, softcap=50.0),  # Gemma 2
+            dict(batch=2, length=8192, **_HEADS, window=1024), dict(batch=1, length=16384, **_HEADS, packed=True),
+        ],
+        [
+            dict(batch=2, length=24, **_FEW), dict(batch=1, length=24, **_FEW, softcap=5.0),
+            dict(batch=1, length=24, **_FEW, window=8), dict(batch=1, length=64, **_FEW, packed=True),
+        ],
+        attentions, make=attention_case, flops=attention_flops, largest={"batch": 2, "length": 2048},
+        forms=(),  # it makes its mask at each call
+    ),
+    "moe_experts": Op(
+        "moe_experts",
+        [dict(rows=16384, hidden=2048, inner=7168, experts=8, top_k=2),
+         dict(rows=16384, hidden=2048, inner=768, experts=64, top_k=4)],
+        [dict(rows=40, hidden=32, inner=48, experts=4, top_k=2)], moes,
+        flops=lambda rows, hidden, inner, experts, top_k: 18.0 * rows * top_k * hidden * inner,
+        largest={"rows": 4096}, forms=("eager",),
+    ),
+}  # fmt: skip
+"""Sizes are Llama's where nothing else is said; one mixture is half a Mixtral, the other has many small experts. 32000,
+128256 and 262144 are the vocabularies of Llama 2, Llama 3 and Gemma 3; 21904 x 1280 are four images in Qwen2-VL."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How long a model takes from its files to the GPU, or onto several: ours beside transformers, safetensors and
+"""How long a model takes from its files to the GPU, or onto several: ours beside transformers and
 fastsafetensors.
 
     python -m benchmarks.load --scratch /dev/shm                   # Llama 3.1 8B's shapes, from memory
@@ -29,7 +29,6 @@ import mmap
 import os
 import shutil
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -45,7 +44,7 @@ import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row
 from benchmarks.train_cases import MODELS, changed
-from ligermodels.checkpoint import weights
+from ligermodels.checkpoint import saving, weights
 from ligermodels.parallel import make_mesh
 
 BLOCK = 2**24
@@ -192,12 +191,6 @@ def _transformers(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str
     return " ".join(["a model", *options]), dict(model.named_parameters()), model
 
 
-def _safetensors(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
-    from safetensors.torch import load_file
-
-    return "tensors", {name: x for path in _files(folder) for name, x in load_file(path, device=device).items()}, None
-
-
 def _fastsafetensors(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     from fastsafetensors import fastsafe_open
 
@@ -208,8 +201,7 @@ def _fastsafetensors(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[
 
 Loader = Callable[[str, str, Any], tuple[str, Mapping[str, Tensor], Any]]
 LOADERS: dict[str, Loader] = {
-    "ligermodels": _ours, "transformers": _transformers, "safetensors": _safetensors,
-    "fastsafetensors": _fastsafetensors,
+    "ligermodels": _ours, "transformers": _transformers, "fastsafetensors": _fastsafetensors,
 }  # fmt: skip
 ON_RANKS = ("ligermodels", "transformers")
 
@@ -241,49 +233,18 @@ def repeated(name: str, shape: Sequence[int], values: Tensor) -> Tensor:
 
 
 def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
-    """Writes a checkpoint in bf16 with many threads. Raises ValueError where the file system has no space for it."""
+    """Writes a checkpoint in bf16. Raises ValueError where the file system has no space for it."""
     folder.mkdir(parents=True)
-    shapes, shards, size = shapes_of(config), [], 0
-    most = 5 * 10**9 if len(values) == VALUES else 10**5
-    for name, shape in shapes.items():
-        nbytes = 2 * shape.numel()
-        if not shards or size + nbytes > most:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    needed, there = 2 * sum(shape.numel() for shape in shapes.values()), shutil.disk_usage(folder).free
+    shapes = shapes_of(config)
+    headers = {name: weights.TensorInfo(torch.bfloat16, tuple(shape)) for name, shape in shapes.items()}
+    needed, there = sum(header.nbytes for header in headers.values()), shutil.disk_usage(folder).free
     if needed > there:
         raise ValueError(f"{folder} needs {needed / 1e9:.0f} GB, and {there / 1e9:.0f} GB are free")
-    files = [f"model-{n + 1:05}-of-{len(shards):05}.safetensors" for n in range(len(shards))]
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(
-            pool.map(
-                lambda n: _write_shard(folder / files[n], {x: shapes[x] for x in shards[n]}, values), range(len(files))
-            )
-        )
-    index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": needed}, "weight_map": index})
-    )
+    shards = saving.split_into_shards(headers, 5 * 10**9 if len(values) == VALUES else 10**5)
+    tensors = (repeated(name, shapes[name], values) for shard in shards for name in shard)
+    saving.write_shards(folder, headers, tensors, shards)
     model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
-    (folder / "config.json").write_text(json.dumps({**model.config.to_hf(), "dtype": "bfloat16"}))
-
-
-def _write_shard(path: Path, shapes: Mapping[str, torch.Size], values: Tensor) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + 2 * shape.numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            file.write(repeated(name, shape, values).view(torch.int16).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())  # only what is on the disk can leave the page cache
+    saving.finish(folder, {"config.json": json.dumps({**model.config.to_hf(), "dtype": "bfloat16"}).encode()})
 
 
 @torch.no_grad()

@@ -8,20 +8,20 @@
 in fp32. With a cache in fp8, every token but the first of a window reads it, as in decoding.
 --rows: each matmul reads its weight from memory: as many copies as are twice the L2 cache are read in turn in one CUDA
 graph; "GB/s" counts the bytes of the weight and its scales. Before that, each result is compared with fp64: a kind that
-is wrong gets no figures, and the exit status is 1. torchao's rows are its weight-only int8 and int4.
+is wrong gets no figures, and the exit status is 1.
 
 Decoding with such weights and caches is timed by benchmarks.decode.
 """
 
 import argparse
-import importlib.util
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import ligermodels
 from benchmarks import harness
@@ -106,7 +106,7 @@ def matmuls(kinds: Sequence[str], number: int, shapes: dict[str, tuple[int, int]
         glu, n = both and number == 1, n * (1 + (both and number > 1))
         plain = [torch.randn(n, k, device=device, dtype=dtype) * k**-0.5 for _ in range(2 if glu else 1)]
         row = {"matmul": shape, "rows": number}
-        record["matmuls"].append({**row, "weights": "bf16", **timed(lambda w: apply(x, w), plain, copied, device)})  # noqa: B023
+        record["matmuls"].append({**row, "weights": "bf16", **timed(x, plain)})
         for kind in kinds:
             weights = [quantized.quantize(weight, kind) for weight in plain]
             exact = [x.double() @ w.dequantize(torch.float64).t() for w in weights]
@@ -115,10 +115,8 @@ def matmuls(kinds: Sequence[str], number: int, shapes: dict[str, tuple[int, int]
             if not error < 2**-7:
                 record["red"].append(f"{kind} {shape} is off by {error:.2g} of its largest")
                 continue
-            found = timed(lambda w: apply(x, w), weights, copied, device)  # noqa: B023
-            record["matmuls"].append({**row, "weights": kind, **found})
+            record["matmuls"].append({**row, "weights": kind, **timed(x, weights)})
             harness.announce(record["matmuls"][-1])
-        record["matmuls"] += [{**row, **found} for found in of_torchao(x, plain[0], device)]
 
 
 def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
@@ -132,17 +130,15 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
     return quantized.quantized_linear(x, weights, [None])
 
 
-def timed(call: Callable[[Any], Any], weights: Any, copy: Callable[[Any], Any], device: str) -> Row:
-    """Time of a call of the weights, and bytes of them in that time, of as many copies as do not fit into the cache."""
+def timed(x: Tensor, weights: Sequence[Any]) -> Row:
+    """Time of a matmul, and bytes of weights in that time, over as many copies as do not fit into the cache."""
     size = sum(nbytes(weight) for weight in weights)
-    copies = [[copy(weight) for weight in weights] for _ in range(-(-COPIES // size) if device == "cuda" else 1)]
-    ms, _ = milliseconds([lambda one=one: call(one) for one in copies], device)
+    copies = [[copied(weight) for weight in weights] for _ in range(-(-COPIES // size) if x.is_cuda else 1)]
+    ms, _ = milliseconds([functools.partial(apply, x, one) for one in copies], x.device.type)
     return {"us": ms * 1e3, "GB/s": size / ms / 1e6}
 
 
 def nbytes(weight: Any) -> int:
-    if isinstance(weight, nn.Module):
-        return weight.in_features * weight.out_features // (2 if "4" in weight.kind else 1)
     return weight.nbytes if isinstance(weight, Tensor) else weight.packed.nbytes + weight.scale.nbytes
 
 
@@ -151,29 +147,6 @@ def copied(weight: Any) -> Any:
         return weight.clone()
     tensors, options = weight.flatten()
     return type(weight).unflatten([tensor.clone() for tensor in tensors], options)
-
-
-def of_torchao(x: Tensor, weight: Tensor, device: str) -> list[Row]:
-    """torchao's weight-only matmuls, of the first weight alone."""
-    if importlib.util.find_spec("torchao") is None:
-        return []
-    from torchao import quantization as theirs
-
-    rows: list[Row] = []
-    for kind in ("Int8WeightOnlyConfig", "Int4WeightOnlyConfig"):
-
-        def layer(_: Any = None, kind: str = kind) -> Any:
-            made = nn.Linear(*weight.shape[::-1], bias=False, device=device, dtype=weight.dtype)
-            made.weight, made.kind = nn.Parameter(weight.clone()), kind
-            theirs.quantize_(nn.Sequential(made), getattr(theirs, kind)())
-            return made
-
-        try:
-            found = timed(lambda layers: layers[0](x), [layer()], layer, device)
-        except Exception as error:  # a kernel library of its own that is not installed
-            found = {"note": harness.summary(error)}
-        rows.append({"weights": f"torchao {kind}", **found})
-    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-IGNORED = -100
 RANK, ALPHA = 16, 32
 """Of all adapters."""
 
@@ -21,14 +19,12 @@ class Model:
     """A model's config.json, and what the benchmark must know beside it.
 
     attention: the implementation of transformers that computes this model. Gemma 2's is eager: sdpa has no softcap.
-    image: height and width in pixels of the image that each sequence begins with.
     drawn_in_nf4: no checkpoint is written of it, and its weights are drawn in 4 bits: see train_step.
     shallow: changes that make the model for the parity check, with a layer of each kind. tiny: changes for a dry run.
     """
 
     config: dict[str, Any]
     attention: str = "sdpa"
-    image: tuple[int, int] | None = None
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
     drawn_in_nf4: bool = False
@@ -38,8 +34,6 @@ class Model:
 class Case:
     """recompute: what everyone computes again in backward, "none" or "block". The optimizer is torch's fused AdamW with
     states in bf16, where a baseline does not name another. accumulation: micro-batches a step.
-
-    whole: whole runs of `ligermodels train sft`, on packed rows of `seq` tokens.
     """
 
     model: str
@@ -49,7 +43,6 @@ class Case:
     baselines: tuple[str, ...]
     steps: int = 10
     accumulation: int = 1
-    whole: bool = False
 
 
 def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **changes: Any) -> Any:
@@ -70,14 +63,13 @@ def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **ch
 
 def theirs(name: str, device: str, dtype: torch.dtype, config: Mapping[str, Any]) -> Any:
     """transformers' model of a config.json, with weights as it initialises them."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = AutoModelForImageTextToText if MODELS[name].image else AutoModelForCausalLM
     made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     torch.manual_seed(0)
     with torch.device(device):
-        return kind.from_config(made, dtype=dtype, attn_implementation=MODELS[name].attention)
+        return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=MODELS[name].attention)
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,11 +87,6 @@ _LLAMA_1B = dict(
     max_position_embeddings=131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE, tie_word_embeddings=True,
     bos_token_id=128000, eos_token_id=128001,
 )  # fmt: skip
-_SMOLLM2_135M = dict(
-    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-    num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e5,
-    max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-)  # fmt: skip
 _LLAMA_8B = {
     **_LLAMA_1B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
     "rope_scaling": {**_LLAMA_ROPE, "factor": 8.0}, "tie_word_embeddings": False,
@@ -107,17 +94,13 @@ _LLAMA_8B = {
 _LLAMA_70B = {
     **_LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
-_MISTRAL_7B = dict(
-    model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e4,
-    max_position_embeddings=32768, sliding_window=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-_MIXTRAL_12L = {
+_MIXTRAL_12L = dict(
     # No released model: Mixtral-8x7B at half its width and 12 of its 32 layers, so that one GPU trains it.
-    **_MISTRAL_7B, "model_type": "mixtral", "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 12,
-    "num_attention_heads": 16, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02,
-}  # fmt: skip
+    model_type="mixtral", vocab_size=32000, hidden_size=2048, intermediate_size=7168, num_hidden_layers=12,
+    num_attention_heads=16, num_key_value_heads=8, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e6,
+    max_position_embeddings=32768, sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
+    output_router_logits=False, router_aux_loss_coef=0.02, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 _GEMMA_2_2B = dict(
     model_type="gemma2", vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
     num_attention_heads=8, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6,
@@ -137,27 +120,15 @@ _PHI_3_MINI = dict(
     max_position_embeddings=4096, original_max_position_embeddings=4096, sliding_window=2047,
     tie_word_embeddings=False, bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
 )  # fmt: skip
-_QWEN2_VL_2B = {
-    **_QWEN2_1_5B, "model_type": "qwen2_vl", "max_position_embeddings": 32768, "sliding_window": 32768,
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "eos_token_id": 151645,
-    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654,
-    "image_token_id": 151655, "video_token_id": 151656,
-    "vision_config": dict(
-        depth=32, embed_dim=1280, mlp_ratio=4, num_heads=16, in_chans=3, hidden_size=1536, patch_size=14,
-        spatial_merge_size=2, temporal_patch_size=2,
-    ),
-}  # fmt: skip
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {
-    "smollm2-135m": Model(_SMOLLM2_135M, tiny={**_TINY, "head_dim": 16}),
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),
-    "mistral-7b": Model(_MISTRAL_7B, tiny={**_TINY, "sliding_window": 24}),
     "mixtral-12l": Model(_MIXTRAL_12L, tiny=_TINY),
     "gemma-2-2b": Model(
         _GEMMA_2_2B,
@@ -166,22 +137,8 @@ MODELS: dict[str, Model] = {
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
-    "qwen2-vl-2b": Model(
-        _QWEN2_VL_2B,
-        image=(1036, 1036),
-        shallow={"num_hidden_layers": 2, "vision_config": {"depth": 2}},
-        tiny={
-            **_TINY, "rope_scaling": {"mrope_section": [2, 3, 3]}, "vision_start_token_id": 3,
-            "vision_end_token_id": 4, "vision_token_id": 5, "image_token_id": 6, "video_token_id": 7,
-            "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-        },
-    ),
 }  # fmt: skip
 
-_RUNS = (
-    *("sft", "sft+capture", "trl+liger", "sft+masters+capture", "sft+fp32+capture", "trl+liger+fp32"),
-    *(f"{base}+{kind}" for kind in ("lora", "nf4") for base in ("sft", "sft+capture", "trl+liger")),
-)
 _OURS_AND_PEERS = ("ligermodels", "ligermodels+adamw+in_backward", "hf", "hf+liger")
 CASES: dict[str, Case] = {
     "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
@@ -211,37 +168,16 @@ CASES: dict[str, Case] = {
         ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block"),
     ),
     "llama-70b-qlora": Case("llama-3.1-70b", 1, 4096, "block", ("ligermodels+nf4",), steps=5),
-    "mistral-7b": Case("mistral-7b", 2, 4096, "block", _OURS_AND_PEERS),
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
     "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
-    # 74 x 74 patches are 1369 tokens; two more around them, and 512 of text
-    "qwen2-vl-2b": Case("qwen2-vl-2b", 4, 1883, "none", _OURS_AND_PEERS),
-    "sft-smollm2-135m": Case("smollm2-135m", 1, 8192, "none", _RUNS, steps=40, whole=True),
-    "sft-llama-1b-small": Case("llama-3.2-1b", 1, 1024, "none", _RUNS, steps=40, whole=True),
-    "sft-llama-1b": Case("llama-3.2-1b", 1, 16384, "none", _RUNS, steps=40, whole=True),
 }  # fmt: skip
 """Where a row says "block", the peers' best setting is that too: they have no other that recomputes less."""
 
 
-def model_inputs(config: Mapping[str, Any], ids: Tensor, image: tuple[int, int] | None, seed: int) -> dict[str, Tensor]:
-    """The inputs of a step on random ids [B, S], whose first tokens an image takes where the model has one."""
-    names = {name for name in config if name.endswith("token_id")} - {"bos_token_id", "eos_token_id"}
-    special = torch.tensor([config[name] for name in names], dtype=torch.int64)  # padding and images are no text
-    ids = ids.masked_fill(torch.isin(ids, special), config["bos_token_id"])
-    if image is None:
-        return {"input_ids": ids, "labels": ids}
-    # Qwen2-VL: <vision_start>, one placeholder for each 2 x 2 patches, <vision_end>, text
-    vision = config["vision_config"]
-    rows, columns = (side // vision["patch_size"] for side in image)
-    tokens = rows * columns // vision["spatial_merge_size"] ** 2
-    ids[:, 0], ids[:, tokens + 1] = config["vision_start_token_id"], config["vision_end_token_id"]
-    ids[:, 1 : tokens + 1] = config["image_token_id"]
-    labels = ids.clone()
-    labels[:, : tokens + 2] = IGNORED
-    values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randn(len(ids) * rows * columns, values, generator=generator)
-    grids = torch.tensor([[1, rows, columns]] * len(ids))
-    return {"input_ids": ids, "labels": labels, "pixel_values": pixels.bfloat16(), "image_grid_thw": grids}
+def batches_of(config: Mapping[str, Any], steps: int, batch: int, seq: int, device: str, seed: int = 0) -> list[Any]:
+    """Inputs for each step, the same for everyone on every device: random ids, none of which is padding."""
+    ids = torch.randint(config["vocab_size"], (steps, batch, seq), generator=torch.Generator().manual_seed(seed))
+    ids = ids.masked_fill(ids == config.get("pad_token_id", -1), config["bos_token_id"]).to(device)
+    return [{"input_ids": rows, "labels": rows} for rows in ids]

@@ -1,10 +1,9 @@
-"""Training of a whole model: tokens/s and peak memory of ours beside transformers, Liger, PEFT, torch.compile and TRL.
+"""Training of a whole model: tokens/s and peak memory of ours beside transformers, Liger, PEFT, torch.compile.
 
     python -m benchmarks.train_step --case llama-1b,llama-8b --out result.json
     python -m benchmarks.train_step --case gemma-2-2b --baselines ligermodels,hf+liger:none
     python -m benchmarks.train_step --case llama-8b-lora,llama-8b-qlora --scratch /dev/shm
     python -m benchmarks.train_step --longest 24 --recompute block     # the longest sequence that trains in 24 GiB
-    python -m benchmarks.train_step --case sft-llama-1b                # whole runs of the command, beside TRL's trainer
     python -m benchmarks.train_step --case gemma-2-2b --dry
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
@@ -13,8 +12,7 @@ backward), +captured (the step is one CUDA graph), +in_place (micro-batches add 
 +loop (over experts, in place of its grouped matmuls). Either takes +lora, adapters of rank 16 on all linear modules of
 a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes,
 from one file of adapters that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its adapters in fp32, and
-in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`. The
-baselines of cases whose names begin with sft- are in benchmarks/train_runs.py.
+in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
@@ -40,17 +38,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness, train_runs
+from benchmarks import harness
 from benchmarks.harness import GIB, Record, Row
-from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, changed, model_inputs, theirs
+from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, batches_of, changed, theirs
 
 LEARNING_RATE, WARMUP = 1e-5, 3
 ADAPTERS = ("lora", "nf4")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", *ADAPTERS),
     "hf": ("liger", "compile", "loop", *ADAPTERS),
-    "sft": ("capture", "masters", "fp32", *ADAPTERS),
-    "trl": ("liger", "flash", "flex", "fp32", *ADAPTERS),
 }
 NEEDS_GPU = {"liger", "compile", "captured"}
 ADAPTER_B = 0.1
@@ -80,10 +76,6 @@ class Settings(Case):
             found = {**found, "max_position_embeddings": 2**22}
         return found
 
-    @property
-    def image(self) -> tuple[int, int] | None:
-        return (56, 56) if self.dry and MODELS[self.model].image else MODELS[self.model].image
-
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
@@ -95,7 +87,7 @@ class Baseline:
 
     @property
     def ours(self) -> bool:
-        return self.base in ("ligermodels", "sft")
+        return self.base == "ligermodels"
 
     @property
     def adapters(self) -> str:
@@ -107,11 +99,10 @@ class Baseline:
         """Raises ValueError for a name that is unknown, or that the case cannot run."""
         kind, _, own = name.partition(":")
         base, *options = kind.split("+")
-        bases = ("sft", "trl") if settings.whole else ("ligermodels", "hf")
         policies = ("none", "block", "mlp") if base == "ligermodels" else ("none", "block")
         recompute = own or settings.recompute
-        if base not in bases or not set(options) <= set(OPTIONS[base]) or recompute not in policies:
-            known = "; ".join(f"{base} with any of +{', +'.join(OPTIONS[base])}" for base in bases)
+        if base not in OPTIONS or not set(options) <= set(OPTIONS[base]) or recompute not in policies:
+            known = "; ".join(f"{base} with any of +{', +'.join(known)}" for base, known in OPTIONS.items())
             raise ValueError(f"unknown baseline {name!r}; known: {known}; and :none, :block, or of ours :mlp after it")
         found = cls(base, frozenset(options), recompute)
         if MODELS[settings.model].drawn_in_nf4 and not (found.ours and found.adapters == "nf4"):
@@ -137,12 +128,12 @@ def measure(options: argparse.Namespace, record: Record) -> None:
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as scratch:
         for name, settings in chosen.items():
             # the checkpoint of a model is written once for cases in a row
-            folder = Path(scratch, name if settings.whole else settings.model)
+            folder = Path(scratch, settings.model)
             for other in set(Path(scratch).iterdir()) - {folder}:
                 shutil.rmtree(other)
             folder.mkdir(exist_ok=True)
             settings = dataclasses.replace(settings, folder=str(folder))
-            rows = (train_runs.rows_of if settings.whole else rows_of)(settings, options.timeout)
+            rows = rows_of(settings, options.timeout)
             what = f"in {settings.longest:g} GiB" if settings.longest else f"{settings.batch} x {settings.seq}"
             record[f"{name}: {settings.model}, {what}"] = rows
             figure = "length" if settings.longest else "tokens/s"
@@ -159,7 +150,7 @@ def settings_of(name: str, options: argparse.Namespace) -> Settings:
     """The case with the options of the command line. Raises ValueError for an unknown baseline."""
     given = {key: getattr(options, key) for key in ("recompute", "steps", "accumulation", "longest", "least", "dry")}
     if options.dry:
-        given |= {"batch": 1, "seq": 256, "steps": 4} if CASES[name].whole else {"batch": 2, "seq": 64, "steps": 2}
+        given |= {"batch": 2, "seq": 64, "steps": 2}
     if options.baselines:
         given["baselines"] = tuple(options.baselines.split(","))
     given = {**dataclasses.asdict(CASES[name]), **{key: value for key, value in given.items() if value is not None}}
@@ -189,8 +180,6 @@ def rows_of(settings: Settings, timeout: float) -> list[Row]:
 
 def work(job: dict[str, Any]) -> Row:
     """In the process of one baseline, or of "prepare"."""
-    if "trl" in job:
-        return train_runs.work(job)
     name = job.pop("baseline")
     settings = Settings(**job)
     if name == "prepare":
@@ -249,10 +238,9 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
             bnb_4bit_compute_dtype=torch.bfloat16,
         )  # fmt: skip
         options["device_map"] = {"": "cpu" if settings.dry else 0}
-    import transformers
+    from transformers import AutoModelForCausalLM
 
-    kind = transformers.AutoModelForImageTextToText if settings.image else transformers.AutoModelForCausalLM
-    found: Any = kind.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
     model = (found if baseline.adapters == "nf4" else found.to(settings.device)).train()
     model.config.use_cache = False
     if "liger" in baseline.options:
@@ -359,21 +347,6 @@ def step_of(
     return step
 
 
-def batches(
-    settings: Settings, model: nn.Module, steps: int, batch: int, seq: int, seed: int = 0
-) -> list[dict[str, Tensor]]:
-    """Inputs for each step, the same for everyone on every device, as `model` takes them."""
-    config, generator = settings.config, torch.Generator().manual_seed(seed)
-    ids = torch.randint(config["vocab_size"], (steps, batch, seq), generator=generator)
-    found = []
-    for n, rows in enumerate(ids):
-        inputs = model_inputs(config, rows, settings.image, seed + n)
-        if config["model_type"] == "qwen2_vl" and not type(model).__module__.startswith("ligermodels."):
-            inputs["mm_token_type_ids"] = (inputs["input_ids"] == config["image_token_id"]).int()
-        found.append({name: x.to(settings.device) for name, x in inputs.items()})
-    return found
-
-
 # Parity
 
 PARITY_LENGTH = 8192
@@ -416,7 +389,7 @@ def prepare(settings: Settings) -> None:
             if kind == "nf4":
                 _round_to_nf4(adapted)
             found = as_trl_runs(adapted, settings)
-        draws = batches(settings, found, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
+        draws = parity_inputs(settings)
         in_bf16 = [probe(found.train(), inputs) for inputs in draws]
         found.__dict__.pop("forward", None)  # autocast
         exact = [probe(found.float(), inputs) for inputs in draws]
@@ -427,6 +400,10 @@ def prepare(settings: Settings) -> None:
         torch.save([{"exact": one, "errors_in_bf16": errors} for one in exact], folder / f"parity-{kind}.pt")
         del found
         harness.free(device)
+
+
+def parity_inputs(settings: Settings) -> list[dict[str, Tensor]]:
+    return batches_of(settings.config, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), settings.device, seed=1)
 
 
 def _with_adapters(model: nn.Module, folder: Path) -> Any:
@@ -476,7 +453,7 @@ def parity(baseline: Baseline, settings: Settings) -> list[str]:
     """
     folder = Path(settings.folder)
     model = build(baseline, settings, folder / "parity")
-    draws = batches(settings, model, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
+    draws = parity_inputs(settings)
     expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
     factor = LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR
     found = [disagreement(probe(model, inputs), one, factor) for inputs, one in zip(draws, expected, strict=True)]
@@ -487,7 +464,7 @@ def parity(baseline: Baseline, settings: Settings) -> list[str]:
     return wrong[0] if 2 * len(wrong) >= len(found) else []
 
 
-def probe(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+def probe(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Logits of the last positions, loss and gradient norm of one forward and backward."""
     output = model(**inputs)
     output["loss"].backward()
@@ -558,7 +535,7 @@ def first_gradient_norm(optimizer: torch.optim.Optimizer) -> float:
 def time_steps(baseline: Baseline, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
     """Losses, tokens/s from the median of the timed steps, and their peak memory."""
     device = settings.device
-    inputs = batches(settings, model, WARMUP + settings.steps, settings.batch, settings.seq)
+    inputs = batches_of(settings.config, WARMUP + settings.steps, settings.batch, settings.seq, device)
     step = step_of(baseline, model, optimizer, inputs[0], settings.accumulation)
     losses, marks, first_norm = [], [], 0.0
     for n, batch in enumerate(inputs):
@@ -608,7 +585,7 @@ def longest(baseline: Baseline, settings: Settings, model: nn.Module, optimizer:
 
     def fits(length: int) -> bool:
         try:
-            (inputs,) = batches(settings, model, 1, 1, length)
+            (inputs,) = batches_of(settings.config, 1, 1, length, device)
             harness.reset_peak(device)
             for _ in range(2):  # the second without compiling, and with the optimizer's states in memory
                 seconds, _ = harness.timed(lambda inputs=inputs: step(**inputs), device)
