@@ -1,8 +1,8 @@
-"""LoRA adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, and what they do to a weight.
+"""LoRA adapters in PEFT's files, adapter_config.json and adapter_model.safetensors, and the merge into a weight.
 
     W + scale * B A        scale: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
 
-rank_pattern and alpha_pattern name modules of which r and lora_alpha differ. DoRA, whose sum is scaled by rows, and
+rank_pattern and alpha_pattern name modules with their own r and lora_alpha. DoRA, which scales the rows of the sum, and
 other variants are refused by name, unless the caller computes them.
 
 Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
@@ -23,10 +23,8 @@ from ligermodels.errors import CheckpointError
 
 CONFIG, WEIGHTS, PICKLE = ADAPTER, "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
-"""What PEFT's wrappers put before the name of a module."""
+"""The prefix of PEFT's wrappers."""
 
-# Fields of adapter_config.json that the sum does not depend on, or that are read below. Another one, where it is set,
-# may change what is computed.
 _FIELDS = frozenset({
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
@@ -34,7 +32,14 @@ _FIELDS = frozenset({
     "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
     "qalora_group_size", "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
-_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
+"""Fields of adapter_config.json that do not change the sum, or that are read here. Other fields may change it."""
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the other ways to initialise change the base as well
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or type(value) is bool
+
+
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda x: type(x) is int and x >= 1, "a whole number of 1 or more"),
     "lora_alpha": (
@@ -42,24 +47,24 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a number above 0",
     ),
     "lora_dropout": (lambda x: x is None or (type(x) in (int, float) and 0 <= x < 1), "a number from 0 to below 1"),
-    "use_rslora": (lambda x: x is None or type(x) is bool, "true or false"),
-    "use_dora": (lambda x: x is None or type(x) is bool, "true or false"),
+    "use_rslora": (_is_flag, "true or false"),
+    "use_dora": (_is_flag, "true or false"),
     "modules_to_save": (
         lambda x: x is None or (isinstance(x, list) and all(isinstance(name, str) for name in x)),
         "a list of names of modules",
     ),
 }
-"""{field of adapter_config.json: whether a value is right, what is expected}."""
+"""{field of adapter_config.json: (whether a value is valid, what is expected)}."""
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
-_ROWS = 1 << 22  # elements that are merged in fp32 at a time
+_CHUNK = 1 << 22  # elements that are merged in fp32 at a time
 
 
 def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank, and for values
-    of another type or range than the fields have that are read here.
+    """The contents of adapter_config.json.
 
-    computed: names of further fields that the caller acts on.
+    computed: names of further fields that the caller supports.
+    Raises CheckpointError for another method than LoRA, a variant of it, and values of a wrong type or range.
     """
     path = folder / CONFIG
     if not path.exists():
@@ -91,12 +96,12 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise CheckpointError(f"{path} has {field} for {pattern!r}, which is no pattern: {error}") from error
+                raise CheckpointError(f"{path} has {field} for {pattern!r}, no regular expression: {error}") from error
     return options
 
 
 def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """r and lora_alpha of a module, with the exceptions made for it."""
+    """(r, lora_alpha) of a module."""
 
     def of(key: str, patterns: str) -> Any:
         table = options.get(patterns) or {}
@@ -112,9 +117,9 @@ def scale_of(options: Mapping[str, Any], module: str) -> float:
 
 
 def merged(old: Tensor, left: Tensor, right: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
-    """old + scale * left [out, r] @ right [r, in], in fp32 and rounded once; it takes 32 MiB beyond the result.
+    """old + scale * left [out, r] @ right [r, in], in fp32 and rounded once. It needs 32 MiB beyond the result.
 
-    magnitude: of DoRA, [out], the norms that the rows of the sum get.
+    magnitude: DoRA's norms of the rows of the sum, [out].
     """
     dtype = torch.promote_types(torch.float32, old.dtype)
     result, right = torch.empty_like(old), right.to(dtype)
@@ -127,8 +132,8 @@ def merged(old: Tensor, left: Tensor, right: Tensor, scale: float, magnitude: Te
 
 
 def row_chunks(weight: Tensor) -> list[slice]:
-    """The rows of a matrix, 16 MiB in fp32 at a time."""
-    step = max(1, _ROWS // weight.shape[1])
+    """Slices of the rows of a matrix, each 16 MiB in fp32."""
+    step = max(1, _CHUNK // weight.shape[1])
     return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
 
 

@@ -1,10 +1,9 @@
 """Copies tensors from files into the memory of a GPU, as fast as the files can be read.
 
-    file -> (several threads, preadv) -> a ring of pinned buffers -> (a CUDA stream of its own) -> parameter
+    file -> (several threads, preadv) -> a ring of pinned buffers -> (a separate CUDA stream) -> parameter
 
-Threads read blocks of the files in order, each into a buffer of its own; reading lets go of the GIL. The calling thread
-issues the copies. A buffer is read into again when the last copy out of it has ended. Host memory beyond the page cache
-is that of the buffers.
+Threads read blocks of the files in order, each into its own buffer; reading releases the GIL. The calling thread issues
+the copies. A buffer is reused when its last copy has ended. Host memory beyond the page cache is that of the buffers.
 """
 
 import contextlib
@@ -24,23 +23,17 @@ from torch import Tensor
 from ligermodels.checkpoint.files import read_errors
 from ligermodels.errors import CheckpointError, HubError
 
-_PAGE = 4096
 _ROW = 2**18
-"""Bytes. Where a box on disk has gaps, pieces between them that are as large are read one by one; else all is read."""
+"""Bytes. Rows of a box with gaps between them are read one by one if they are as large; else the gaps are read too."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """threads: that read. buffers: in the ring, more than threads, so that some are copied while the others are filled.
-
-    buffer_bytes: of each, a multiple of 4096. direct: reads past the page cache (O_DIRECT), for disks that are faster
-    than the kernel copies; the next load is then no faster.
-    """
+    """threads: that read. buffers: in the ring, more than threads, so that some are copied while others are filled."""
 
     threads: int = 8
     buffers: int = 12
     buffer_bytes: int = 2**24
-    direct: bool = False
 
 
 SETTINGS = Settings()
@@ -48,7 +41,7 @@ SETTINGS = Settings()
 
 @dataclass(frozen=True)
 class File:
-    """A file that has to stay as it was when its header was read; `stat` is from then."""
+    """A file that must not change after its header was read; `stat` is from then."""
 
     path: Path
     stat: os.stat_result
@@ -66,7 +59,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Part:
-    """Box `index` of the tensor `stored` is what `target` gets, in its own dtype. name: what the caller calls it."""
+    """Box `index` of the tensor `stored` is copied to `target`, in the dtype of `target`. name: for the caller."""
 
     name: str
     stored: Stored
@@ -76,9 +69,9 @@ class Part:
 
 @dataclass
 class _Piece:
-    """Bytes of a file that are a tensor of `dtype` and `shape`, of which `target` gets box `index`; `()` is all of it.
+    """A tensor of `dtype` and `shape` at byte `offset`, whose box `index` is copied to `target`; `()` is all of it.
 
-    Only a piece of one dim without an index may be cut.
+    Only a piece of one dim without an index can be cut.
     """
 
     name: str
@@ -92,11 +85,11 @@ class _Piece:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cut(self, room: int) -> tuple["_Piece | None", "_Piece | None"]:
-        """What fits into `room` bytes, and the rest."""
-        if self.nbytes <= room:
+    def cut(self, space: int) -> tuple["_Piece | None", "_Piece | None"]:
+        """(the part that fits into `space` bytes, the rest)."""
+        if self.nbytes <= space:
             return self, None
-        count = room // self.dtype.itemsize
+        count = space // self.dtype.itemsize
         if self.index or count == 0:
             return None, self
         rest = self.offset + count * self.dtype.itemsize
@@ -106,19 +99,19 @@ class _Piece:
         )
 
     def copy(self, source: Tensor) -> None:
-        """source: its bytes. Enqueues copies on the current stream."""
+        """Enqueues copies of `source`, its bytes, on the current stream."""
         target = self.target
         if not self.index and target.dtype == self.dtype:
             target.view(torch.uint8).copy_(source, non_blocking=True)
             return
-        staged = torch.empty(self.nbytes, dtype=torch.uint8, device=target.device)  # aligned, unlike the file perhaps
+        staged = torch.empty(self.nbytes, dtype=torch.uint8, device=target.device)  # the file may not be aligned
         staged.copy_(source, non_blocking=True)
         target.copy_(staged.view(self.dtype).view(self.shape)[self.index])
 
 
 @dataclass
 class Block:
-    """Bytes [start, end) of a file, which are read in one go, and the pieces in them, which follow each other."""
+    """Bytes [start, end) of a file, which are read at once, and the consecutive pieces in them."""
 
     file: File
     start: int
@@ -130,7 +123,7 @@ class Block:
         return self.end - self.start
 
     def copy(self, memory: Tensor) -> None:
-        """memory: begins with its bytes. Enqueues the copies on the current stream."""
+        """Enqueues copies of `memory`, which begins with its bytes, on the current stream."""
         for piece in self.pieces:
             begin = piece.offset - self.start
             piece.copy(memory[begin : begin + piece.nbytes])
@@ -146,30 +139,30 @@ class _Buffer:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether what goes to `device` goes through here."""
+    """Whether copies to `device` use this module."""
     return device.type == "cuda" and hasattr(os, "preadv")
 
 
 def plan(parts: Iterable[Part], settings: Settings) -> list[Block]:
-    """The blocks that hold `parts`, in the order of the files; none is larger than a buffer."""
-    room = settings.buffer_bytes - (2 * _PAGE if settings.direct else 0)  # a direct read begins and ends with a page
+    """The blocks that contain `parts`, in file order; none is larger than a buffer."""
+    space = settings.buffer_bytes
     blocks: list[Block] = []
     for part in sorted(parts, key=lambda part: (part.stored.file.path, part.stored.offset)):
         stored = part.stored
         box = [at.indices(size)[:2] for at, size in zip(part.index, stored.shape, strict=False)]
         box += [(0, size) for size in stored.shape[len(box) :]]
         rest: _Piece | None
-        for rest in _pieces(part.name, stored.dtype, stored.offset, stored.shape, box, part.target, room):
+        for rest in _pieces(part.name, stored.dtype, stored.offset, stored.shape, box, part.target, space):
             while rest is not None:
                 block = blocks[-1] if blocks else None
                 piece = None
                 if block is not None and (block.file, block.end) == (stored.file, rest.offset):
-                    piece, rest = rest.cut(room - block.nbytes)
+                    piece, rest = rest.cut(space - block.nbytes)
                 if piece is None or block is None:
                     assert rest is not None
                     block = Block(stored.file, rest.offset, rest.offset)
                     blocks.append(block)
-                    piece, rest = rest.cut(room)
+                    piece, rest = rest.cut(space)
                     assert piece is not None
                 block.pieces.append(piece)
                 block.end += piece.nbytes
@@ -183,9 +176,9 @@ def _pieces(
     shape: tuple[int, ...],
     box: Sequence[tuple[int, int]],
     target: Tensor,
-    room: int,
+    space: int,
 ) -> Iterator[_Piece]:
-    """Box `box`, [(begin, end) of each dim], of a tensor of `shape` at `offset`, in pieces: flat where that works."""
+    """The pieces of box [(begin, end) of each dim] of a tensor of `shape` at `offset`: flat ones where possible."""
     if target.numel() == 0:
         return
     sizes = [end - begin for begin, end in box]
@@ -196,13 +189,13 @@ def _pieces(
         for (begin, _), size in zip(box, shape, strict=True):
             index = index * size + begin
         yield _Piece(name, offset + index * dtype.itemsize, dtype, (target.numel(),), (), target.view(-1))
-    elif row > room or math.prod(sizes[1:]) * dtype.itemsize >= _ROW:
+    elif row > space or math.prod(sizes[1:]) * dtype.itemsize >= _ROW:
         for k in range(sizes[0]):
-            yield from _pieces(name, dtype, offset + (box[0][0] + k) * row, shape[1:], box[1:], target[k], room)
+            yield from _pieces(name, dtype, offset + (box[0][0] + k) * row, shape[1:], box[1:], target[k], space)
     else:
         inner = (slice(None), *(slice(*ends) for ends in box[1:]))
-        for k in range(0, sizes[0], room // row):
-            rows = target[k : k + room // row]
+        for k in range(0, sizes[0], space // row):
+            rows = target[k : k + space // row]
             yield _Piece(name, offset + (box[0][0] + k) * row, dtype, (len(rows), *shape[1:]), inner, rows)
 
 
@@ -211,8 +204,8 @@ def run(
 ) -> Generator[tuple[int, list[str]], None, None]:
     """Fills the targets of the blocks of `plan`. Yields (bytes, the names that are complete) for each block.
 
-    What the current stream of `device` does next comes after the copies so far. Leaving early (an error, Ctrl-C) ends
-    the threads after the reads that they are in, and waits for the copies.
+    Later work on the current stream of `device` comes after the copies so far. Leaving early (an error, Ctrl-C) ends
+    the threads after their current reads and waits for the copies.
     Raises CheckpointError for a file that was cut, changed or removed since its header was read, HubError for one that
     cannot be read.
     """
@@ -224,7 +217,7 @@ def run(
     left = Counter(piece.name for block in blocks for piece in block.pieces)
     count, workers = min(settings.buffers, len(blocks)), min(settings.threads, len(blocks))
     with contextlib.ExitStack() as stack:
-        files = {file: stack.enter_context(_opened(file, settings)) for file in {block.file for block in blocks}}
+        files = {file: stack.enter_context(_opened(file)) for file in {block.file for block in blocks}}
 
         def read() -> None:
             try:
@@ -233,9 +226,9 @@ def run(
                         block = todo.get_nowait()
                         if buffer.copied is not None:
                             copies.wait(buffer.copied)
-                        _fill(files[block.file], block, buffer, settings)
+                        _fill(files[block.file], block, buffer)
                         ready.put((block, buffer))
-            except BaseException as error:  # is raised where the blocks are awaited
+            except BaseException as error:  # the calling thread raises it
                 ready.put(error)
 
         copies = Copies(device)
@@ -245,14 +238,14 @@ def run(
                 thread.start()
             made = 0
             for _ in blocks:
-                while made < count and ready.empty():  # pinning memory takes a while, in which the others read
+                while made < count and ready.empty():  # pinning takes a while, in which the threads read
                     free.put(_Buffer(copies.buffer(settings.buffer_bytes)))
                     made += 1
                 arrived = ready.get()
                 if isinstance(arrived, BaseException):
                     raise arrived
                 block, buffer = arrived
-                buffer.copied = copies.copy(block, buffer.memory[_lead(block, settings) :])
+                buffer.copied = copies.copy(block, buffer.memory)
                 free.put(buffer)
                 left.subtract(piece.name for piece in block.pieces)
                 yield block.nbytes, [name for name in {piece.name for piece in block.pieces} if not left[name]]
@@ -265,26 +258,25 @@ def run(
             for _ in threads:
                 free.put(None)
             for thread in threads:
-                if thread.ident is not None:  # has been started
+                if thread.ident is not None:  # it was started
                     thread.join()
             copies.end()
 
 
 class Copies:
-    """Copies out of buffers on a CUDA stream of its own, which begins after what the current stream has in hand."""
+    """Copies out of buffers on a separate CUDA stream, which first waits for the current stream."""
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Pinned memory, which torch keeps for the next load."""
+        """Pinned memory, which torch caches for the next load."""
         with torch.cuda.device(self.device):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, block: Block, memory: Tensor) -> Any:
-        """Enqueues the copies of a block, which lies in `memory`; the event after them, for which the current stream
-        waits."""
+        """Enqueues the copies of a block from `memory`. The current stream waits for the event that is returned."""
         with torch.cuda.stream(self.stream):
             block.copy(memory)
             event = self.stream.record_event(torch.cuda.Event(blocking=True))
@@ -292,38 +284,31 @@ class Copies:
         return event
 
     def wait(self, event: Any) -> None:
-        """Returns when `event` has happened; for threads, whose current device is another."""
+        """Waits for `event`, in a thread, whose current device may be another."""
         with torch.cuda.device(self.device):
             event.synchronize()
 
     def end(self) -> None:
-        """Waits for all copies: the caller may let go of the targets."""
+        """Waits for all copies, so that the caller may free the targets."""
         self.stream.synchronize()
 
 
-def _lead(block: Block, settings: Settings) -> int:
-    """Where in its buffer a block begins."""
-    return block.start % _PAGE if settings.direct else 0
-
-
-def _fill(number: int, block: Block, buffer: _Buffer, settings: Settings) -> None:
-    """Reads the block from the file that is open as `number`."""
-    lead = _lead(block, settings)
-    wanted, at = lead + block.nbytes, 0
-    size = -(-wanted // _PAGE) * _PAGE if settings.direct else wanted
-    while at < wanted:
+def _fill(number: int, block: Block, buffer: _Buffer) -> None:
+    """Reads the block from the file descriptor `number`."""
+    at = 0
+    while at < block.nbytes:
         with read_errors(block.file.path):
-            count = os.preadv(number, [buffer.view[at:size]], block.start - lead + at)
+            count = os.preadv(number, [buffer.view[at : block.nbytes]], block.start + at)
         if count == 0:
             raise CheckpointError(f"{block.file.path} was cut short while it was read; fetch it again")
         at += count
 
 
 @contextlib.contextmanager
-def _opened(file: File, settings: Settings) -> Iterator[int]:
+def _opened(file: File) -> Iterator[int]:
     try:
         with read_errors(file.path):
-            number = os.open(file.path, os.O_RDONLY | (os.O_DIRECT if settings.direct else 0))
+            number = os.open(file.path, os.O_RDONLY)
     except HubError as error:
         if not os.path.lexists(file.path):
             raise CheckpointError(f"{file.path} was removed while the checkpoint was loaded") from error

@@ -1,17 +1,16 @@
-"""The table of a model's names on disk; loading a model's parameters and exporting them.
+"""The table of a model's names on disk; loading parameters and exporting them.
 
-A parameter's name on disk is its own, unless the table of its architecture says otherwise:
+A parameter has the same name on disk, unless the table of its architecture has another:
 
     {"model.layers.{i}.mlp.gate.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
      "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "w1.weight", EXPERT + "w3.weight"),  # EXPERT has {i}, {e}
      "model.visual.{rest}": "visual.{rest}"}
 
-`{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is what remains of the name. Keys match whole names; of
-several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple splits
-the rows into as many equal parts, in that order.
+`{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is the rest of the name. Keys match whole names; the first
+that matches counts. Sources with `{e}` are stacked on dim 0. A tuple splits the rows into equal parts, in order.
 
-The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box,
-saving reads it: there is no inverse to get wrong, and what was loaded is saved with the same bits.
+The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box, saving
+reads it. So there is no inverse to get wrong, and what was loaded is saved with the same bits.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from ligermodels.checkpoint import transfer
 from ligermodels.errors import CheckpointError
 
 Table = Mapping[str, str | tuple[str, ...]]
-"""{pattern of our names: names on disk}. An empty table: all names on disk are our own."""
+"""{pattern of our names: names on disk}. With an empty table, all names are the same on disk."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{w}": "(?P<w>weight|bias)", "{rest}": "(?P<rest>.+)"}
@@ -40,7 +39,7 @@ _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says about a tensor, known without reading it."""
+    """The dtype and shape of a tensor, from a header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,18 +54,18 @@ class Reader(Protocol):
 
     @property
     def source(self) -> str:
-        """Where it was read from, for messages."""
+        """The path, for messages."""
 
     @property
     def headers(self) -> Mapping[str, TensorInfo]:
         """Every tensor, in file order."""
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+        """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
 
 
 Placed = tuple[Tensor, tuple[slice, ...]]
-"""(memory of a parameter, the box of a tensor on disk that goes there); `()` is the whole tensor."""
+"""(memory of a parameter, the box of a tensor on disk that is copied there); `()` is the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def plain_name(name: str) -> str:
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows [heads * D, ...] of q or k for a rotation of neighbouring rows, in the order for a rotation of halves."""
+    """Permutes rows [heads * D, ...] of q or k from a rotation of neighbouring rows to a rotation of halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
 
 
@@ -95,9 +94,9 @@ def to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 
 def regions(model: nn.Module, table: Table) -> list[Region]:
-    """The boxes that tile every parameter of `model`, which may be on the meta device.
+    """The regions that tile every parameter of `model`, which may be on the meta device.
 
-    Raises ValueError where two boxes name one tensor, or a parameter cannot be split into its sources.
+    Raises ValueError if two regions name one tensor, or a parameter cannot be split into its sources.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
@@ -122,10 +121,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
 
 
 def layout(model: nn.Module, table: Table, names: Container[str], *, also: Iterable[Table] = ()) -> Table:
-    """Of `table` and the tables `also` of other layouts, the one that fits a checkpoint with `names` best.
-
-    `table` wins a draw.
-    """
+    """The one of `table` and `also` with the most names in a checkpoint of `names`; in a tie, `table`."""
     found = [sum(region.source in names for region in regions(model, one)) for one in (table, *also)]
     return (table, *also)[found.index(max(found))]
 
@@ -139,11 +135,11 @@ def check(
     tied: Mapping[str, str] | None = None,
     where: str = "the checkpoint",
 ) -> None:
-    """Compares names, shapes and dtypes of the model and the checkpoint, from headers alone; `model` may be on meta.
+    """Compares names, shapes and dtypes of the model, which may be on meta, with the headers of a checkpoint.
 
-    ignore: regular expressions, searched in the names on disk that the model has no place for.
-    tied: {name on disk: our parameter}: may be absent; if present, a copy of that parameter.
-    Raises CheckpointError that counts and lists what does not fit and guesses why.
+    ignore: regular expressions; unexpected names on disk in which one is found are allowed.
+    tied: {name on disk: our parameter}: it may be missing on disk; if it is there, it is a copy of that parameter.
+    Raises CheckpointError with the names that do not fit and a likely cause.
     """
     params = dict(model.named_parameters())
     expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, table)}
@@ -169,14 +165,14 @@ def check(
 
 
 def check_tied(model: nn.Module, table: Table, reader: Reader, tied: Mapping[str, str] | None) -> None:
-    """Raises CheckpointError where a tied copy, as in `check`, is on disk and not what it is a copy of."""
+    """Raises CheckpointError if a tied copy on disk differs from its parameter; `tied` as in `check`."""
     copies = {name: param for name, param in (tied or {}).items() if name in reader.headers}
     sources = {region.param: region.source for region in regions(model, table)} if copies else {}
     for name, param in copies.items():
         if not same_bits(reader.read(name), reader.read(sources[param])):
             raise CheckpointError(
                 f"{reader.source}: {name} differs from {sources[param]}, though the config ties the two.\n"
-                "  Likely: the head was trained or merged apart from the embedding. Then set "
+                "  Likely: the head was trained or merged without the embedding. Then set "
                 f"tie_word_embeddings to false in config.json; or, to drop this head, delete {name} on disk."
             )
 
@@ -197,18 +193,17 @@ def load(
 ) -> None:
     """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
 
-    dtype: that of all parameters, by default each one's own.
-    progress: shows a bar over bytes on stderr if that is a terminal.
+    dtype: of all parameters, by default each one's own.
+    progress: show a bar over bytes on stderr if that is a terminal.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
     also: tables of other layouts that are read as well; see `layout`.
-    adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself; it has to be nobody
-        else's, as those of a mapped safetensors file are. Without a GPU this leaves one copy of the weights in memory.
+    adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself. Nothing else may use
+        its memory, as with a mapped safetensors file. So without a GPU, one copy of the weights is in memory.
     leave: parameters that stay on the meta device.
-    What a GPU gets from files that say where their tensors lie goes through the buffers of transfer.py. The rest is
-    copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
-    Of a sharded parameter (DTensor), only the part that lies here is filled, and of a mapped file only that is read.
-    Weights that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in
-    its own `_apply`.
+    A reader with `locate` is copied to a GPU through transfer.py. Otherwise one tensor at a time is copied, in file
+    order, so host memory beyond the model stays below the largest tensor. Only the local part of a sharded parameter
+    (DTensor) is filled, and only that part of a mapped file is read. Weights with NaN or infinity are loaded, with one
+    warning that names them. A module with buffers must rebuild them in its own `_apply`.
     Raises CheckpointError.
     """
     table = layout(model, table, reader.headers, also=also)
@@ -235,7 +230,7 @@ def load(
         bar = tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable)
         with bar, contextlib.closing(steps):
             for nbytes, complete in steps:
-                for name in complete:  # NaN spreads, and no copy is made
+                for name in complete:  # shows NaN as well, without a copy
                     extremes[name] = [extreme for values, _ in parts[name] for extreme in values.aminmax()]
                 bar.update(nbytes)
     _warn_of_nan({name: extremes[name] for name in names if extremes.get(name)}, reader.source)
@@ -244,9 +239,9 @@ def load(
 def _copies(
     reader: Reader, parts: Mapping[str, list["Placed"]], adopted: Container[str]
 ) -> tuple[int, Generator[tuple[int, list[str]], None, None]]:
-    """(bytes, steps that copy them): each gives its bytes and the names that are complete.
+    """(bytes in all, steps that copy them); each step yields (its bytes, the names that are complete).
 
-    parts: {name on disk: where it goes}. adopted: the names of those that are there already.
+    parts: {name on disk: where it is copied}. adopted: names that are not copied.
     """
     device = next((values.device for placed in parts.values() for values, _ in placed), torch.device("cpu"))
     locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
@@ -276,10 +271,10 @@ def allocate(
     adopted: Mapping[str, Tensor] | None = None,
     leave: Container[str] = (),
 ) -> None:
-    """Gives the parameters of `model`, all on the meta device, memory on `device`; its contents are arbitrary.
+    """Gives the parameters of `model`, all on the meta device, memory on `device` with arbitrary contents.
 
-    adopted: {parameter: a tensor whose memory it gets}. leave: parameters that stay on meta. Of a DTensor, the part
-    that lies here gets memory. torch's to_empty imports sympy, which takes a while.
+    adopted: {parameter: a tensor whose memory it gets}. leave: parameters that stay on meta. A DTensor gets memory for
+    its local part. torch's to_empty would import sympy, which takes a while.
     """
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
@@ -307,8 +302,8 @@ def allocate(
 def fill(param: Tensor, draw: Callable[[Tensor], object]) -> None:
     """Has `draw` write the values of `param`.
 
-    Of a DTensor it writes the whole parameter, in memory of its own, and the part that lies here is kept: ranks that
-    draw from the same generator hold the parts of what one process draws.
+    For a DTensor, `draw` writes the whole parameter in other memory, and its local part is copied: ranks with the same
+    generator get the parts of what one process draws.
     """
     if not _is_sharded(param):
         draw(param)
@@ -328,11 +323,11 @@ def export(
 ) -> "Exported":
     """The weights of `model` under their names on disk, each a view of its parameter.
 
-    state_dict: {name of a parameter: tensor}, saved in place of the model's own; its names may have a wrapper's
-        prefixes. The model then gives names and shapes only and may be on the meta device.
-    tied: as in `check`; a copy in `state_dict` must equal its parameter, and is left out.
-    Raises CheckpointError for names or shapes that are not the model's, quantised weights, and weights without memory
-    here.
+    state_dict: {name of a parameter: tensor}, saved instead of the model's own; names may have a wrapper's prefixes.
+        The model then gives names and shapes only and may be on the meta device.
+    tied: as in `check`; a copy in `state_dict` must equal its parameter, and is dropped.
+    Raises CheckpointError for names or shapes that are not the model's, and for weights that are quantised or have no
+    local memory.
     """
     params = model.named_parameters() if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in params}
@@ -347,8 +342,8 @@ def export(
 class Exported:
     """A `Reader` of tensors in memory. Iterating gives (name, tensor).
 
-    boxes: {name: (tensor, index of the part that has this name)}. Sharded tensors (DTensor) are gathered when they are
-    read, one at a time: every rank has to read all of them, in the same order. The last one is kept, for its next box.
+    boxes: {name: (tensor, index of the part with this name)}. A sharded tensor (DTensor) is gathered when it is read,
+    so every rank has to read all of them in the same order. The last one is cached for its next box.
     """
 
     source = "the model"
@@ -373,10 +368,10 @@ class Exported:
 
 
 class Renamed:
-    """A `Reader` of a checkpoint in one layout under the names of another.
+    """A `Reader` of a checkpoint with other names.
 
-    stored: the table of what is on disk, with which the model, which may be on meta, has passed `check`. wanted: the
-    table of the names to show. A tensor that is joined from several has the dtype that holds all of them.
+    stored: the table of the names on disk, with which `check` has passed. wanted: the table of the names to show.
+    A tensor that is joined from several has the dtype that holds all of them.
     """
 
     def __init__(self, model: nn.Module, reader: Reader, stored: Table, wanted: Table):
@@ -389,11 +384,11 @@ class Renamed:
 
     @functools.cached_property
     def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor; not asked for where some are missing, since the others can still be read."""
+        """Every tensor. Computed on demand: if some are missing, the others can still be read."""
         return {name: self._info(region) for name, region in self._wanted.items()}
 
     def read(self, name: str) -> Tensor:
-        """As `Reader.read`; a tensor of another shape on disk is in memory as a whole."""
+        """As `Reader.read`. A tensor that is a part of one on disk, or joined from several, takes all its memory."""
         region = self._wanted[name]
         boxes = self.boxes(name)
         if len(boxes) == 1:
@@ -437,10 +432,10 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter as checkpoints have it.
+    """The shape of the whole parameter in a checkpoint.
 
-    Under ZeRO-3, DeepSpeed leaves an empty tensor in its place. Tensor parallelism keeps the gate and up projections
-    of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H]: each rank then holds rows of both.
+    Under ZeRO-3, DeepSpeed leaves an empty tensor in its place. Tensor parallelism stores the gate and up projections
+    of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H], so that each rank has rows of both.
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
     return (shape[0], 2 * shape[2], shape[3]) if _holds_gate_and_up(param) else shape
@@ -451,7 +446,7 @@ def _holds_gate_and_up(param: Tensor) -> bool:
 
 
 def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator["Placed"]:
-    """(memory here, its index in box `index` of `param`) for each part of the box that lies here."""
+    """(local memory, its index in the box) for each local part of box `index` of `param`."""
     if not _is_sharded(param):
         yield param[index], ()
         return
@@ -475,11 +470,11 @@ def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator["Placed"]:
 
 
 def _local_boxes(param: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """(where it begins in the whole parameter, of shape `_shape`; its memory) of each box of a DTensor here."""
+    """(offsets in the whole parameter, of shape `_shape`; memory) of each local box of a DTensor."""
     local = _local(param.detach())
     if local.numel() == 0:
         return
-    # As torch's own checkpoints ask; right for FSDP2 over tensor parallelism (_StridedShard) and uneven shards as well.
+    # torch's own checkpoints use it. It handles FSDP2 over tensor parallelism (_StridedShard) and uneven shards.
     (chunk,) = param.__create_chunk_list__()
     assert chunk.sizes == local.shape, f"{param.placements}: {list(local.shape)} here, {list(chunk.sizes)} expected"
     start = tuple(chunk.offsets)
@@ -496,7 +491,7 @@ def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[in
 
 
 def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where `tensors`, by name, are not the parameters of `model` in plain floats."""
+    """Raises CheckpointError if `tensors`, by name, are not the parameters of `model` in plain floats."""
     expected = {plain_name(name): _shape(param) for name, param in model.named_parameters()}
     missing = [name for name in expected if name not in tensors]
     adapters = [name for name in tensors if re.search(r"\.lora_|\.base_layer\.|\.modules_to_save\.", name)]
@@ -517,7 +512,7 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             kind = f"{type(tensor).__name__} of {tensor.dtype}"
             problem = f"is quantised ({kind}). Save the model that it was made from"
         elif tensor.is_meta:
-            problem = f"has no memory here: it is offloaded, or was never loaded. {whole}"
+            problem = f"has no memory in this process: it is offloaded, or was never loaded. {whole}"
         elif _shape(tensor) != expected[name]:
             problem = f"is {list(tensor.shape)}, the model has {list(expected[name])}. {whole}"
         else:
@@ -526,7 +521,7 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _warn_of_nan(extremes: Mapping[str, list[Tensor]], where: str) -> None:
-    """extremes: {name on disk: the least and the largest values of its parts}, on one device; synchronises once."""
+    """extremes: {name on disk: minimum and maximum of each part}, on one device. Synchronises once."""
     names = [name for name, values in extremes.items() for _ in values]
     if not names:
         return
@@ -541,14 +536,14 @@ def _warn_of_nan(extremes: Mapping[str, list[Tensor]], where: str) -> None:
         )
 
 
-# (a name among the unexpected ones, what it means)
+# (pattern of an unexpected name, its meaning)
 _SIGNS = (
     (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
-    (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
+    (r"\b(qkv_proj|gate_up_proj)\.", "joint projections on disk, as in Phi-3: another model_type."),
 )  # fmt: skip
 
 
@@ -559,7 +554,7 @@ def _guess(
     unexpected: list[str],
     misshapen: list[str],
 ) -> str:
-    """What usually causes such a difference."""
+    """The likely cause of a difference."""
     for pattern, meaning in _SIGNS:
         if any(re.search(pattern, name) for name in unexpected):
             return f"Likely: {meaning}"

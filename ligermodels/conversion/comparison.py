@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,11 @@ from ligermodels.conversion.source import View
 from ligermodels.errors import InputError
 
 DIFFERENCE = 5e-5
-"""Above this the models differ: the root mean square of what separates their logits, over that of the larger logits,
-each about the mean of its position. Measured with six families, hidden sizes of 64 to 512, 2 to 24 layers and weights
-of std 0.006 to 0.2: 0 for equal weights, at most 1.2e-5 for the same function in other roundings, at least 2.1e-4 where
-rows of q and k, or of one layer's k, are in another order. The KL divergence grows with the square of the logits and
-tells the two apart for models of one scale only: at most 6e-10, at least 3e-10."""
+"""The largest difference of logits that rounding explains: the root mean square of the differences over that of the
+larger logits, each about the mean of its position. Measured with six families, hidden sizes of 64 to 512, 2 to 24
+layers and weights of std 0.006 to 0.2: 0 for equal weights, at most 1.2e-5 for the same function in other roundings, at
+least 2.1e-4 for rows of q and k, or of one layer's k, in another order. The KL divergence grows with the square of the
+logits and separates the two only for models of one scale: at most 6e-10, at least 3e-10."""
 _PROMPTS, _LENGTH = 4, 48
 
 
@@ -31,8 +32,7 @@ _PROMPTS, _LENGTH = 4, 48
 class Report:
     """The result of a conversion or comparison. No `mismatches`: all agreed. No destination: nothing was written.
 
-    casts: tensors that differ in dtype alone, {(dtype in a, dtype in b): how many}; those of the one are those of the
-    other after a cast, to the bit. They are no mismatches.
+    casts: {(dtype in a, dtype in b): number of tensors that are equal bit for bit after a cast}; not mismatches.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Report:
     tensors: int = 0
     bytes: int = 0
     mismatches: list[str] = field(default_factory=list)
-    casts: dict[tuple[str, str], int] = field(default_factory=dict)
+    casts: Counter[tuple[str, str]] = field(default_factory=Counter)
     details: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,11 +66,11 @@ def verify(
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
     level: "keys" compares names, shapes and dtypes from the headers, and every field of config.json and
-    generation_config.json; "bytes" also compares every bit, of tensors in two dtypes after a cast of the one to the
-    other's; "logits" also runs both models on the same prompts, in fp32 on the CPU, one after the other: memory holds
-    one model in fp32. Where all that differs is a cast, the logits are measured and are no mismatch.
-    config, rope_factor: as in `Options`, for those of the two that have none or are Meta's files.
-    Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
+        generation_config.json. "bytes" also compares every bit; two dtypes are compared after a cast. "logits" also
+        runs both models on the same prompts, in fp32 on the CPU, one after the other, so memory holds one model in
+        fp32. Where a cast is the only difference, the logits are measured and are no mismatch.
+    config, rope_factor: as in `Options`, for those of the two that have no config or are Meta's files.
+    Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
     folders = [locate(one, allow_pickle=allow_pickle) for one in (a, b)]
     given = Path(os.path.expanduser(config)) if config is not None else None
@@ -91,63 +91,52 @@ def verify(
 
 
 def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = True) -> Report:
-    """Adds to `report` what differs between two checkpoints under the same names, as `verify` says."""
+    """Adds to `report` the differences between two checkpoints under the same names; see `verify`."""
     if level not in LEVELS:
         raise InputError(f"verify={level!r} is not known; known: {', '.join(LEVELS)}")
-    depth = LEVELS.index(level)
     report.details["verified"] = level
-    if depth >= 1:
-        report.mismatches += _keys(a, b)
-    if depth == 1:
-        report.mismatches += _dtypes(a, b)
-    if depth >= 2:
+    if level == "none":
+        return report
+    report.mismatches += _keys(a, b, dtypes=level == "keys")
+    if level in ("bytes", "logits"):
         report.mismatches += _bytes(a, b, report, progress)
-    if depth >= 3 and type(a.model) is type(b.model):
+    if level == "logits" and type(a.model) is type(b.model):
         is_cast = bool(report.casts) and not report.mismatches
-        report.mismatches[:0] = _logits(a, b, report, is_cast)  # before the tensors, which may be many
+        report.mismatches[:0] = _logits(a, b, report, is_cast)  # first, since mismatches of tensors may be many
     return report
 
 
-def _keys(a: View, b: View) -> Iterator[str]:
+def _keys(a: View, b: View, *, dtypes: bool) -> Iterator[str]:
+    """Differences of architecture, configs, names, shapes and, if asked, dtypes."""
     if type(a.model) is type(b.model):
-        yield from _settings(a, b)
+        configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
+        generation = [view.generation_config() for view in (a, b)]
+        for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
+            for name in {**one, **other}:
+                if one.get(name) != other.get(name):
+                    yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
     else:
         yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
+    counts = Counter[tuple[str, str]]()
     for name in {**a.headers, **b.headers}:
-        if name not in b.headers:
-            yield f"{name}: only in {a.source}"
-        elif name not in a.headers:
-            yield f"{name}: only in {b.source}"
-        elif a.headers[name].shape != b.headers[name].shape:
-            yield f"{name}: shape {list(a.headers[name].shape)} and {list(b.headers[name].shape)}"
-
-
-def _dtypes(a: View, b: View) -> Iterator[str]:
-    counts: dict[tuple[str, str], int] = {}
-    for name, info in a.headers.items():
-        if name in b.headers and (pair := (_name(info.dtype), _name(b.headers[name].dtype)))[0] != pair[1]:
-            counts[pair] = counts.get(pair, 0) + 1
-    for (one, other), count in counts.items():
-        yield f"{count} tensors are {one} and {other}; the level bytes compares them after a cast"
-
-
-def _settings(a: View, b: View) -> Iterator[str]:
-    """Fields of the two configs that differ, and of what generate takes by default; dtypes are those of the tensors."""
-    configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
-    generation = [view.generation_config() for view in (a, b)]
-    for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
-        for name in {**one, **other}:
-            if one.get(name) != other.get(name):
-                yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
+        if name not in b.headers or name not in a.headers:
+            yield f"{name}: only in {a.source if name in a.headers else b.source}"
+            continue
+        first, second = a.headers[name], b.headers[name]
+        if first.shape != second.shape:
+            yield f"{name}: shape {list(first.shape)} and {list(second.shape)}"
+        if dtypes and first.dtype != second.dtype:
+            counts[_name(first.dtype), _name(second.dtype)] += 1
+    for pair, count in counts.items():
+        yield f"{count} tensors are {pair[0]} and {pair[1]}; the level bytes compares them after a cast"
 
 
 def dtype_counts(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
-    """{dtype: how many elements}. types: {tensor: how it is stored}, where that is no dtype of torch."""
-    found: dict[str, int] = {}
+    """{dtype: number of elements}. types: {tensor: the name of its type}, if that is not a dtype of torch."""
+    found = Counter[str]()
     for name, info in headers.items():
-        stored = (types or {}).get(name) or _name(info.dtype)
-        found[stored] = found.get(stored, 0) + math.prod(info.shape)
-    return found
+        found[(types or {}).get(name) or _name(info.dtype)] += math.prod(info.shape)
+    return dict(found)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -166,21 +155,21 @@ def _bytes(a: View, b: View, report: Report, progress: bool) -> Iterator[str]:
                     if not weights.same_bits(one, other):
                         yield f"{name}: values differ"
                 elif _is_cast(one, other):
-                    report.casts[pair] = report.casts.get(pair, 0) + 1
+                    report.casts[pair] += 1
                 else:
                     yield f"{name}: values differ by more than a cast ({pair[0]} and {pair[1]})"
             bar.update(info.nbytes)
 
 
 def _is_cast(one: Tensor, other: Tensor) -> bool:
-    """Whether a cast makes one of two tensors of the other, without an overflow."""
+    """Whether one tensor is a cast of the other, without an overflow."""
     same = weights.same_bits(one.to(other.dtype), other) or weights.same_bits(one, other.to(one.dtype))
-    one, other = (x.float() if x.itemsize < 4 else x for x in (one, other))  # isfinite knows no float8
+    one, other = (x.float() if x.itemsize < 4 else x for x in (one, other))  # isfinite does not take float8
     return same and torch.equal(one.isfinite(), other.isfinite())
 
 
 def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
-    """is_cast: whether the weights differ by a cast alone, which explains a difference of finite logits."""
+    """is_cast: the weights differ by a cast alone, which explains a difference of finite logits."""
     vocab_size = min(x.model.config.vocab_size for x in (a, b))
     # Ids spread over the vocabulary, the same on every machine and with every release of torch.
     ids = (torch.arange(_PROMPTS * _LENGTH).reshape(_PROMPTS, _LENGTH) * 7919 + 13) ** 2 % vocab_size
@@ -190,12 +179,12 @@ def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
         return
     for view, values in ((a, one), (b, other)):
         if not values.isfinite().all():
-            yield f"logits: {view.source} gives NaN or infinity; nothing can be said"
+            yield f"logits: {view.source} gives NaN or infinity, so they cannot be compared"
             return
     kl = (one.exp() * (one - other)).sum(-1).mean().item()
     greedy = (one.argmax(-1) != other.argmax(-1)).sum().item()
-    apart = _spread(one - other)
-    difference = apart / max(_spread(one), _spread(other)) if apart else 0.0
+    spread = _spread(one - other)
+    difference = spread / max(_spread(one), _spread(other)) if spread else 0.0
     report.details |= {"difference_of_logits": difference, "mean_kl": kl}
     report.details |= {"greedy_tokens_that_differ": greedy, "positions": ids.numel()}
     if is_cast:
@@ -213,7 +202,7 @@ def _spread(logits: Tensor) -> float:
 
 @torch.no_grad()
 def _log_probabilities(view: View, ids: Tensor) -> Tensor:
-    """fp64 [prompts, length, vocabulary] of the model in fp32."""
+    """Log probabilities [prompts, length, vocabulary] in fp64, of the model in fp32."""
     model = type(view.model).from_config(view.config(), device="meta", dtype=torch.float32)
     weights.load(model, model.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
     return model.eval()(ids, use_cache=False).logits.double().log_softmax(-1)

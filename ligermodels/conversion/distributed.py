@@ -17,16 +17,16 @@ from ligermodels.checkpoint.files import companion_files, config_files, read_jso
 from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError, ConfigError
 
-# What trainers store beside the model, at the top level of the same folder.
+# Names that trainers use beside the model, at the top level of the same checkpoint.
 _BESIDE = re.compile(r"(optim|optimizers?|lr_schedulers?|schedulers?|dataloaders?|train_state|rng_state|ema)\b")
 
 
 class DcpSource(Source):
-    """The model in a distributed checkpoint, under the names of memory or disk.
+    """The model in a distributed checkpoint, under the names of memory or of disk.
 
-    config_folder: holds config.json and the tokenizer; by default `folder` does.
-    Of all names, those under the prefix that fits the model best ("model.", "module.", "") are taken, without
-    it; optimizer and schedule are left aside. `read` joins the shards of the tensor asked for.
+    config_folder: has config.json and the tokenizer; by default `folder`.
+    The names under the prefix that fits the model best ("model.", "module.", "") are read, without the prefix.
+    Optimizer and schedule are ignored. `read` joins the shards of a tensor.
     Raises CheckpointError for files that are missing or damaged, and for a `.metadata` that asks for other classes.
     """
 
@@ -35,7 +35,7 @@ class DcpSource(Source):
         self._config_folder = config_folder or folder
         if not (self._config_folder / "config.json").exists():
             raise CheckpointError(
-                f"{self._config_folder} lacks config.json, which says what model a distributed checkpoint holds.\n"
+                f"{self._config_folder} lacks config.json, which names the model of a distributed checkpoint.\n"
                 "  Next: give the folder of the model's config.json and tokenizer with --config DIR (config=...)."
             )
         self._config = read_json(self._config_folder / "config.json")
@@ -73,7 +73,7 @@ class DcpSource(Source):
         return tensor
 
     def _prefix(self, stored: Iterable[str]) -> str:
-        """What stands before the names of the model."""
+        """The prefix of the model's names."""
         kind = self._config.get("model_type")
         if kind not in ARCHS:
             raise ConfigError(f"{self._config_folder}: config.json has model_type {kind!r}; known: {', '.join(ARCHS)}")
@@ -97,7 +97,7 @@ class DcpSource(Source):
 
 
 class DcpTarget:
-    """`source` as a distributed checkpoint under its names, each tensor in a file of its own.
+    """`source` as a distributed checkpoint under its names, one file per tensor.
 
     `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names.
     """
@@ -113,13 +113,13 @@ class DcpTarget:
         source = self._source
 
         class Planner(dcp.DefaultSavePlanner):
-            """Plans on meta tensors; each is read when its turn comes to be written."""
+            """Plans with meta tensors; a tensor is read when it is written."""
 
             def lookup_object(self, index: Any) -> Any:
                 return source.read(index.fqn)
 
         state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in self.headers.items()}
-        # torch holds all tensors of a file until that is complete.
+        # One file per tensor, since torch keeps the tensors of a file until it is complete.
         writer = Writer(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
         try:
             with one_process():

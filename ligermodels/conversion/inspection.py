@@ -3,6 +3,7 @@
 import math
 import os
 import shlex
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoint import hub, reading
-from ligermodels.checkpoint.adapters import CONFIG, WEIGHTS, read_options
+from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.conversion import merging
 from ligermodels.conversion.comparison import dtype_counts
 from ligermodels.conversion.layouts import LAYOUTS, FolderSource, Layout, layout_of, locate, open_source, weight_paths
 from ligermodels.conversion.original import PARAMS
@@ -23,17 +23,16 @@ from ligermodels.errors import CheckpointError, HubError, InputError, MismatchEr
 
 @dataclass
 class Inspection:
-    """What a checkpoint holds. Counts are of elements, sizes in bytes.
+    """The description of a checkpoint. Counts are of elements, sizes in bytes.
 
-    layout: its name. use: the call or command that takes it; of an adapter, load: the call that puts it over its base,
-    and merge: the command that writes the two as one model, each None where that cannot be.
-    problem: why the weights do not fit the model of their config, or the adapter is not computed here; None if nothing
-    is wrong.
-    tensors, dtypes {name: elements}: as stored; files {weight file: size}.
+    layout: its name. use: the call or command that loads it. load, merge, of an adapter: the call that puts it over its
+    base, and the command that writes the two as one model; None if that is not possible.
+    problem: why the weights do not fit the model of their config, or the adapter is not supported; None if it is fine.
+    tensors, dtypes {name: elements}: as stored. files: {weight file: size}.
     parameters, parts {part of the model: elements}: as loaded, where a tied head counts once; of an adapter, its own.
-    model: what its config says of the model, {} for an adapter; adapter: what that is, {} for a model.
-    params: params.json of Meta's files where pickles may not be read; then tensors and parameters are 0, model is {}.
-    tokenizer: what was found of it, None for nothing, {"problem": ...} for one that cannot be read.
+    model: facts from the config, {} for an adapter. adapter: facts from adapter_config.json, {} for a model.
+    params: params.json of Meta's files, if pickles may not be read; then tensors and parameters are 0, and model is {}.
+    tokenizer: facts about it, None if there is none, {"problem": ...} if it cannot be read.
     """
 
     source: str
@@ -70,14 +69,11 @@ def inspect(
     config: str | Path | None = None,
     rope_factor: float | None = None,
 ) -> Inspection:
-    """What `src`, a folder, a GGUF file or a repository of the Hub, holds. Of a repository that is not in the
-    cache, the headers of its safetensors are fetched, not the weights.
+    """Describes `src`, a folder, a GGUF file or a repository of the Hub, whose weights are not fetched.
 
-    Without allow_pickle, params.json alone says what Meta's files hold.
-
-    config, rope_factor: as in `Options`. Of Meta's files with a head that may be the embedding, the two are compared;
-    no other weights are read. Pickles are mapped, as plain tensors.
-    Raises CheckpointError, ConfigError, InputError, HubError; weights that do not fit their config are a `problem`.
+    Without allow_pickle, Meta's files are described from params.json alone. config, rope_factor: as in `Options`.
+    The only weights that are read are the head and the embedding of Meta's files, to see whether they are tied.
+    Raises CheckpointError, ConfigError, InputError, HubError. Weights that do not fit their config are a `problem`.
     """
     try:
         folder = locate(src, revision=revision, local_files_only=True, allow_pickle=allow_pickle)
@@ -93,7 +89,15 @@ def inspect(
             raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
         return _of_adapter(str(src), folder, sizes, allow_pickle)
     if layout == "meta" and not allow_pickle:
-        return _of_unread(str(src), folder, sizes)
+        return Inspection(
+            source=str(src),
+            folder=str(folder),
+            layout=LAYOUTS["meta"],
+            use=shlex.join(["ligermodels", "convert", str(src), "DST", "--allow-pickle"]),
+            files=sizes,
+            params=read_json(folder / PARAMS) if (folder / PARAMS).is_file() else {},
+            tokenizer=_tokenizer(folder),
+        )
     given = Path(os.path.expanduser(config)) if config is not None else None
     source = open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor)
     flags = ["--allow-pickle"] * (layout == "meta")
@@ -111,18 +115,19 @@ def _of_model(
     flags: list[str],
     revision: str | None,
 ) -> Inspection:
-    """flags: what `ligermodels convert` needs to read it."""
+    """flags: the options with which `ligermodels convert` reads it."""
     model, table = model_of(source)
     problem = None
     try:
         check_fit(source, model, table)
     except MismatchError as error:
         problem = str(error)
-    parts: dict[str, int] = {}
+    parts = Counter[str]()
     for name, parameter in model.named_parameters():
-        parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
-    is_pickled = isinstance(source, FolderSource) and source.is_pickled
-    types = source.types if isinstance(source, FolderSource) else {}
+        parts[_part(name)] += parameter.numel()
+    is_pickled, types = False, {}
+    if isinstance(source, FolderSource):
+        is_pickled, types = source.is_pickled, source.types
     if layout not in ("folder", "gguf") or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
     else:
@@ -137,7 +142,7 @@ def _of_model(
         use=use,
         tensors=len(source.headers),
         parameters=model.num_parameters(),
-        parts=parts,
+        parts=dict(parts),
         dtypes=dtype_counts(source.headers, types),
         files=sizes,
         model={
@@ -160,31 +165,19 @@ def _of_model(
     )
 
 
-def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
-    """Of Meta's files whose pickles may not be read."""
-    params = read_json(folder / PARAMS) if (folder / PARAMS).is_file() else {}
-    return Inspection(
-        source=src,
-        folder=str(folder),
-        layout=LAYOUTS["meta"],
-        use=shlex.join(["ligermodels", "convert", src, "DST", "--allow-pickle"]),
-        files=sizes,
-        params=params,
-        tokenizer=_tokenizer(folder),
-    )
-
-
 def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
-    options, headers = read_json(folder / CONFIG), merging.headers(folder, allow_pickle=allow_pickle)
-    problem = None
+    options, problem = read_json(folder / CONFIG), None
+    tensors = read_tensors(folder, allow_pickle=allow_pickle)
+    headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
     try:
         read_options(folder, computed=frozenset({"use_dora"}))
     except CheckpointError as error:
         problem = str(error)
-    parts: dict[str, int] = {}
+    parts = Counter[str]()
     for name, info in headers.items():
-        module = merging.module_of(name).rpartition(".")[2]
-        parts[module] = parts.get(module, 0) + math.prod(info.shape)
+        name = name.removeprefix(PREFIX)
+        module = match["module"] if (match := FACTOR.fullmatch(name)) else name.rpartition(".")[0]
+        parts[module.rpartition(".")[2]] += math.prod(info.shape)
     base = options.get("base_model_name_or_path") or None
     pickled = not (folder / WEIGHTS).is_file()
     flags, more = ["--allow-pickle"] * pickled, ", allow_pickle=True" * pickled
@@ -195,7 +188,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
     merge = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *flags]
     merge += ["--revision", revision] if base and revision else []
     if options.get("bias", "none") != "none" or any("lora_embedding_" in name for name in headers):
-        load, use = None, merge  # such an adapter is merged only
+        load, use = None, merge  # such an adapter can only be merged
     keys = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
     return Inspection(
         source=src,
@@ -206,7 +199,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
         merge=None if options.get("use_dora") else shlex.join(merge),
         tensors=len(headers),
         parameters=sum(parts.values()),
-        parts=parts,
+        parts=dict(parts),
         dtypes=dtype_counts(headers),
         files=sizes,
         adapter={"base": base, **{key: options[key] for key in keys if options.get(key) not in (None, False, [])}},
@@ -216,10 +209,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
 
 
 class _Remote(Source):
-    """A repository of the Hub in Hugging Face's layout, of which headers and small files are fetched.
-
-    sizes: {weight file: bytes}.
-    """
+    """A repository of the Hub, of which only headers and small files are fetched. sizes: {weight file: bytes}."""
 
     def __init__(self, repo: str, revision: str | None):
         from huggingface_hub import HfApi
@@ -249,7 +239,7 @@ class _Remote(Source):
 
 
 def _part(name: str) -> str:
-    """The part of a model that a parameter counts to."""
+    """The part of a model that a parameter belongs to."""
     path = name.removeprefix("model.").removeprefix("language_model.").split(".")
     if path[0] == "norm" or (path[0] == "layers" and path[-2].endswith("norm")):
         return "norms"

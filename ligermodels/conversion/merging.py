@@ -1,9 +1,9 @@
-"""A LoRA adapter as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
+"""A LoRA adapter, as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
 
-- checkpoint/adapters.py says how the files are read, and what scale is.
-- What modules_to_save and `bias` put beside the factors replaces the base's tensor.
-- fan_in_fan_out is for transposed layers (GPT-2); the zoo has none, and PEFT ignores it on plain ones, as here.
-- DoRA and whatever else changes the sum is refused by name: nothing is merged approximately.
+- checkpoint/adapters.py reads the files and computes the scale.
+- Tensors that modules_to_save and `bias` put into the file replace the base's.
+- fan_in_fan_out is for transposed layers (GPT-2). The zoo has none, and PEFT ignores it on other layers, as here.
+- DoRA and other variants are refused by name: nothing is merged approximately.
 
 Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 """
@@ -18,20 +18,18 @@ from torch import Tensor
 
 from ligermodels.arch import CausalLM
 from ligermodels.checkpoint import adapters, weights
-from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
+from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, read_options, read_tensors
 from ligermodels.checkpoint.files import companion_files, json_bytes
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import CheckpointError
-
-__all__ = ["CONFIG", "WEIGHTS", "MergedSource", "headers", "module_of", "read_options"]
 
 _HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class _Patch:
-    """What the adapter does to one tensor: adds scale * left [out, r] @ right [r, in], or replaces it by left."""
+    """A change of one tensor: scale * left [out, r] @ right [r, in] is added, or left replaces it if right is None."""
 
     left: Tensor
     right: Tensor | None = None
@@ -45,9 +43,9 @@ class _Patch:
 class MergedSource(Source):
     """`base` with the adapter in `adapter_folder` merged in.
 
-    allow_pickle: reads adapter_model.bin if there is nothing else.
-    A tokenizer beside the adapter replaces the base's. Where the adapter trains a tied head apart from its embedding,
-    the result is untied. Memory: the adapter is mapped, `read` holds the tensor asked for and 32 MiB.
+    allow_pickle: read adapter_model.bin if there is nothing else.
+    A tokenizer in the adapter's folder replaces the base's. If the adapter changes a tied head and its embedding
+    differently, the result is untied. The adapter is mapped; `read` needs memory for the tensor and 32 MiB.
     Raises CheckpointError for an adapter that is damaged, incomplete, of another model, or not plain LoRA.
     """
 
@@ -113,14 +111,14 @@ class MergedSource(Source):
             )
 
     def _read_patches(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, _Patch]:
-        """{the tensor that it changes, by the adapter's name for it: patch}."""
+        """{the adapter's name of a tensor: its patch}."""
         patches: dict[str, _Patch] = {}
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             name = key.removeprefix(PREFIX)
             if match := FACTOR.fullmatch(name):
                 pair = halves.setdefault(match["module"].replace(".base_layer", ""), {})
-                # Those of an embedding are [r, vocab] and [hidden, r]: their product is transposed.
+                # For an embedding, A is [r, vocab] and B [hidden, r], and (B A)^T is added.
                 swapped = {"A": "B", "B": "A"}[match["half"]]
                 pair |= {swapped: tensor.T} if match["embedding"] else {match["half"]: tensor}
             elif re.search(r"lora_|trainable_tokens|token_adapter", name):
@@ -132,21 +130,17 @@ class MergedSource(Source):
             if len(pair) < 2:
                 self._fail(f"{module} has one of lora_A and lora_B alone", "a partial copy of the adapter")
             right, left = pair["A"], pair["B"]
-            patches[f"{module}.weight"] = _Patch(left, right, self._scale(options, module, left, right))
+            r, _ = adapters.size_of(options, module)
+            if not r == right.shape[0] == left.shape[1]:
+                what = f"{module} has rank {right.shape[0]} in A and {left.shape[1]} in B, r {r!r} in {CONFIG}"
+                self._fail(what, "config and weights of two adapters; fetch both again")
+            patches[f"{module}.weight"] = _Patch(left, right, adapters.scale_of(options, module))
         if not patches:
             self._fail("it holds no tensors", "a training run that saved none, as under FSDP or ZeRO-3")
         return patches
 
-    def _scale(self, options: Mapping[str, Any], module: str, left: Tensor, right: Tensor) -> float:
-        """lora_alpha over the rank or its root, with the exceptions made for this module."""
-        r, _ = adapters.size_of(options, module)
-        if not r == right.shape[0] == left.shape[1]:
-            what = f"{module} has rank {right.shape[0]} in A and {left.shape[1]} in B, r {r!r} in {CONFIG}"
-            self._fail(what, "config and weights of two adapters; fetch both again")
-        return adapters.scale_of(options, module)
-
     def _add(self, name: str, patch: _Patch) -> None:
-        """Notes what a patch does to the base's tensor that goes by this name in any layout of the architecture."""
+        """Adds the patch of the base's tensor that has this name in any layout of the architecture."""
         is_known = name in self.base.headers or (name == _HEAD and self.base.model.tied_weights)
         source = name if is_known else self._aliases.get(name)
         if source is None:
@@ -156,7 +150,7 @@ class MergedSource(Source):
         self._patches[source] = patch
 
     def _untie(self) -> None:
-        """Sorts out embedding and head where the base ties them: then both are changed alike, or untied."""
+        """Handles a base that ties embedding and head: the two are changed alike, or untied."""
         changed = [name for name in (self._embedding, _HEAD) if name in self._patches]
         if not self.base.model.tied_weights or not changed:
             return
@@ -182,17 +176,3 @@ def _aliases(model: CausalLM) -> dict[str, str]:
     on_disk = {box(region): region.source for region in weights.regions(model, model.DISK_NAMES)}
     others = [region for table in ({}, *model.ALSO_READ) for region in weights.regions(model, table)]
     return {region.source: on_disk[box(region)] for region in others if box(region) in on_disk}
-
-
-def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:
-    """What the file of an adapter holds. Raises CheckpointError, HubError."""
-    return {
-        name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in read_tensors(folder, allow_pickle=allow_pickle).items()
-    }
-
-
-def module_of(key: str) -> str:
-    """The module that a tensor of an adapter belongs to."""
-    name = key.removeprefix(PREFIX)
-    match = FACTOR.fullmatch(name)
-    return match["module"] if match else name.rpartition(".")[0]

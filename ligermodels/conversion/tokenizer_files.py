@@ -1,10 +1,10 @@
 """Meta's and Mistral's own tokenizers as the files that transformers reads.
 
-tokenizer.json is made of tiktoken's and tekken's ranks, and of sentencepiece's BPE, beside its tokenizer.model:
-transformers 5.23 reads a tokenizer.model only where protobuf is installed, orders merges by id where sentencepiece does
-by score (runs of spaces), and leaves the dummy prefix away for `mistral`. The ids are those of sentencepiece but for a
-text that begins with a user-defined piece ([REF] of Mistral's v7), before which there is no dummy prefix. A model that
-normalises text, or is no BPE, stays a tokenizer.model alone.
+tokenizer.json is made from tiktoken's and tekken's ranks, and from sentencepiece's BPE beside its tokenizer.model.
+transformers 5.23 reads a tokenizer.model only if protobuf is installed, orders merges by id where sentencepiece orders
+them by score (runs of spaces), and drops the dummy prefix for `mistral`. The ids are those of sentencepiece, except for
+a text that begins with a user-defined piece ([REF] of Mistral's v7), which gets no dummy prefix. A sentencepiece model
+that normalises text, or is not BPE, stays a tokenizer.model alone.
 """
 
 import json
@@ -24,10 +24,10 @@ _NORMALISED = "ﬁ①\u00a0\u3000\u200b Å\t "
 
 
 def hugging_face_files(folder: Path, rows: int) -> dict[str, bytes]:
-    """{name: bytes}; {} for a folder without a tokenizer, or with a tokenizer.json.
+    """{name: bytes}; {} for a folder without a tokenizer, or with a tokenizer.json. rows: of the model's embedding.
 
-    rows: of the model's embedding. With a generation_config.json where Meta's code stops at more than the end of a
-    text. Raises TokenizerError.
+    generation_config.json is among them if Meta's code stops at other ids than the end of a text.
+    Raises TokenizerError.
     """
     files = read_files(folder)
     if files.vocabulary is None or files.vocabulary.name == "tokenizer.json":
@@ -51,7 +51,7 @@ def hugging_face_files(folder: Path, rows: int) -> dict[str, bytes]:
 
 
 def _from_sentencepiece(backend: SentencePieceBackend) -> Any:
-    """The `tokenizers.Tokenizer` that gives the ids of `backend`, or None."""
+    """The `tokenizers.Tokenizer` with the ids of `backend`; None if there is none."""
     import sentencepiece
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -72,7 +72,7 @@ def _from_sentencepiece(backend: SentencePieceBackend) -> Any:
         for at in range(1, len(token))
         if token[:at] in normal and token[at:] in normal
     ]
-    # Of equal scores (runs of spaces) sentencepiece merges the leftmost pair, so that the left run grows.
+    # Among equal scores (runs of spaces) sentencepiece merges the leftmost pair, so the left run grows.
     splits.sort(key=lambda pair: (-normal[pair[0] + pair[1]], -len(pair[0])))
     unk, bos = backend.named["unk_token"], backend.named.get("bos_token")
     made = tokenizers.Tokenizer(
@@ -87,7 +87,7 @@ def _from_sentencepiece(backend: SentencePieceBackend) -> Any:
     made.normalizer = normalizers.Replace(" ", SPACE)
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if normalised.startswith(SPACE):
-        # "first" prepends nothing to a text that begins with its own character: so a space, which becomes U+2581.
+        # "first" prepends nothing to a text that begins with the given character: so it is a space, not U+2581.
         first = pre_tokenizers.Metaspace(" ", prepend_scheme="first", split=False)
         made.pre_tokenizer = pre_tokenizers.Sequence(
             [first, pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)]

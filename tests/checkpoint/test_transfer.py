@@ -271,17 +271,6 @@ def test_a_buffer_is_filled_again_only_when_its_copies_have_ended(stored, late, 
     assert all(b - a >= settings.buffer_bytes for a, b in itertools.pairwise(places)), "buffers overlap"
 
 
-def test_reads_past_the_page_cache(stored, late):
-    settings = Settings(3, 4, 4 * 4096, direct=True)
-    parts, tensors = stored[0](late), stored[1]
-    try:
-        os.close(os.open(parts[0].stored.file.path, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        pytest.skip("this file system has no direct reads")
-    list(transfer.run(transfer.plan(parts, settings), late, settings))
-    assert all(same_bits(part.target.cpu(), tensors[part.name]) for part in parts)
-
-
 # What goes wrong
 
 

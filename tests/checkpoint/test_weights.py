@@ -289,7 +289,7 @@ def partitioned(model: Tiny) -> None:
     ("spoil", "words"),
     [
         (adapted, r"(?s)not the model's \(2\): \S+q_proj\.base_layer\.weight.*merge them first"),
-        (offloaded, r"model\.norm\.weight has no memory here.*state_dict="),
+        (offloaded, r"model\.norm\.weight has no memory in this process.*state_dict="),
         (codes, r"lm_head\.weight is quantised \(Tensor of torch\.uint8\)"),
         (disguised, r"lm_head\.weight is quantised \(Quantised of torch\.float32\)"),
         (partitioned, r"lm_head\.weight is \[0\], the model has \[32, 16\].*get_state_dict"),

@@ -330,7 +330,7 @@ def test_wrong_values_in_an_adapter_change_nothing(an_adapter, tmp_path, field, 
     (wrong,) = value.values() if isinstance(value, dict) and value and "(" not in str(value) else [value]
     with pytest.raises(CheckpointError, match=f"{re.escape(str(config))} has {field} ") as caught:
         load_adapter(model, folder)
-    assert repr(wrong) in str(caught.value) or "is no pattern" in str(caught.value)
+    assert repr(wrong) in str(caught.value) or "no regular expression" in str(caught.value)
     after = model.state_dict()
     assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
     assert [p.requires_grad for p in model.parameters()] == trained
