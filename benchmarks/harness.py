@@ -1,9 +1,9 @@
 """What all benchmarks share: options, a process for each baseline, clocks, the record of a run and its tables.
 
-A benchmark has a function `measure(options, record)`, which adds to the record, and where baselines run in processes
-of their own `work(job)`, which returns the row of one. A record is a dict of numbers, texts, dicts and lists of rows;
-the keys of a row are the titles of its table. record["red"] lists what is wrong with ours: it gets no figures, and
-the exit status is 1.
+A benchmark has a function `measure(options, record)`, which adds to the record. Where each baseline runs in its own
+process, it also has `work(job)`, which returns the row of one baseline. A record is a dict of numbers, texts, dicts and
+lists of rows; the keys of a row are the titles of its table. record["red"] lists the parity checks that ours failed: it
+gets no figures, and the exit status is 1.
 """
 
 import argparse
@@ -27,30 +27,25 @@ ROOT = Path(__file__).parent.parent
 GIB = 2**30
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes", "trl")
 RESULT = "RESULT "
-"""What a line of a worker begins with that reports a row."""
+"""Begins a line in which a worker reports a row."""
 Record = dict[str, Any]
 Row = dict[str, Any]
 
 
 def main(
-    description: str | None,
-    arguments: Sequence[str] | None,
-    add_options: Callable[[argparse.ArgumentParser], None],
-    measure: Callable[[argparse.Namespace, Record], None],
-    work: Callable[[dict[str, Any]], Row] | None = None,
+    description: str | None, arguments: Sequence[str] | None, add_options: Callable[[argparse.ArgumentParser], None],
+    measure: Callable[[argparse.Namespace, Record], None], work: Callable[[dict[str, Any]], Row] | None = None,
     needs_gpu: bool = True,
-) -> int:
+) -> int:  # fmt: skip
     """Runs a benchmark from its command line and returns the exit status.
 
-    measure: raises ValueError for options that cannot be measured. What it has added until it fails is written too.
+    measure: raises ValueError for options that cannot be measured. If it fails, what it has recorded is still written.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--dry", action="store_true", help="tiny models on the CPU, to see that everything runs")
     parser.add_argument("--out", metavar="FILE.json", help="write the record to a file")
-    parser.add_argument(
-        "--render", metavar="FILE.json", help="print the tables of an earlier record and measure nothing"
-    )
+    parser.add_argument("--render", metavar="FILE.json", help="print the tables of a record, and measure nothing")
     parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.render:
@@ -105,7 +100,7 @@ def _work(work: Callable[[dict[str, Any]], Row], job: dict[str, Any]) -> int:
 
 
 def report(row: Mapping[str, Any]) -> None:
-    """In a worker: hands a row, or a part of one, to the process that waits for it."""
+    """In a worker: sends a row, or a part of one, to the parent process."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(RESULT + json.dumps(row), flush=True)
 
@@ -113,7 +108,7 @@ def report(row: Mapping[str, Any]) -> None:
 def spawn(module: str, job: Mapping[str, Any], timeout: float, ranks: int = 1, **variables: str) -> Row:
     """What `work(job)` of benchmarks.MODULE returns in a new process, or under torchrun in `ranks` of them.
 
-    Where it fails or takes longer than `timeout` seconds, the row is what it had reported, and a note that says why.
+    If it fails or takes longer than `timeout` seconds, the row has what it reported before, and a note with the reason.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", f"benchmarks.{module}", "--worker", json.dumps(job)]
@@ -165,7 +160,7 @@ def timed(call: Callable[[], Any], device: str) -> tuple[float, Any]:
 
 
 def free(device: str) -> None:
-    """Frees what nobody refers to any more, on the device too."""
+    """Frees unreferenced memory, on the device too."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -178,10 +173,9 @@ def reset_peak(device: str) -> None:
 
 
 def peak_gib(device: str) -> float | None:
-    """The most GiB allocated in tensors since reset_peak, with the memory pools of CUDA graphs; None on a CPU.
+    """The peak GiB in tensors since reset_peak, and the whole memory pools of CUDA graphs; None on a CPU.
 
-    The kernels of a graph use memory that its capture allocated and freed in a pool of its own. The allocator counts
-    only what is still a tensor there; here the whole pool counts.
+    The kernels of a graph use memory of its pool that the allocator counts as free.
     """
     if device != "cuda":
         return None
@@ -194,7 +188,7 @@ def peak_gib(device: str) -> float | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What figures depend on and the code does not say: GPU, power limit, versions, commit, command, date."""
+    """What figures depend on besides the code: GPU, power limit, versions, commit, command, date."""
     driver = _output("nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})",
@@ -256,18 +250,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table of all numbers and texts of the rows. A float has three digits, None is an empty cell."""
     columns = list(dict.fromkeys(name for row in rows for name, value in row.items() if _is_scalar(value)))
     lines = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(len(line[n]) for line in lines) for n in range(len(columns))]
-    right = [all(not isinstance(row.get(name), str) for row in rows) for name in columns]
-    rule = [
-        ("-" * (width - 1) + ":") if to_right else "-" * width for width, to_right in zip(widths, right, strict=True)
-    ]
-    aligned = [
-        [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        ]
-        for line in lines
-    ]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    sides = ["<" if any(isinstance(row.get(name), str) for row in rows) else ">" for name in columns]
+    shapes = list(zip(sides, widths, strict=True))
+    rule = ["-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in shapes]
+    aligned = [[f"{cell:{side}{width}}" for cell, (side, width) in zip(line, shapes, strict=True)] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in [aligned[0], rule, *aligned[1:]])
 
 

@@ -9,13 +9,15 @@ import torch
 import transformers
 
 from benchmarks import convergence
-from benchmarks.convergence import LAST, SEEDS, STEPS, apart, losses, ours, rms, text_batches, theirs
+from benchmarks.convergence import LAST, SEEDS, STEPS, apart, rms
 from ligermodels.arch import ARCHS
+from tests import tiny
+from tests.tiny import losses, ours, text_batches, theirs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="minutes in the interpreter")
 IMAGE_MODELS = {"qwen2_vl", "mllama"}  # trained on images, in tests/vision/test_use.py
-FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in convergence.FAMILIES or SWITCHES fails
-_LONGROPE = convergence.FAMILIES["phi3"]["rope_parameters"]
+FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in tiny.FAMILIES or SWITCHES fails
+_LONGROPE = tiny.FAMILIES["phi3"]["rope_parameters"]
 SWITCHES: dict[str, dict[str, Any]] = {
     "llama": dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
     "mistral": dict(sliding_window=None),
@@ -35,7 +37,7 @@ transformers.logging.disable_progress_bar()
 
 @pytest.fixture
 def write(tmp_path):
-    return lambda family, seed=0: convergence.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)
+    return lambda family, seed=0: tiny.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

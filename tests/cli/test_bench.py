@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import ligermodels
-from benchmarks.convergence import _TINY
 from ligermodels.cli import bench
 from tests.cli.commands import run, write_checkpoint
+from tests.tiny import TINY
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
 
 def test_the_bytes_of_a_step():
     size, inside, vocabulary, layers = (
-        _TINY[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
+        TINY[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers")
     )
     for changes, batch, length in [
         (dict(tie_word_embeddings=True), 1, 50),
@@ -87,7 +87,7 @@ def test_the_bytes_of_a_step():
         (dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=1, tie_word_embeddings=True), 2, 50),
     ]:
         name = changes.pop("model_type", "llama")
-        model = ligermodels.ARCHS[name].from_config({**_TINY, "model_type": name, **changes})
+        model = ligermodels.ARCHS[name].from_config({**TINY, "model_type": name, **changes})
         config = model.config
         expected = sum(p.nbytes for p in model.parameters())
         if not config.tie_word_embeddings:

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import ligermodels
-from benchmarks.convergence import FAMILIES
 from ligermodels.errors import InputError
 from ligermodels.generation import batching, generate, generate_many, generate_many_iter, graph
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation import models
 from tests.generation.test_graph import family, own_forward, with_large_weights
+from tests.tiny import FAMILIES
 
 LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
 

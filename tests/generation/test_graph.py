@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import ligermodels
-from benchmarks.convergence import _TINY, FAMILIES
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter, graph, release_graphs
 from ligermodels.layers.cache import as_kv_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation.models import llama, padded, prompt
+from tests.tiny import FAMILIES, TINY
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def with_large_weights(model):
 
 
 def family(name, **changes):
-    config = {**_TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
+    config = {**TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
     return with_large_weights(ligermodels.ARCHS[name].from_config(config))
 
 
