@@ -1,7 +1,6 @@
 """Checkpoints of a run: resumed to the bit, on other numbers of ranks too, asynchronous, and what is refused."""
 
 import contextlib
-import io
 import json
 import os
 import pickle
@@ -33,28 +32,14 @@ from ligermodels.parallel import Checkpoints
 from ligermodels.training import AdamW
 from tests.conversion.layouts import stored
 from tests.parallel.ranks import on_ranks
+from tests.parallel.train import CONFIG, Data, sharded
 
-CONFIG = dict(
-    model_type="llama", vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
-)  # fmt: skip
 OPTIMIZERS = {
     "ours": lambda p: AdamW(p, lr=1e-2, max_grad_norm=1.0),
     "master": lambda p: AdamW(p, lr=torch.tensor(1e-2), master_weights=True, state_dtype=torch.float32),
     "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
 }
-
-
-class Data:
-    def __init__(self, rank=0):
-        self.rank, self.position = rank, 0
-
-    def state_dict(self):
-        return {"rank": self.rank, "position": self.position}
-
-    def load_state_dict(self, state):
-        self.rank, self.position = state["rank"], state["position"]
 
 
 class Run:
@@ -124,12 +109,11 @@ def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype
         for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True)
         for key, x in run.optimizer.state[p].items()
     )
-    names = dict(run.model.named_parameters())
-    held = sum(p.numel() * p.itemsize for p in names.values())
-    held += sum(x.numel() * x.itemsize for state in run.optimizer.state.values() for x in state.values())
+    size = sum(p.nbytes for p in run.model.parameters())
+    size += sum(x.nbytes for state in run.optimizer.state.values() for x in state.values())
     headers = Reader(tmp_path / "step-00000002").headers
-    assert sum(info.nbytes for name, info in headers.items() if name.startswith(("model.", "optimizer."))) == held
-    assert all(info.dtype == torch.uint8 for name, info in headers.items() if not name.startswith(("model.", "optim")))
+    assert sum(info.nbytes for info in headers.values()) == size
+    assert all(name.startswith(("model.", "optimizer.")) for name in headers)
 
 
 def test_saving_before_the_first_step_takes_none(tmp_path):
@@ -244,9 +228,7 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
             with contextlib.suppress(CheckpointError):
                 checkpoints._writing.result()
         arguments = [2] if call == "save" else []
-        with pytest.raises(
-            CheckpointError, match=r"(?s)step 2 could not be saved to .*OSError.*No space.*as they were"
-        ):
+        with pytest.raises(CheckpointError, match=r"(?s)step 2 could not be saved to .*OSError.*No space.*unchanged"):
             getattr(checkpoints, call)(*arguments)
         assert steps_in(tmp_path / call) == ["step-00000001"]
         if call != "close":
@@ -272,7 +254,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, seen):
     first, *lines = str(caught.value).splitlines()
     assert first.startswith(f"Checkpoints: step 2 could not be saved to {tmp_path}: ") and "No space left" in first
     assert lines == [
-        "  The checkpoints before it are as they were.",
+        "  The checkpoints before it are unchanged.",
         f"  The disk is full: the checkpoint takes {size:.2f} GB, and {free / 1e9:.2f} GB were free.",
         "  Next: free some space, or give a folder on another disk.",
     ]
@@ -323,16 +305,13 @@ def overwrite(name, write):
     """Replaces a stored state by what `write(content, file)` makes of one that runs code when it is unpickled."""
 
     def change(folder):
-        held, state = Reader(folder).metadata, io.BytesIO()
-        write(Evil("touch hacked"), state)
+        metadata = Reader(folder).metadata
         with (folder / "new.distcp").open("wb") as file:
-            torch.save(torch.frombuffer(bytearray(state.getvalue()), dtype=torch.uint8), file)
+            write(Evil("touch hacked"), file)
             length = file.tell()
-        place = held.storage_data[next(key for key in held.storage_data if key.fqn == name)]
+        place = metadata.storage_data[next(key for key in metadata.storage_data if key.fqn == name)]
         place.relative_path, place.offset, place.length = "new.distcp", 0, length
-        entry = held.state_dict_metadata[name]
-        entry.size = entry.chunks[0].sizes = torch.Size([len(state.getvalue())])
-        (folder / ".metadata").write_bytes(pickle.dumps(held))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
     return with_checksums(change)
 
@@ -355,8 +334,6 @@ DAMAGE = {
     "no metadata": (lambda f: (f / ".metadata").unlink(), r"\.metadata cannot be read"),
     "no checksums": (lambda f: (f / "checksums.json").unlink(), r"checksums\.json is not there"),
     "a bit of the weights": (flipped("__0_0.distcp"), r"__0_0\.distcp is damaged"),
-    "the first bit": (flipped("__0_0.distcp", 0), r"__0_0\.distcp is damaged"),
-    "the last bit": (flipped("__0_0.distcp", 1 - 1e-9), r"__0_0\.distcp is damaged"),
     "a bit of the metadata": (flipped(".metadata"), r"\.metadata is damaged"),
     "a bit of the checksums": (flipped("checksums.json"), r"checksums\.json (is damaged|is not JSON|says)"),
     "bytes added": (lambda f: (f / "__0_0.distcp").open("ab").write(b"x"), r"__0_0\.distcp is damaged"),
@@ -364,18 +341,14 @@ DAMAGE = {
         lambda f: shutil.copy(f / "__0_0.distcp", f / "__1_0.distcp"),
         r"__1_0\.distcp does not belong",
     ),
-    "zeros": (
-        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size),
-        r"__0_0\.distcp is dam",
-    ),
 }
 HOSTILE = {
     "code in the metadata": (
         with_checksums(lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil("touch hacked")))),
         r"asks for posix\.system",
     ),
-    "code in a state": (overwrite("run", torch.save), r"run cannot be read: it holds a posix\.system\n.*refused"),
-    "a bare pickle": (overwrite("extra.data", pickle.dump), r"extra\.data cannot be read: .*\n.*refused"),
+    "code in a state": (overwrite("run", torch.save), r"new\.distcp .*: run: it has a posix\.system\n.*refused"),
+    "a bare pickle": (overwrite("extra.data", pickle.dump), r"extra\.data: .*\n.*refused"),
     "no tensor in a file": (
         with_checksums(lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size)),
         r"(?s)__0_0\.distcp cannot be read: .*delete .*step-00000001 to resume from step-00000000",
@@ -460,32 +433,23 @@ def test_wrapped_modules_have_the_names_of_bare_ones(tmp_path, good):
     with run.checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1)
     ours, theirs = (Reader(folder / "step-00000001").headers for folder in (tmp_path, good))
-    assert {name: ours[name] for name in ours if name != "run"} == {n: x for n, x in theirs.items() if n != "run"}
+    assert ours == theirs
 
 
-def test_the_optimizer_s_state_goes_by_names(good):
-    """Another order within a group changes nothing."""
+def test_states_go_by_names(good):
+    """Another order of parameters within a group changes nothing; other objects may be left out."""
     run, other = Run(), Run()
     other.optimizer = AdamW(reversed(list(other.model.parameters())))
     for each in (run, other):
-        with (
-            Checkpoints(good, each.model, each.optimizer) as checkpoints,
-            pytest.warns(UserWarning, match="data, sched"),
-        ):
+        data_alone = Checkpoints(good, each.model, each.optimizer, data=each.data)
+        with data_alone as checkpoints, pytest.warns(UserWarning, match="a state of scheduler, which is not resumed"):
             checkpoints.load()
+        assert each.data.position == 1
     for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(run.optimizer.state[p]["exp_avg"], other.optimizer.state[q]["exp_avg"])
-
-
-def test_further_objects_by_their_names(tmp_path, good):
-    run = Run()
     message = r"no state of 'loader'; it has data, scheduler"
     with run.checkpoints(good, loader=Data()) as checkpoints, pytest.raises(CheckpointError, match=message):
         checkpoints.load()
-    left_out = Checkpoints(good, run.model, run.optimizer, data=run.data)
-    with left_out as checkpoints, pytest.warns(UserWarning, match="has a state of scheduler, which is not resumed"):
-        checkpoints.load()
-    assert run.data.position == 1
 
 
 def test_bad_calls(tmp_path, good):
@@ -506,9 +470,7 @@ def test_bad_calls(tmp_path, good):
         with pytest.raises(InputError, match=message):
             checkpoints.save(step)
     run.data.state_dict = lambda: {"f": Run}
-    with pytest.raises(
-        InputError, match=r"state of data cannot be saved: it holds a \S+Run\n.*numbers, strings, lists"
-    ):
+    with pytest.raises(InputError, match=r"state of data cannot be saved: it has a \S+Run\n.*numbers, strings, lists"):
         checkpoints.save(2)
     checkpoints.close()
     checkpoints.close()
@@ -539,18 +501,9 @@ def test_convert_reads_the_model(tmp_path, good):
 # Several ranks
 
 
-def sharded(mesh):
-    def spread(model):
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    return spread
-
-
 def on_two_ranks(folder):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    fsdp = dict(spread=sharded(mesh), rank=rank)
+    fsdp = dict(spread=lambda model: sharded(model, mesh), rank=rank)
     for optimizer in ("ours", "torch"):
         run = Run(optimizer, **fsdp)
         with run.checkpoints(folder / optimizer) as checkpoints:
@@ -590,13 +543,13 @@ def on_two_ranks(folder):
         checkpoints.save(1 + rank)
     if rank == 1:
         run.data.state_dict = lambda: {"f": Run}
-    with pytest.raises(InputError, match=r"rank 1: .*state of data cannot"):
+    with pytest.raises(InputError, match=r"^(rank 1: )?Checkpoints: the state of data cannot"):
         checkpoints.save(1, wait=False)
     vars(run.data).pop("state_dict", None)
     checkpoints.save(1)
     checkpoints.close()
     other = Run("sgd" if rank == 1 else "ours", **fsdp)
-    with pytest.raises(CheckpointError, match=r"rank 1: .*state of AdamW, not SGD"):
+    with pytest.raises(CheckpointError, match=r"state of AdamW, not SGD"):
         other.checkpoints(folder / "bad").load()
 
     # Each rank checks the file that it wrote.
@@ -604,14 +557,14 @@ def on_two_ranks(folder):
         shutil.copytree(folder / "ours", folder / "damaged")
         flipped("__1_0.distcp")(folder / "damaged" / "step-00000002")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"rank 1: .*__1_0\.distcp is damaged"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is damaged"):
         Run(**fsdp).checkpoints(folder / "damaged").load()
 
     # The same ranks in another mesh: whose data would be whose?
     square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     message = r"'data' for each rank of 2 ranks \(dp_shard 2\).*dp_replicate 2"
     with pytest.raises(CheckpointError, match=message):
-        Run(spread=sharded(square)).checkpoints(folder / "ours").load()
+        Run(spread=lambda model: sharded(model, square)).checkpoints(folder / "ours").load()
 
 
 @pytest.fixture(scope="module")
@@ -629,8 +582,8 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("saved_by", ["ours", "torch", "ddp"])
 def test_what_ranks_saved_is_resumed_by_one_process(saved, saved_by):
     folder, run = saved / saved_by, Run("torch" if saved_by == "torch" else "ours")
-    headers = Reader(folder / "step-00000002").headers
-    extra = {name for name in headers if name.startswith(("extra", "rng", "run"))}
+    keys = Reader(folder / "step-00000002").metadata.state_dict_metadata
+    extra = {key for key in keys if key.startswith(("extra", "rng", "run"))}
     per_rank = set() if saved_by == "ddp" else {"extra.data.0", "extra.data.1"}
     assert extra == {"extra.scheduler", "rng.0", "rng.1", "run"} | per_rank
     if per_rank:
@@ -674,7 +627,7 @@ def on_four_ranks(folder):
     with other.checkpoints(folder / "run") as checkpoints:
         assert checkpoints.load() == 1
     assert same(other.weights(), weights)
-    flat = Run("torch", spread=sharded(init_device_mesh("cpu", (4,))), intermediate_size=43, vocab_size=61)
+    flat = Run("torch", spread=lambda model: sharded(model, None), intermediate_size=43, vocab_size=61)
     with flat.checkpoints(folder / "run") as checkpoints, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert checkpoints.load() == 1

@@ -31,7 +31,7 @@ CONFIG = dict(
 class Data:
     """Batches as a function of the rank and the position."""
 
-    def __init__(self, rank):
+    def __init__(self, rank=0):
         self.rank, self.position = rank, 0
 
     def next(self):
@@ -43,15 +43,17 @@ class Data:
         return {"rank": self.rank, "position": self.position}
 
     def load_state_dict(self, state):
-        assert state["rank"] == self.rank
-        self.position = state["position"]
+        self.rank, self.position = state["rank"], state["position"]
 
 
-def sharded(mesh):
-    model = ligermodels.Llama.from_config(CONFIG, dtype=torch.float32, device="cpu")
+def sharded(model, mesh):
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def make_model(mesh):
+    return sharded(ligermodels.Llama.from_config(CONFIG, dtype=torch.float32, device="cpu"), mesh)
 
 
 def strikes(folder, fault):
@@ -80,7 +82,7 @@ def die_while_writing(folder, rank, step):
 
 def main(folder, steps):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
-    model = sharded(mesh)
+    model = make_model(mesh)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     data = Data(rank)
