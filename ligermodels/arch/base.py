@@ -1,7 +1,7 @@
-"""What every language model of the zoo shares: the loop over its blocks, the head, the loss.
+"""`CausalLM`, the base class of every language model of the zoo: decoder, head and loss.
 
 An architecture names its config class and its block, and what else differs from `Decoder`'s defaults. Loading and
-saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate) call by name is in trainers.py.
+saving are in pretrained.py; trainers.py has what trainers (transformers, TRL, PEFT, accelerate) call by name.
 """
 
 import inspect
@@ -34,11 +34,11 @@ class CausalLM(Pretrained, TrainerInterface):
     block_class: ClassVar[type[nn.Module]]
     """Called with (config, layer); see `Decoder`."""
     parallel: Any = None  # transformers evaluates the annotations of classes around ours
-    """How the model is spread over several GPUs, a `ligermodels.parallel.Parallel` that `parallelize` sets."""
+    """A `ligermodels.parallel.Parallel`, which `parallelize` sets: how the model is sharded over GPUs."""
     extra_inputs: ClassVar[frozenset[str]] = frozenset()
-    """Names of the arguments that forward has beyond `CausalLM.forward`, such as pixel_values."""
+    """Names of the arguments of forward beyond those of `CausalLM.forward`, such as pixel_values."""
     _no_split_modules: ClassVar[list[str]]
-    """Names of the classes whose modules stay on one device, for accelerate and FSDP: the blocks."""
+    """Names of the classes of blocks, for accelerate and FSDP: a block stays on one device."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -72,7 +72,7 @@ class CausalLM(Pretrained, TrainerInterface):
         return getattr(self.model, "language_model", self.model)  # type: ignore[return-value, arg-type]
 
     def tie_weights(self, *args: Any, **options: Any) -> None:
-        """Ties the head to the embedding if the config says so; a head that an adapter wraps is left alone."""
+        """Ties the head to the embedding if the config says so, unless an adapter wraps the head."""
         if self.config.tie_word_embeddings and isinstance(self.lm_head, LMHead):
             self.lm_head.tie(self.decoder)
 

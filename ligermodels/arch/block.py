@@ -10,9 +10,14 @@ from ligermodels.layers.cache import LayerCache
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each on the normed residual stream.
+    """Attention and an MLP, each on the normed residual stream:
 
-    norm: keyword arguments of its RMSNorms beside size and eps.
+        h = h + self_attn(input_layernorm(h))
+        h = h + mlp(post_attention_layernorm(h))
+
+    The hidden state h is passed on as two tensors, h = x + residual, so that the next norm adds them in its kernel.
+    A block maps (x, residual, batch, cache) to (x, residual); residual is None before the first block.
+    norm: keyword arguments of the RMSNorms beside size and eps.
     """
 
     last_mlp: ClassVar[str | None] = "mlp"  # see recompute.py

@@ -1,10 +1,10 @@
 """config.json, read and written in both of its generations.
 
-transformers 4 spells the rotary base `rope_theta` with `rope_scaling` beside it and the dtype `torch_dtype`;
-transformers 5 spells them `rope_parameters` and `dtype`. Either is read, both are written: a reader that knows
-one spelling only would otherwise use a wrong base without an error.
-A field that is missing, of the wrong type, or with a value that is not supported raises ConfigError. Other keys are
-kept for saving; one warning names those that are not known to be harmless.
+transformers 4 has `rope_theta` with `rope_scaling` beside it, and the dtype as `torch_dtype`; transformers 5 has
+`rope_parameters` and `dtype`. Either is read, and both are written: a reader that knows one spelling alone would
+otherwise use a wrong base without an error.
+A field that is missing, of the wrong type, or has an unsupported value raises ConfigError. Other keys are kept for
+saving; one warning names those that are not known to be harmless.
 Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 4.57 and 5.23.
 """
 
@@ -23,6 +23,7 @@ import torch
 
 from ligermodels.checkpoint import dtypes, files, hub
 from ligermodels.errors import ConfigError
+from ligermodels.generation.options import KNOWN_NAMES
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -38,47 +39,37 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout")
 _MAY_BE_ZERO = ("max_window_layers",)
-_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow from the others, once these are known
+_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow from the others
 
-_DROPPED = {
-    "auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling",
-    "partial_rotary_factor", "original_max_position_embeddings", "_name_or_path", "_attn_implementation_autoset",
-}  # fmt: skip
+_DROPPED = frozenset("""
+    _attn_implementation_autoset _name_or_path architectures auto_map model_type original_max_position_embeddings
+    partial_rotary_factor rope_scaling rope_theta torch_dtype transformers_version
+""".split())  # fmt: skip  # noqa: SIM905
 """Keys without effect on the model, or read under another name; not written back."""
-GENERIC = frozenset("""
+GENERIC = (KNOWN_NAMES - {"use_cache"}) | frozenset("""
     _attn_implementation _attn_implementation_internal _auto_class _commit_hash _experts_implementation
     _experts_implementation_internal _flash_attn_2_enabled _from_model_config _is_quantized _name_or_path
-    _output_attentions add_cross_attention architectures assistant_confidence_threshold assistant_early_exit
-    assistant_ensemble_weight assistant_lookbehind attn_implementation bad_words_ids base_model_ep_plan
-    base_model_fsdp_plan base_model_pp_plan base_model_tp_plan begin_suppress_tokens bos_token_id cache_config
-    cache_implementation chunk_size_feed_forward cls_token_id compile_config constraints continuous_batching_config
-    cross_attention_hidden_size decoder_start_token_id disable_compile distributed_config diversity_penalty do_sample
-    dola_layers dtype early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff
-    eta_cutoff experts_implementation exponential_decay_length_penalty finetuning_task force_words_ids
-    forced_bos_token_id forced_eos_token_id gradient_checkpointing guidance_scale id2label
-    ignore_keys_at_rope_validation is_assistant is_decoder is_encoder_decoder label2id length_penalty low_memory
-    mask_token_id max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens
-    min_p model_type no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-    num_labels num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id
-    penalty_alpha prefill_chunk_size prefix pretraining_tp problem_type prompt_lookup_num_tokens pruned_heads
-    remove_invalid_values renormalize_logits repetition_penalty return_dict return_dict_in_generate sep_token_id
-    sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tie_word_embeddings token_healing tokenizer_class top_h top_k top_p torch_dtype
-    torchscript transformers_version typical_p unk_token_id use_bfloat16 use_mtp watermarking_config
+    _output_attentions add_cross_attention architectures attn_implementation base_model_ep_plan base_model_fsdp_plan
+    base_model_pp_plan base_model_tp_plan chunk_size_feed_forward cls_token_id cross_attention_hidden_size
+    distributed_config dtype experts_implementation finetuning_task gradient_checkpointing id2label
+    ignore_keys_at_rope_validation is_decoder is_encoder_decoder label2id mask_token_id model_type num_labels prefix
+    pretraining_tp problem_type pruned_heads return_dict sep_token_id task_specific_params tf_legacy_loss
+    tie_encoder_decoder tie_word_embeddings tokenizer_class torch_dtype torchscript transformers_version unk_token_id
+    use_bfloat16
 
     _model_name_or_path is_llama_config transformers.js_config unsloth_fixed unsloth_version
 
     layer_types quantization_config rope_interleaved
 """.split())  # fmt: skip  # noqa: SIM905
-"""Keys from which no model here computes anything, in three paragraphs. First, what transformers writes or reads in
-any config: the attributes and internal keys of PreTrainedConfig (4.x and 5.23), the parameters of GenerationConfig
-(5.23), which 4.x saved there too. Second, what other tools write: nanotron's converter (SmolLM2), transformers.js,
-Unsloth. Third, what is refused where its value would change the output."""
+"""Keys from which no model here computes anything: options of generate, which transformers 4 saved in config.json; and
+in three paragraphs: what transformers writes in any config (the attributes and internal keys of PreTrainedConfig, 4.x
+and 5.23); what other tools write (nanotron's converter for SmolLM2, transformers.js, Unsloth); and what is refused
+where its value would change the output."""
 
 
 @dataclass(kw_only=True)
 class CheckedFields:
-    """Fields under config.json's own names, checked against their annotations; `extra` holds the keys not known.
+    """Fields under config.json's own names, checked against their annotations; `extra` has the unknown keys.
 
     An int is a size, 1 or more; a float is finite, 0 or more. Raises ConfigError.
     """
@@ -130,8 +121,8 @@ class CheckedFields:
 class ModelConfig(CheckedFields):
     """The fields that every text architecture shares.
 
-    Not frozen, since trainers assign `use_cache` and `pad_token_id`. `rope_parameters` always holds `rope_type`
-    and `rope_theta`.
+    Not frozen, since trainers assign `use_cache` and `pad_token_id`. `rope_parameters` always has `rope_type` and
+    `rope_theta`.
     """
 
     model_type: ClassVar[str]
@@ -139,7 +130,7 @@ class ModelConfig(CheckedFields):
     """The class name by which readers of the saved config.json find the model."""
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
-    """Whether transformers honours `partial_rotary_factor` for this architecture."""
+    """Whether this architecture reads `partial_rotary_factor`."""
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Names of rope types in this architecture's files -> ours."""
     unused: ClassVar[frozenset[str]] = frozenset()

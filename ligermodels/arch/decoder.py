@@ -28,8 +28,8 @@ class BaseModel(nn.Module):
     """A model without its head: `forward` checks the arguments, `run` of the subclass computes."""
 
     always_runs_tower: bool = False
-    """True where ranks with other batches gather the weights of a vision tower together (FSDP): it then also runs for a
-    batch without images, on an empty image whose result is multiplied by 0, as its gradients are."""
+    """Whether a vision tower also runs for a batch without images, on an empty image whose result is multiplied by 0:
+    under FSDP, all ranks must gather its weights together, whatever their batches are."""
     run: Callable[..., CausalLMOutput]
     run_options: ClassVar[frozenset[str]] = frozenset()
     """The keywords of `run`."""
@@ -77,14 +77,14 @@ class Decoder(BaseModel):
     experts to (x, residual, router_logits). norm: keyword arguments of the final RMSNorm beside size and eps.
     embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
     position_axes: how many positions a token may have.
-    context, tp: the ranks over which the sequence is split, and those over which the blocks are (context and tensor
-    parallel). Every rank gets all tokens, and returns the last hidden state of its part of the context.
+    context, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
+    hidden state of its part of the sequence.
     """
 
     context: MeshGroup | None = None
     tp: MeshGroup | None = None
     param_dtype: torch.dtype | None = None
-    """In which FSDP's mixed precision gives the blocks their weights; None: as they are stored."""
+    """The dtype of the weights in the blocks under FSDP's mixed precision; None: as they are stored."""
     _tied_head: Any = None
     """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
 
@@ -135,7 +135,7 @@ class Decoder(BaseModel):
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
     ) -> CausalLMOutput:
-        """`forward` of checked inputs. cross: of models with cross-attention, what the tokens may attend to."""
+        """`forward` for checked inputs. cross: the states that cross-attention attends to."""
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
@@ -201,7 +201,7 @@ class Decoder(BaseModel):
         self.embed_tokens = embeddings  # type: ignore[assignment]
 
     def _batch(self, tokens: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
-        """The inputs of the attention layers besides x: rotary tables and masks."""
+        """The inputs of the blocks besides x: rotary tables and masks."""
         length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
         position_ids = inputs.position_ids
         if position_ids is None and cu_seqlens is None and past == 0:

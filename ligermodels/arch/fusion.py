@@ -1,7 +1,7 @@
 """`model.fusion_report()`: which parts of a model run as fused ops, and why the others do not.
 
-Layers decide at each call whether a fused op may replace their modules (layers/linear.py); the report makes the same
-decisions once and prints them.
+Layers decide at each call whether a fused op may replace their modules (layers/linear.py). The report makes the same
+decisions once.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from ligermodels.layers.nf4 import NF4Linear
 class FusionRow:
     """How one part of some layers runs.
 
-    modules: the names of the layers. part: what in them. runs: how. fused: False where modules are called one by one,
-    or scores or logits are in memory. why: what keeps it from running better; "" where nothing does.
+    modules: the names of the layers. part: the modules or step in them. runs: the ops. fused: False if modules are
+    called one by one, or scores or logits are in memory. why: the obstacle to a better op, or "".
     """
 
     modules: tuple[str, ...]
@@ -40,7 +40,7 @@ class FusionRow:
 
 @dataclasses.dataclass(frozen=True)
 class FusionReport:
-    """What `fusion_report` found; str() of it is a table. kernels: what the ops are made of on this device."""
+    """The result of `fusion_report`; its str() is a table. kernels: the implementation of the ops on this device."""
 
     kernels: str
     rows: tuple[FusionRow, ...]
@@ -61,9 +61,8 @@ class FusionReport:
 def fusion_report(model: Any) -> FusionReport:
     """Which parts of a CausalLM run as fused ops, as it is wrapped now, and why the others do not.
 
-    It describes eager training on the model's device; for a model on the meta device, on the GPU where there is one,
-    with weights as loading lays them out. `print(model.fusion_report())` shows a table; `.rows` is the same for
-    programs.
+    It describes eager training on the model's device. For a model on the meta device: on the GPU if there is one, with
+    weights laid out as by loading. `print(model.fusion_report())` shows a table; `.rows` is for programs.
     """
     device = model.device
     if device.type == "meta":
@@ -72,7 +71,7 @@ def fusion_report(model: Any) -> FusionReport:
     gathered = _gathered(model)
     for name, module in model.named_modules():
         if ".original_module" in name:
-            continue  # what PEFT keeps beside the copy that is trained
+            continue  # kept by PEFT beside the trained copy
         for row in _rows_of(module, model.dtype, device, name in gathered):
             found.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
     if takes_labels(unwrapped(model.lm_head)):
@@ -113,7 +112,7 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
 
 
 def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
-    """Of linear modules of one input, and for an MLP the one of its output."""
+    """The row of linear modules that share an input, and for an MLP of the output module."""
     names = [*inputs, *([] if output is None else [output])]
     part = " | ".join(names)
     found = {name: obstacle(layer.get_submodule(name)) for name in names}
@@ -136,17 +135,17 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
 
 
 def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, str]:
-    """Whether plain modules are one matmul, and why not."""
+    """(whether plain modules are one matmul, the obstacle)."""
     if len(names) == 1:
         return True, ""
     modules = [getattr(layer, name) for name in names]
     if all(isinstance(m, NF4Linear) for m in modules):
-        return True, ""  # dequantised one behind the other
+        return True, ""  # dequantised one after the other
     if gathered:
         return False, "FSDP gathers each weight by itself"
     weights = [m.weight for m in modules]
     if any(weight.is_meta for weight in weights):
-        return True, ""  # loading lays them together
+        return True, ""  # loading makes them joint
     if joint(weights) is None:
         return False, "their weights lie apart in memory"
     return True, ""
@@ -168,7 +167,7 @@ def _kernels(device: torch.device) -> str:
 
 
 def short_names(names: Sequence[str]) -> str:
-    """Names that differ in numbers alone as one: model.layers.0-15.mlp."""
+    """One name for several that differ in numbers alone: model.layers.0-15.mlp."""
     shown = re.sub(r"\d+", "#", names[0])
     for column in zip(*(re.findall(r"\d+", name) for name in names), strict=True):
         numbers, ranges = sorted({int(number) for number in column}), []

@@ -1,9 +1,9 @@
-"""Layers that hooks watch, or that a wrapper replaces: run on the hidden state, as transformers' decoder layers are.
+"""Layers with hooks or wrappers of a user: they get and return the hidden state, as transformers' decoder layers do.
 
-A block takes and returns (x, residual), so that the add is part of the next norm, and the hidden state is their sum.
-Where somebody looks at it, the sum is made first, and what is called is `layer(hidden_states, residual=None, batch=...,
-cache=...)`, which returns a tensor. Hooks and wrappers of torch itself (FSDP, checkpointing, torch.compile) and of
-DeepSpeed pass on what they get: a block with no others runs as ever.
+A block takes and returns (x, residual), whose sum is the hidden state; the next norm adds them. For a layer with a
+hook or wrapper the sum is made first: `layer(hidden_states, residual=None, batch=..., cache=...)` returns a tensor.
+Hooks and wrappers of torch itself (FSDP, checkpointing, torch.compile) and of DeepSpeed pass on what they get: a block
+with no others runs as usual.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ _PASS_ON = ("torch.", "deepspeed.")
 
 
 def is_hooked(layer: nn.Module) -> bool:
-    """True if `layer` itself carries a hook."""
+    """Whether `layer` itself has a hook."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def watched(layer: nn.Module, blocks: tuple[type[nn.Module], ...]) -> "nn.Module | Joined":
-    """`layer`, or a `Joined` around it if someone's hooks or wrapper look at its hidden state.
+    """`layer`, or a `Joined` around it if a user's hook or wrapper needs its hidden state.
 
-    blocks: the classes of the blocks that the model was built of.
+    blocks: the classes of the model's own blocks.
     """
     is_block = isinstance(layer, blocks)
     inside = [layer] if is_block else [module for module in layer.modules() if isinstance(module, blocks)]
@@ -55,12 +55,12 @@ class Joined:
         finally:
             for handle in handles:
                 handle.remove()
-        output = output[0] if isinstance(output, tuple) else output  # as layers returned it before transformers 5
+        output = output[0] if isinstance(output, tuple) else output  # as before transformers 5
         if not isinstance(output, Tensor) or output.shape != x.shape:
             found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
-                f"a hook or wrapper of a {type(self.layer).__name__} returned {found}; expected the hidden states "
-                f"{list(x.shape)}, which it got, changed or not"
+                f"a hook or wrapper of a {type(self.layer).__name__} returned {found}; expected hidden states "
+                f"{list(x.shape)}, like those it got"
             )
         return output, None, *routed
 

@@ -32,15 +32,15 @@ class Attributes(dict):
 
 
 class CausalLMOutput(Attributes):
-    """The output of a forward. Fields that were not computed are absent as keys and None as attributes.
+    """The output of a forward. A field that was not computed is absent as a key and None as an attribute.
 
-    But for `logits` beside a loss that did without them: the attribute, and a position after the loss, raise an error
-    that says how to get them. `output.get("logits")` and `getattr(output, "logits", None)` are None.
+    The exception is `logits` after a loss that was computed without them: reading the attribute, or a position after
+    the loss, is an error that says how to get logits. `output.get("logits")` and `getattr(output, "logits", None)` are
+    None.
 
     loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the KVCache.
     last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each block and the last
-    hidden state. Of mixtures of experts: router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly
-    the tokens were spread.
+    hidden state. router_logits: [B * S, experts] of each block. aux_loss: scalar, the load-balancing loss.
     attentions: always absent; attention weights are never in memory.
     """
 
@@ -77,7 +77,7 @@ class GenerationConfig(Attributes):
 
     @classmethod
     def of_file(cls, content: Mapping[str, Any]) -> Self:
-        """That of a generation_config.json. A token id that it does not have is None, whatever config.json says."""
+        """The contents of a generation_config.json. Absent token ids are None: those of config.json do not count."""
         return cls({**dict.fromkeys(TOKEN_IDS), **content})
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,12 +86,12 @@ class GenerationConfig(Attributes):
     to_diff_dict = to_dict  # which transformers' pipelines ask for
 
     def update(self, *given: Any, defaults_only: bool = False, **values: Any) -> None:
-        """`dict.update`. defaults_only: changes nothing that has a value, as Seq2SeqTrainer asks for it."""
+        """`dict.update`. defaults_only: keeps existing values, for Seq2SeqTrainer."""
         new = dict(*given, **values)
         super().update({name: new[name] for name in new if not defaults_only or self.get(name) is None})
 
     def _get_default_generation_params(self) -> dict[str, Any]:
-        """What Seq2SeqTrainer, which needs a max_length, puts in place of None: transformers' own default."""
+        """transformers' default for a max_length of None, which Seq2SeqTrainer asks for."""
         return {"max_length": 20}
 
 

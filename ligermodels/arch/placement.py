@@ -18,7 +18,7 @@ Plan = Mapping[str, Device]
 
 
 def one_device(device: Device | None, device_map: Device | Plan | None) -> torch.device | None:
-    """The device of the whole model; None where `device_map` asks for several. Raises InputError."""
+    """The device of the whole model; None if `device_map` asks for several. Raises InputError."""
     if device_map is None:
         return torch.get_default_device() if device is None else torch.device(device)
     if device is not None:
@@ -42,9 +42,9 @@ def plan(
     max_memory: Mapping[Any, int | str] | None = None,
     **sizes: Any,
 ) -> dict[str, Device]:
-    """The device of each module of `model`, which is on meta, from accelerate or from the dict.
+    """The device of each module of `model`, which is on the meta device, from accelerate or from the dict.
 
-    max_memory: {device: bytes, or a string such as "10GB"}; that of "disk" limits nothing. sizes: `dtype` and
+    max_memory: {device: bytes, or a string such as "10GB"}; an entry for "disk" is ignored. sizes: `dtype` and
     `special_dtypes` of accelerate, for weights that will be quantised. A tied head is placed with its table.
     Raises InputError.
     """
@@ -53,7 +53,7 @@ def plan(
         found: dict[str, Any] = dict(device_map)
     else:
         options = {"no_split_module_classes": model._no_split_modules, **sizes}
-        if max_memory is not None:  # accelerate takes its keys for torch's devices
+        if max_memory is not None:  # accelerate expects torch's devices as keys
             max_memory = {device: size for device, size in max_memory.items() if device != "disk"}
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
@@ -71,13 +71,13 @@ def plan(
 
 
 def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
-    """{name of a quantised module: its device}. Raises InputError where that is the disk or an offloading CPU."""
+    """{name of a quantised module: its device}. Raises InputError for the disk, and for a CPU that offloads."""
     places = {name: _place(plan, name) for name in names}
     offloaded = {"disk", "cpu"} if set(plan.values()) - {"disk", "cpu"} else {"disk"}
     if away := [name for name, place in places.items() if place in offloaded]:
         raise InputError(
             f"quantised modules cannot be offloaded, and device_map puts {', '.join(away[:3])}"
-            f"{', ...' * (len(away) > 3)} on the CPU or the disk; give max_memory more room, or skip them"
+            f"{', ...' * (len(away) > 3)} on the CPU or the disk; raise max_memory, or skip them"
         )
     return {name: torch.device(place) for name, place in places.items() if place is not None}
 
@@ -90,8 +90,8 @@ def on_disk(model: nn.Module, plan: Plan) -> set[str]:
 def dispatch(model: nn.Module, plan: Plan, checkpoint: Reader | None) -> None:
     """Moves the modules of a loaded model to their devices, with hooks that move weights and activations between them.
 
-    checkpoint: holds the weights that `plan` leaves on the disk, under our names. They are read from it at each use, so
-    that it has to stay open. None where there are none.
+    checkpoint: the weights that `plan` leaves on the disk, under our names, or None. They are read at each use: it
+    must stay open.
     """
     accelerate = _accelerate(plan)
     options: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def dispatch(model: nn.Module, plan: Plan, checkpoint: Reader | None) -> None:
 
 
 class _Offloaded(Mapping[str, Tensor]):
-    """The weights that accelerate's hooks fetch: of modules on the CPU from memory, of those on the disk from files."""
+    """The weights that accelerate's hooks fetch: from memory for modules on the CPU, from files for those on disk."""
 
     def __init__(self, model: nn.Module, plan: Plan, checkpoint: Reader):
         places = {name: _place(plan, name) for name, _ in model.named_parameters()}
@@ -132,7 +132,7 @@ def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _disjoint(module: nn.Module, plan: Plan, name: str = "") -> Iterator[tuple[str, Device]]:
-    """The places in `plan` of `module`, called `name`, such that none lies inside another: accelerate needs that."""
+    """The entries of `plan` for `module`, called `name`, without nesting: accelerate needs disjoint entries."""
     prefix, place = f"{name}." if name else "", _place(plan, name)
     if not any(inner != name and inner.startswith(prefix) for inner in plan):
         if place is not None:
@@ -146,7 +146,7 @@ def _disjoint(module: nn.Module, plan: Plan, name: str = "") -> Iterator[tuple[s
 
 
 def _place(plan: Plan, name: str) -> Device | None:
-    """The entry for `name`, or for the innermost module around it."""
+    """The entry of `name`, or of the innermost module around it."""
     while name not in plan and name:
         name = name.rpartition(".")[0]
     return plan.get(name)

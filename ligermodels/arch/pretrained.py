@@ -397,7 +397,7 @@ def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, devi
 
 
 def _parallelize(model: Any, mesh: Any, parallel: Mapping[str, Any] | None) -> Any:
-    from ligermodels.parallel import parallelize  # imports torch.distributed, which takes a while
+    from ligermodels.parallel import parallelize  # imports torch.distributed, which is slow
 
     return parallelize(model, mesh, **(parallel or {}))
 

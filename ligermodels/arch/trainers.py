@@ -1,6 +1,6 @@
-"""Attributes and methods of transformers' models that trainers and adapters use, by duck typing.
+"""Attributes and methods of transformers' models, for Trainer, TRL, PEFT, accelerate and lm-eval.
 
-They are for transformers' Trainer, TRL, PEFT, accelerate and lm-eval, none of which is imported.
+They work by duck typing: none of these libraries is imported.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ligermodels.training.recompute import Checkpointing
 
 
 class TrainerInterface(nn.Module):
-    """The part of `CausalLM` that trainers read and call."""
+    """The attributes and methods of `CausalLM` that trainers read and call."""
 
     config: Any
     decoder: Any
@@ -33,8 +33,8 @@ class TrainerInterface(nn.Module):
     _keys_to_ignore_on_save = None
 
     def _get_name(self) -> str:
-        """transformers' name of the class, by which Trainer's label smoothing decides to shift the labels. It does
-        not know the models that also read images, which use Llama's name."""
+        """transformers' name of the class. Trainer's label smoothing shifts the labels of the names it knows; models
+        that also read images, which it does not know, have Llama's name."""
         name = self.config.architecture
         return name if name.endswith("ForCausalLM") else "LlamaForCausalLM"
 
@@ -52,7 +52,7 @@ class TrainerInterface(nn.Module):
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """The head's weight -> the embedding that it is tied to if the config says so."""
+        """{the head's weight: the embedding that it is tied to if the config says so}."""
         decoder = "model" if self.decoder is self.model else "model.language_model"
         return {"lm_head.weight": f"{decoder}.embed_tokens.weight"}
 
@@ -63,10 +63,9 @@ class TrainerInterface(nn.Module):
         return self.decoder.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Makes `embeddings` the token table; a tied head reads it too.
+        """Makes `embeddings` the token table, which a tied head also reads.
 
-        Where the architecture scales the rows (Gemma), the weight of a plain `nn.Embedding` moves to an `Embedding`
-        with that scale.
+        If the architecture scales the rows (Gemma), the weight of a plain `nn.Embedding` moves to a scaled `Embedding`.
         """
         scale = getattr(self.decoder.embed_tokens, "embed_scale", None)
         if scale is not None and type(embeddings) is nn.Embedding:
@@ -81,9 +80,9 @@ class TrainerInterface(nn.Module):
         return self.lm_head
 
     def set_output_embeddings(self, embeddings: nn.Module) -> None:
-        """Makes `embeddings` the head; it is tied if its weight is the table's Parameter, and the config is updated.
+        """Makes `embeddings` the head, tied if its weight is the table's Parameter. Updates the config.
 
-        The parameters of a plain `nn.Linear` move to the present head, which has the fused loss.
+        The parameters of a plain `nn.Linear` move to the existing head, which has the fused loss.
         """
         head, table = self.lm_head, self.decoder.embed_tokens.weight
         tied = getattr(embeddings, "weight", None) is table
@@ -103,7 +102,7 @@ class TrainerInterface(nn.Module):
     ) -> nn.Module:
         """Resizes the token table, the head and the config's vocab_size. Returns the table.
 
-        new_num_tokens: rows at the end are added or dropped; None keeps as many. pad_to_multiple_of: rounds up.
+        new_num_tokens: rows are added or dropped at the end; None keeps their number. pad_to_multiple_of: rounds up.
         mean_resizing: new rows are drawn around the mean of the old ones, with 1e-9 of their covariance, so that the
             output hardly changes; else normal, std `initializer_range`. An untied head is resized in the same way.
         The Parameter objects stay the same. Create the optimizer afterwards: its state has the old shape.
@@ -159,14 +158,14 @@ class TrainerInterface(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Saves fewer activations in training and recomputes them in the backward; see recompute.py.
 
-        recompute, in the dict: "block", the default, saves only the sum that enters each block. "mlp" saves all but
-            what is inside the MLPs or experts: more memory than "block", less to recompute. "none".
-        offload: what is saved is in pinned host memory until the backward needs it; default False.
-        blocks: that many of the first blocks only; default all. What the last blocks save is freed before the
-            gradients of the first ones need memory, so that leaving some of them out may cost none.
-        every_n_layers: of these, only every n-th block, from the first on; default 1.
-        Everything else goes to torch.utils.checkpoint, for "block".
-        A vision tower follows, with all of its blocks, unless blocks is 0.
+        recompute, in the dict: "block", the default, saves the input of each block alone. "mlp" saves everything
+            outside the MLPs or experts: more memory than "block", less to recompute. "none".
+        offload: saved activations stay in pinned host memory until the backward needs them; default False.
+        blocks: recompute in this number of first blocks; default all. The activations of the last blocks are freed
+            before the gradients of the first ones need memory, so that leaving some of them out may cost none.
+        every_n_layers: among these, recompute in every n-th block, from the first on; default 1.
+        Other options go to torch.utils.checkpoint, for "block".
+        The blocks of a vision tower are all recomputed, unless blocks is 0.
 
         Raises InputError for an unknown value or option.
         """
@@ -178,7 +177,7 @@ class TrainerInterface(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """`gradient_checkpointing_enable` under its newer name, and by it: TRL wraps that one."""
+        """Calls `gradient_checkpointing_enable`, which TRL wraps, under its newer name."""
         here = {"every_n_layers": every_n_layers, "offload": offload}
         self.gradient_checkpointing_enable(here | dict(activation_checkpointing_kwargs or {}))
 
@@ -201,7 +200,7 @@ class TrainerInterface(nn.Module):
                 owner.checkpointing.prepare(stack)  # type: ignore[operator, union-attr]
 
     def enable_input_require_grads(self) -> None:
-        """Makes the embedding's output require a gradient, as adapters under checkpointing may need."""
+        """Makes the embedding's output require a gradient, which adapters under checkpointing may need."""
         self.decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output.requires_grad_(True))
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
@@ -212,10 +211,8 @@ class TrainerInterface(nn.Module):
 
 
 def _resized(old: Tensor, rows: int, std: float | None) -> Tensor:
-    """`old` [V] or [V, H] with `rows` rows: cut, or lengthened by rows drawn with `std`, or with None around the mean.
-
-    The latter as transformers does, after https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
-    """
+    """`old` [V] or [V, H] with `rows` rows. New rows are drawn with `std`, or if that is None around the mean, as in
+    transformers, after https://nlp.stanford.edu/~johnhew/vocab-expansion.html."""
     more = rows - len(old)
     if more <= 0:
         return old[:rows].clone()
@@ -228,6 +225,6 @@ def _resized(old: Tensor, rows: int, std: float | None) -> Tensor:
     covariance = 1e-9 * (centered.T @ centered / len(old))
     if constraints.positive_definite.check(covariance):
         new = MultivariateNormal(mean, covariance_matrix=covariance).sample((more,))
-    else:  # fewer rows than columns, or all alike
+    else:  # fewer rows than columns, or equal rows
         new = mean.expand(more, -1)
     return torch.cat([old, new.to(old.dtype)])
