@@ -12,34 +12,22 @@ from ligermodels.arch import ARCHS
 from ligermodels.arch.llama import LlamaConfig
 from tests.checkpoint.fixtures import make_good, spoiled
 
-GOOD = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-)
+GOOD = dict(vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4)
 OF_ALL = dict(num_key_value_heads=2, head_dim=8)
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 4.0, 7.5]
 SU = dict(type="su", short_factor=SHORT, long_factor=LONG)
 
 
-@pytest.mark.parametrize(
-    ("rope", "expected"),
-    [
-        (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
-        (dict(rope_theta=5e5, rope_scaling=None), dict(rope_type="default", rope_theta=5e5)),
-        (
-            dict(rope_scaling=dict(type="linear", factor=2.0)),
-            dict(rope_type="linear", rope_theta=1e4, factor=2.0),
-        ),
-        (
-            dict(rope_scaling=dict(rope_type="yarn", factor=2.0), max_position_embeddings=64),
-            dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64),
-        ),
-    ],
-)
+ROPES = [
+    (dict(rope_theta=5e5, rope_scaling=None), dict(rope_type="default", rope_theta=5e5)),
+    (dict(rope_scaling=dict(type="linear", factor=2.0)), dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
+    (dict(rope_scaling=dict(rope_type="yarn", factor=2.0), max_position_embeddings=64),
+     dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rope", "expected"), ROPES)
 def test_rotary_parameters_of_either_generation(rope, expected):
     config = LlamaConfig.from_hf({**GOOD, **rope})
     assert config.rope_parameters == expected

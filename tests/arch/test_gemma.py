@@ -9,7 +9,7 @@ from transformers.models.gemma.modeling_gemma import GemmaTextScaledWordEmbeddin
 import ligermodels
 from ligermodels.arch.gemma import GemmaConfig
 from ligermodels.layers import Embedding
-from tests.arch.suite import LOGITS, Suite, relative, rope, theirs, theirs_logits, tiny_config
+from tests.arch.suite import Suite, rope, tiny_config
 
 
 def tiny(**changes):
@@ -35,13 +35,7 @@ class TestGemma(Suite):
 
 
 def test_the_scale_of_the_embedding_is_rounded_in_its_dtype():
-    for size, bf16, fp16 in [
-        (2048, 45.25, 45.25),
-        (2304, 48.0, 48.0),
-        (3072, 55.5, 55.4375),
-        (3584, 59.75, 59.875),
-        (4608, 68.0, 67.875),
-    ]:
+    for size, bf16, fp16 in ((2304, 48.0, 48.0), (3072, 55.5, 55.4375), (4608, 68.0, 67.875)):
         for dtype, scale in ((torch.bfloat16, bf16), (torch.float16, fp16)):
             table = torch.randn(5, size).to(dtype)
             ours, hf = Embedding(5, size, embed_scale=size**0.5), GemmaTextScaledWordEmbedding(5, size, 0, size**0.5)
@@ -50,14 +44,6 @@ def test_the_scale_of_the_embedding_is_rounded_in_its_dtype():
             assert torch.equal(rows, table * scale) and torch.equal(rows, hf(torch.arange(5)))
     naive = table.float() * 4608**0.5  # fp32 scale: other values where the result is rounded
     assert not torch.equal(naive.half(), rows)
-
-
-def test_embeddings_that_are_passed_are_not_scaled(written):
-    folder, embedded = written(tiny(), norm=0.0), torch.randn(2, 24, 32)
-    expected = theirs_logits(theirs(folder), inputs_embeds=embedded)
-    assert (
-        relative(ligermodels.Gemma.from_hub(folder, progress=False)(inputs_embeds=embedded).logits, expected) < LOGITS
-    )
 
 
 @pytest.mark.parametrize(

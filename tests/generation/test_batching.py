@@ -71,8 +71,8 @@ def test_every_family_writes_what_it_writes_alone(name, device, counted):
     options = dict(max_new_tokens=new, eos_token_id=stop_ids(model, texts, new))
     expected = alone(model, texts, **options)
     assert len({len(x) for x in expected}) > 3, "rows must end at different times"
-    for size in (3, 64):
-        assert_equal(generate_many(model, texts, batch_size=size, **options), expected)
+    for size, chunk in ((3, 4), (64, None)):
+        assert_equal(generate_many(model, texts, batch_size=size, prefill_chunk_size=chunk, **options), expected)
         assert {min(size, len(texts))} == set(counted)
         counted.clear()
 
@@ -145,15 +145,6 @@ def test_draws_have_the_distribution_and_the_seed_repeats_them(device):
 
 
 # Options of `generate`.
-
-
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
-def test_prompts_in_chunks(name, chunk, device):
-    model, texts = family(name).to(device), prompts()
-    options = dict(max_new_tokens=8, eos_token_id=())
-    found = generate_many(model, texts, batch_size=4, prefill_chunk_size=chunk, **options)
-    assert_equal(found, alone(model, texts, **options))
 
 
 @pytest.mark.parametrize(

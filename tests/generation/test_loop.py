@@ -40,30 +40,6 @@ def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(mo
     assert len(set(found[0, 5:].tolist())) > 3, "a model that repeats itself proves little"
 
 
-def test_left_padding_changes_nothing(model):
-    ids, mask = padded([3, 7, 5])
-    options = dict(max_new_tokens=12, repetition_penalty=1.3)
-    together = generate(model, ids, attention_mask=mask, **options)
-    for row, length in enumerate([3, 7, 5]):
-        alone = generate(model, ids[row : row + 1, 7 - length :], **options)
-        assert torch.equal(together[row, 7:], alone[0, length:])
-    everything = torch.ones_like(ids)
-    assert not torch.equal(generate(model, ids, attention_mask=everything, **options), together), "the mask must matter"
-
-
-def test_rows_that_stop_early_are_padded_and_the_longest_ends_the_loop(model):
-    ids = prompt(rows=3)
-    free = generate(model, ids, max_new_tokens=16)[:, 5:]
-    eos, other = free[0, 2].item(), free[1, 6].item()
-    first = [min((row.tolist().index(i) for i in (eos, other) if i in row), default=15) for row in free]
-    options = dict(attention_mask=torch.ones(3, 5), eos_token_id=[eos, other], pad_token_id=9)
-    found = generate(model, ids, max_new_tokens=16, **options)[:, 5:]
-    assert found.shape[1] == max(first) + 1 and len(set(first)) > 1
-    for row, end in enumerate(first):
-        assert found[row, : end + 1].tolist() == free[row, : end + 1].tolist()
-        assert (found[row, end + 1 :] == 9).all()
-
-
 def test_stop_ids_are_those_of_the_call_or_else_of_a_generation_config_or_else_of_the_config(model):
     ids = prompt()
     free = generate(model, ids, max_new_tokens=16)[0, 5:].tolist()
