@@ -1,11 +1,11 @@
-"""Reads PyTorch's distributed checkpoints: folders of `.metadata` and `__<rank>_<part>.distcp`, sharded or not.
+"""Reads and writes the files of PyTorch's distributed checkpoints: `.metadata` and `__<rank>_<part>.distcp`.
 
-torch's FileSystemReader reads them, but for `.metadata`, which torch unpickles without a restriction: here only the
-classes that such a file consists of are admitted. torch reads tensors with weights_only=True. So no permission to
-read pickles is asked for. (Of what is not a tensor, torch's planner unpickles anything: ask for tensors only.)
+torch's FileSystemReader reads them, except `.metadata`, which torch unpickles without a restriction: here only the
+classes that such a file needs are allowed. torch reads tensors with weights_only=True. So reading needs no permission
+for pickles. (torch's planner unpickles anything for an entry that is not a tensor: ask for tensors only.)
 
-parallel/checkpoints.py writes checksums.json beside them: {"files": {name: {"bytes": 12, "crc32": "0a1b2c3d"}}}. Then a
-file is read only if it has the checksum that is written there. zlib.crc32 does 2.2 GB/s on one core, without the GIL.
+parallel/checkpoints.py writes checksums.json too: {"files": {name: {"bytes": 12, "crc32": "0a1b2c3d"}}}. Then a file is
+read only if its checksum agrees. zlib.crc32 does 2.2 GB/s on one core and releases the GIL.
 
 Checked against: torch 2.11 and 2.13, distributed/checkpoint/{filesystem,metadata}.py.
 """
@@ -33,7 +33,7 @@ from ligermodels.errors import CheckpointError
 
 CHECKSUMS = "checksums.json"
 _CHECKPOINT = "torch.distributed.checkpoint."
-_ADMITTED = {
+_ALLOWED = {
     _CHECKPOINT + "metadata": {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
@@ -49,18 +49,18 @@ _ADMITTED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name not in _ADMITTED.get(module, ()):
+        if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, with `.metadata` read once and by `_Unpickler`, and errors that name the file.
+    """torch's reader, which reads `.metadata` once with `_Unpickler`, and whose errors name the file.
 
-    verify: check each file against checksums.json, where there is one, before it is read for the first time. With
-    False, the caller calls `verify`; `.metadata` is checked in any case.
-    headers: {name: dtype and shape} of all tensors. files: the names of the files that hold them.
-    checksums: {file: what `checksum` gave for it}; None without checksums.json.
+    verify: check each file against checksums.json, if there is one, before its first read. With False, the caller calls
+    `verify`; `.metadata` is always checked.
+    headers: {name: TensorInfo} of all tensors. files: the names of their files.
+    checksums: {file: the result of `checksum`}; None without checksums.json.
     Raises CheckpointError for a `.metadata` that is missing, damaged, or asks for other classes.
     """
 
@@ -87,8 +87,8 @@ class Reader(dcp.FileSystemReader):
         except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{folder / METADATA} cannot be read as the metadata of a distributed checkpoint: {error}.\n"
-                "  Likely: damaged, of a torch that is much newer, or made to run code on who loads it, which was "
-                "refused."
+                "  Likely: damaged, of a torch that is much newer, or made to run code when it is loaded, which "
+                "was refused."
             ) from error
         self.files = sorted(self._ends, key=lambda file: (len(file), file))  # __2_0.distcp before __10_0.distcp
         self._unverified = set(self.files if verify and self.checksums is not None else ())
@@ -111,7 +111,7 @@ class Reader(dcp.FileSystemReader):
         return super().read_data(dataclasses.replace(plan, items=[]), planner)  # a future that is done
 
     def check_whole(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError for tensors whose shards are missing: torch would leave the rest as it was."""
+        """Raises CheckpointError for tensors with missing shards: torch would leave that part of the memory unread."""
         for name in names:
             entry = self._entries[name]
             if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
@@ -119,7 +119,7 @@ class Reader(dcp.FileSystemReader):
                 raise CheckpointError(f"{self.folder}: {name} {shape} is not whole in its {count} shards")
 
     def check_files(self) -> None:
-        """Raises CheckpointError for files that are missing or cut short or, with checksums, of another checkpoint."""
+        """Raises CheckpointError for files that are missing, cut short or, with checksums, of another checkpoint."""
         for file, end in self._ends.items():
             if Path(file).name != file:
                 raise CheckpointError(f"{self.folder / METADATA} names {file!r}; expected a file in its folder")
@@ -129,15 +129,15 @@ class Reader(dcp.FileSystemReader):
             if (size := path.stat().st_size) < end:
                 raise CheckpointError(f"{path} cannot be read: it is cut short, {size} of {end} bytes")
         if self.checksums is not None:
-            held = {path.name for path in self.folder.glob("*.distcp")}
-            for file in sorted(held ^ set(self.files) | set(self.files) ^ (self.checksums.keys() - {METADATA})):
+            present = {path.name for path in self.folder.glob("*.distcp")}
+            for file in sorted(present ^ set(self.files) | set(self.files) ^ (self.checksums.keys() - {METADATA})):
                 raise CheckpointError(
                     f"{self.folder / file} does not belong to this checkpoint: {METADATA} and {CHECKSUMS} do not both "
                     "name it.\n  Likely: files of two checkpoints were copied into one folder."
                 )
 
     def verify(self, files: Iterable[str]) -> None:
-        """Reads the whole files. Raises CheckpointError for one whose size or checksum is not as in checksums.json."""
+        """Reads whole files. Raises CheckpointError for one whose size or checksum differs from checksums.json."""
         assert self.checksums is not None, f"there is no {CHECKSUMS}"
         for file in files:
             path = self.folder / file
@@ -153,7 +153,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Writer(dcp.FileSystemWriter):
-    """torch's writer, which raises what the system refused: torch follows it by an error of its own."""
+    """torch's writer, which raises the OSError itself: torch replaces it by a RuntimeError."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[Any]:
         try:
@@ -165,7 +165,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """{"bytes": the size of a file, "crc32": the checksum of what it holds, as 8 hexadecimal digits}."""
+    """{"bytes": size of a file, "crc32": CRC-32 of its contents, as 8 hexadecimal digits}."""
     value = size = 0
     with path.open("rb", buffering=0) as file:
         block = memoryview(bytearray(1 << 22))
@@ -176,12 +176,12 @@ def checksum(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Without torch's warning that it saves or loads in a single process."""
+    """Silences torch's warning that it saves or loads in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def cause(error: CheckpointException) -> BaseException:
-    """What failed on the first rank on which something did."""
+    """The error of the first rank that failed."""
     return next(iter(error.failures.values()))[0]

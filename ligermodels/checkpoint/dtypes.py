@@ -11,11 +11,11 @@ NAMES = {
     "float16": ("fp16", "f16", "half"),
     "float64": ("fp64", "f64", "double"),
 }
-"""torch's name of a dtype -> its other names."""
+"""{torch's name of a dtype: its other names}."""
 
 
 def dtype_name(given: Any, also: Sequence[str] = ("auto",)) -> str:
-    """torch's name, such as "bfloat16", of a dtype or of any name of it; those in `also` stay as they are.
+    """torch's name, such as "bfloat16", of a dtype or of one of its names; names in `also` are returned as they are.
 
     Raises InputError for other names and dtypes.
     """

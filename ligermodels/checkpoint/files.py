@@ -1,6 +1,6 @@
-"""The files of a checkpoint folder, read without torch: JSON, the names of weight files, links, errors.
+"""The files of a checkpoint folder, without torch: JSON, names of weight files, links, errors.
 
-No file is read through a link that leaves the folder, but for the blobs of the Hub's cache.
+A link that leaves the folder is not followed, except to the blobs of the Hub's cache.
 """
 
 import contextlib
@@ -24,25 +24,25 @@ TOKENIZER = (
 COMPANIONS = (
     *TOKENIZER, *TEMPLATES, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
-"""The files that belong to a model beside its configs and weights."""
+"""The files of a model other than its configs and weights."""
 
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 GGUF = "model.gguf"
-"""The link to a GGUF file, in the folder that gguf.py makes of it."""
+"""The name of the GGUF file in a folder of `gguf.reader.folder_of`, where it is a link."""
 ADAPTER = "adapter_config.json"
 METADATA = ".metadata"
-"""The file that tells a distributed checkpoint apart; dcp.py imports torch.distributed, which takes half a second."""
+"""The metadata of a distributed checkpoint. dcp.py would import torch.distributed, which takes half a second."""
 
 
 def absolute(path: str | Path) -> Path:
-    """Where `path` leads to, with its links followed and its ~ resolved."""
+    """`path` with links followed and ~ resolved."""
     return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def check_file(path: Path, home: Path | None = None) -> None:
-    """Raises CheckpointError for a file that is not there, not a regular one, or a link out of the folder `home`.
+    """Raises CheckpointError for a file that is missing, not a regular file, or a link out of the folder `home`.
 
-    home: by default the folder that the file is in. The links of the Hub's cache are allowed.
+    home: by default the folder of the file. The links of the Hub's cache are allowed.
     """
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there. Did a download or copy not finish? Fetch the checkpoint again.")
@@ -53,15 +53,15 @@ def check_file(path: Path, home: Path | None = None) -> None:
     if not any(real.is_relative_to(place) for place in (root, *blobs)):
         raise CheckpointError(
             f"{path} is a link that leaves its folder, to {real}.\n"
-            "  Next: if you trust it, put the file itself in the place of the link."
+            "  Next: if you trust it, replace the link by the file."
         )
 
 
 def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]:
-    """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`.
+    """{name: path} of the tokenizer, template and processor files in `folder`. Raises the errors of `check_file`.
 
-    target: the folder that they are to be saved to. Files that it holds already are left out and, if a tokenizer is
-    among them, all files of the tokenizer: the user has saved one there, perhaps with added tokens.
+    target: the folder to save them to. Files that exist there are dropped. If a tokenizer exists there, all files of
+    the tokenizer are: the user has saved one, perhaps with added tokens.
     """
     present = _found(target, COMPANIONS) if target is not None else {}
     skipped = (*TOKENIZER, *TEMPLATES) if any(name in present for name in TOKENIZER) else ()
@@ -77,13 +77,13 @@ def _found(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
 
 
 def config_files(folder: Path, *more: str) -> dict[str, Path]:
-    """{name: path} of those of config.json, generation_config.json and `more` that are there."""
+    """{name: path} of config.json, generation_config.json and `more`, without missing ones."""
     names = ("config.json", "generation_config.json", *more)
     return {name: folder / name for name in names if (folder / name).is_file()}
 
 
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds; `lenient` as `lenient_json`. Raises CheckpointError if it holds none."""
+    """The object in a JSON file; `lenient`: read by `lenient_json`. Raises CheckpointError."""
     if not os.path.lexists(path):
         raise CheckpointError(
             f"{path} is not there. `ligermodels inspect {path.parent}` says which layout the folder has.\n"
@@ -102,7 +102,7 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
 
 
 def lenient_json(text: str) -> Any:
-    """JSON with commas too many or too few, as Llama 3.2 published it (Lightning-AI/litgpt#1752)."""
+    """JSON with extra or missing commas, as published with Llama 3.2 (Lightning-AI/litgpt#1752)."""
     text = re.sub(r",(\s*[}\]])", r"\1", text)
     while True:
         try:
@@ -114,26 +114,26 @@ def lenient_json(text: str) -> Any:
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """A JSON file as the Hub has them: indented, UTF-8, a newline at the end."""
+    """The bytes of a JSON file as on the Hub: indented, UTF-8, a newline at the end."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def file_kind(start: bytes) -> str | None:
-    """What a file that cannot be parsed is, from its first bytes."""
+    """The kind of a file that cannot be parsed, from its first bytes."""
     if start.startswith(b"version https://git-lfs"):
         return "it is a git-lfs pointer; run `git lfs pull` in that folder."
     if re.match(rb"\s*<(!doctype|html|head|\?xml)", start, re.IGNORECASE):
-        return "it is an HTML page, saved in place of a download; fetch the file again."
+        return "it is an HTML page, saved instead of a download; fetch the file again."
     if start.startswith((b"PK\x03\x04", b"\x80\x02\x8a")):
         return "it is a pickle under another name; torch.save wrote it."
     return "it is a GGUF file." if start.startswith(b"GGUF") else None
 
 
 def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] | None]:
-    """The weight files that a folder should hold and, where there is an index, {tensor: file}.
+    """(the weight files that a folder should have, {tensor: file} if there is an index).
 
-    single: the name of the file where there is one only. Raises CheckpointError for an index that is damaged or names
-    files elsewhere.
+    single: the name of the file if it is the only one. Raises CheckpointError for an index that is damaged or names
+    files in other folders.
     """
     index = folder / f"{single}.index.json"
     if not os.path.lexists(index):
@@ -149,9 +149,9 @@ def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] |
 
 
 def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
-    """The kind of the weights in `folder`: SAFETENSORS or, if it has none and they are allowed, PICKLES; or GGUF.
+    """The kind of the weights in `folder`: SAFETENSORS, else PICKLES if they are allowed, else GGUF.
 
-    Raises CheckpointError where there are none, HubError for a folder that cannot be read.
+    Raises CheckpointError if there are none, HubError for a folder that cannot be read.
     """
     with read_errors(folder):
         present = {name.removesuffix(".index.json") for name in os.listdir(folder)}
@@ -173,9 +173,9 @@ def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """`path` if it is a GGUF file, or the one that it holds if it is a folder without other weights; else None.
+    """`path` if it is a GGUF file, or the GGUF file in it if it is a folder without other weights; else None.
 
-    Raises CheckpointError for a folder of several.
+    Raises CheckpointError for a folder with several.
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None
@@ -196,18 +196,18 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def is_gguf_folder(folder: Path) -> bool:
-    """Whether gguf.py has made `folder` of a GGUF file."""
+    """Whether `gguf.reader.folder_of` made `folder`."""
     return (folder / GGUF).is_symlink()
 
 
 def _is_inside(file: str) -> bool:
-    path = PureWindowsPath(file)  # sees drives, UNC paths and backslashes too
+    path = PureWindowsPath(file)  # recognises drives, UNC paths and backslashes too
     return not (path.drive or path.root or ".." in path.parts or "\\" in file or "\0" in file)
 
 
 @contextlib.contextmanager
 def unreplaced(folder: Path) -> Iterator[None]:
-    """For a block that opens several files of `folder`: raises CheckpointError if a save replaces it meanwhile."""
+    """Raises CheckpointError if a save replaces `folder` while the block opens several of its files."""
     with read_errors(folder):
         before = os.stat(folder)
     yield
@@ -219,7 +219,7 @@ def unreplaced(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_errors(where: str | Path) -> Iterator[None]:
-    """For a block that reads `where` alone: an error of the system or of the files becomes a HubError that names it."""
+    """Turns errors of the system and of safetensors in the block, which reads `where` alone, into HubErrors."""
     try:
         yield
     except LigermodelsError:
@@ -230,7 +230,7 @@ def read_errors(where: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def write_errors(target: Path) -> Iterator[None]:
-    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
+    """Turns errors of the system in the block, which writes `target`, into HubErrors with `errno`."""
     try:
         yield
     except HubError:

@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from and goes to: a folder on disk, or a repository of the Hugging Face Hub."""
+"""Finds a checkpoint in a folder or in a repository of the Hugging Face Hub, and uploads one."""
 
 import os
 import re
@@ -22,15 +22,15 @@ def resolve(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The local folder of a checkpoint: the given one as it is, a repository's snapshot, or `gguf.folder_of` a GGUF.
+    """The local folder of a checkpoint: the given folder, a repository's snapshot, or `folder_of` a GGUF file.
 
-    A GGUF is given by its file, or by a folder that holds one and no other weights.
+    A GGUF file is given by its path, or by that of a folder with one and no other weights.
 
-    revision: branch, tag or commit. weights: False leaves out the weight files.
-    The Hub is asked where a branch or tag is now, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A complete
-    copy in the cache needs neither network nor token: it is taken where the revision is a commit, and where the Hub
-    cannot be reached or refuses. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT mean what they mean to
-    huggingface_hub. Raises HubError.
+    revision: branch, tag or commit. weights: False fetches no weight files.
+    The Hub is asked for the commit of a branch or tag, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A
+    complete copy in the cache needs neither network nor token: it is used if the revision is a commit, and if the Hub
+    cannot be reached or refuses. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT work as in huggingface_hub.
+    Raises HubError.
     """
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
@@ -74,7 +74,7 @@ def _snapshot(
     weights: bool,
     allow_pickle: bool,
 ) -> Path:
-    """The folder `inside` a repository's snapshot, see `resolve`."""
+    """The folder `inside` a repository's snapshot; see `resolve`."""
     from huggingface_hub import constants
 
     where = f"{repo} at revision {revision}" if revision else repo
@@ -85,7 +85,7 @@ def _snapshot(
         return cached / inside
     if offline:
         raise HubError(
-            f"{where}: the cache lacks {', '.join(missing[:3])}, and the network is not to be used "
+            f"{where}: the cache lacks {', '.join(missing[:3])}, and the network may not be used "
             f"({'local_files_only=True' if local_files_only else 'HF_HUB_OFFLINE=1'}).\n"
             f"  Next: allow it once, or `hf download {repo}` where there is network. The cache is "
             f"{cache_dir or constants.HF_HUB_CACHE}."
@@ -109,10 +109,10 @@ def _snapshot(
 
 
 def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:
-    """The snapshot that the cache holds of a revision, complete or not."""
+    """The snapshot of a revision in the cache, complete or not."""
     from huggingface_hub import errors, snapshot_download
 
-    try:  # without patterns, nothing is required of the snapshot
+    try:  # without patterns, an incomplete snapshot is found too
         found = snapshot_download(
             repo, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
         )
@@ -122,7 +122,7 @@ def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Pa
 
 
 def _missing(folder: Path, weights: bool, allow_pickle: bool) -> list[str]:
-    """What a folder needs to be loaded and does not hold."""
+    """The files that a folder lacks to be loaded."""
     if not weights:
         return [] if folder.is_dir() and any(folder.iterdir()) else ["any file"]
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
@@ -137,7 +137,7 @@ def _missing(folder: Path, weights: bool, allow_pickle: bool) -> list[str]:
 def _download(
     repo: str, revision: str | None, inside: PurePosixPath, weights: bool, allow_pickle: bool, **options: Any
 ) -> Path:
-    """The snapshot: configs and index first, then the shards that the index names, from the same commit."""
+    """Downloads the configs and the index, then the shards that the index names from the same commit."""
     from huggingface_hub import snapshot_download
 
     def fetch(revision: str | None, names: Iterable[str]) -> Path:
@@ -156,7 +156,7 @@ def _download(
 
 
 def refused(error: Exception) -> bool:
-    """Whether the Hub, the network or the disk said no in a call of huggingface_hub; else the program went wrong."""
+    """Whether an error of huggingface_hub comes from the Hub, the network or the disk, and not from a bug."""
     from huggingface_hub import errors
 
     theirs = (OSError, RuntimeError, errors.HTTPError, errors.HFValidationError)  # RuntimeError is hf_xet's
@@ -164,8 +164,8 @@ def refused(error: Exception) -> bool:
 
 
 def _hub_error(where: str, error: Exception) -> HubError:
-    """A HubError with the message of huggingface_hub, without the password that a URL may hold."""
-    message = re.sub(r"//[^/@\s]*@", "//", str(error))  # HF_ENDPOINT may hold a name and a password
+    """A HubError with the message of huggingface_hub, without passwords in URLs."""
+    message = re.sub(r"//[^/@\s]*@", "//", str(error))  # HF_ENDPOINT may have a name and a password
     failure = HubError(
         f"{where}: {type(error).__name__}: {message}\n"
         "  Next: check the name, the network and the disk; a private or gated repository needs `hf auth login` or "
@@ -185,9 +185,9 @@ def push(
     commit_message: str = "Upload model with ligermodels",
     token: str | bool | None = None,
 ) -> str:
-    """Uploads `folder` to the repository `repo` ("owner/name"), made if need be. Returns the commit's URL.
+    """Uploads `folder` to the repository `repo` ("owner/name"), created if it does not exist. Returns the commit's URL.
 
-    revision: a branch, made if need be. create_pr: opens a pull request instead, whose URL is returned.
+    revision: a branch, created if it does not exist. create_pr: open a pull request instead, and return its URL.
     Raises HubError.
     """
     from huggingface_hub import HfApi

@@ -1,8 +1,7 @@
-"""Models with quantised linear modules, of bitsandbytes, torchao or our own: loaded, and,
-except in our int8, fp8 and int4, trained under adapters and saved again.
+"""Loads models with quantised linear modules, and saves those whose method has a format on disk.
 
-Modules are quantised one after the other, as a checkpoint is read. The head, which is no `nn.Linear` here, stays as it
-is. What a module becomes is for its quantiser (quantizers.py).
+Modules are quantised one by one, as a checkpoint is read. The head, which is not an `nn.Linear` here, is not quantised.
+quantizers.py converts a module.
 """
 
 import dataclasses
@@ -22,21 +21,19 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 OURS = ("nf4", "int8", "fp8", "int4")
 METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
-"""quant_method of config.json -> the class that holds its settings."""
+"""{quant_method of config.json: its quantiser}."""
 _OURS: dict[str, Any] = {"nf4": NF4, **dict.fromkeys(OURS[1:], WeightOnly)}
 
 
 def quantizer_of(config: Any) -> Quantizer:
-    """The quantiser for a name of OURS, a config of transformers (BitsAndBytesConfig, TorchAoConfig) or of torchao, or
-    a dict.
+    """The quantiser for a `quantization_config`.
 
-    "nf4" is our own `NF4` with its defaults, and "int8", "fp8" and "int4" are `WeightOnly`, for inference;
-    {"quant_method": "nf4", ...} sets the fields. Other dicts: the fields of BitsAndBytesConfig or, with quant_method, a
-    quantization_config of config.json.
-    Raises InputError for other methods, unknown fields and settings that are not supported, and where the library is
-    not installed.
+    config: a name of OURS (`NF4` or `WeightOnly` with their defaults); a BitsAndBytesConfig or TorchAoConfig of
+        transformers; a config of torchao; or a dict: {"quant_method": ..., fields}, as in config.json, where fields of
+        BitsAndBytesConfig need no quant_method.
+    Raises InputError for other methods, unknown fields, settings that are not supported, and a missing library.
     """
-    config = getattr(config, "quantization_config", config)  # of what transformers hangs on a model as hf_quantizer
+    config = getattr(config, "quantization_config", config)  # of an hf_quantizer of transformers
     if isinstance(config, Quantizer):
         return config
     if is_of_torchao(config):
@@ -45,7 +42,7 @@ def quantizer_of(config: Any) -> Quantizer:
     read = config.to_dict() if hasattr(config, "to_dict") else config if isinstance(config, Mapping) else {}
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
-    method = getattr(method, "value", method)  # transformers has an enum of them
+    method = getattr(method, "value", method)  # an enum in transformers
     methods = METHODS | _OURS
     if method not in methods:
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
@@ -60,10 +57,10 @@ def quantizer_of(config: Any) -> Quantizer:
 
 
 def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
-    """A config without its quantization_config where that is of a method known here, and the quantiser that it names.
+    """(a config without its quantization_config, the quantiser that it names or None), for the methods of METHODS.
 
-    asked: what the call passes as quantization_config; "nf4" has our own modules hold the weights of bitsandbytes.
-    Raises ConfigError where the settings are not supported or the library is not installed.
+    asked: quantization_config of the call; with "nf4", our modules read the weights of bitsandbytes.
+    Raises ConfigError if the settings are not supported or the library is missing.
     """
     saved = values.get("quantization_config") if isinstance(values, Mapping) else None
     method = saved.get("quant_method") if isinstance(saved, Mapping) else None
@@ -84,19 +81,19 @@ def _asks_nf4(asked: Any) -> bool:
 
 
 def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:
-    """The quantiser of a load: the checkpoint's own, where it is quantised, else what the call asks for."""
+    """The quantiser of a load: the checkpoint's own if it is quantised, else the one that the call asks for."""
     if saved is None or asked is None:
         return saved if asked is None else quantizer_of(asked)
-    if asked == "nf4" == saved.quant_method:  # no settings that could differ
+    if asked == "nf4" == saved.quant_method:  # there are no settings that could differ
         return saved
     if type(quantizer_of(asked)) is not type(saved):
         raise InputError(f"the checkpoint is quantised by {saved.quant_method} already; leave quantization_config out")
-    warnings.warn("the checkpoint is quantised already: its own settings count, not quantization_config", stacklevel=3)
+    warnings.warn("the checkpoint is quantised: its own settings are used, not quantization_config", stacklevel=3)
     return saved
 
 
 def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
-    """What accelerate takes to know how much memory the weights of `model` will need; nothing if none is quantised."""
+    """accelerate's arguments for the memory of the weights of `model`; empty if none is quantised."""
     if quantizer is None:
         return {}
     chosen = linears(model, quantizer)
@@ -105,9 +102,9 @@ def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
 
 
 def linears(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
-    """{name: module} of the plain linear modules that are not skipped.
+    """{name: module} of the linear modules to quantise.
 
-    An entry of `skipped` counts as in transformers: a pattern for the beginning of a module's name, or its end.
+    As in transformers, an entry of `skipped` is a pattern of the beginning of a module's name, or the end of one.
     """
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return {
@@ -132,11 +129,11 @@ def load(
     tied: Mapping[str, str] | None = None,
     also: Iterable[weights.Table] = (),
 ) -> None:
-    """As `weights.load`; linear modules are quantised as their weights are read, one by one.
+    """Does `weights.load`, and quantises linear modules one by one as their weights are read.
 
-    devices: {linear module: where it is quantised}, `device` for the rest. Beyond what is quantised already, a device
-    holds one weight. from_quantized: the checkpoint holds quantised modules; the others on it are plain here too.
-    Raises CheckpointError, also for a weight that holds NaN or infinity.
+    devices: {linear module: its device}, `device` for the rest. Beyond the quantised modules, a device needs memory for
+    one weight. from_quantized: the checkpoint has quantised modules; those that are not quantised there stay so.
+    Raises CheckpointError, also for a weight with NaN or infinity.
     """
     chosen = linears(model, quantizer)
     table = weights.layout(model, table, reader.headers, also=also)
@@ -170,7 +167,7 @@ def load(
 
 
 def mark(model: Any, quantizer: Quantizer) -> None:
-    """Says that the model is quantised, under the names by which trainers and adapters ask."""
+    """Sets the attributes by which trainers and adapters know that a model is quantised."""
     model.is_quantized = True
     model.quantization_method = quantizer.quant_method
     model.hf_quantizer = model.config.quantization_config = quantizer
@@ -186,9 +183,9 @@ def export(
     *,
     tied: Mapping[str, str] | None = None,
 ) -> tuple[weights.Exported, dict[str, str]]:
-    """The tensors under their names on disk, and the metadata of the files. Raises as `weights.export`.
+    """(the tensors under their names on disk, the metadata of the files). Raises the errors of `weights.export`.
 
-    shapes: the same model as it was before it was quantised, on meta; it is taken apart.
+    shapes: the same model before it was quantised, on meta; its quantised modules are removed.
     """
     chosen = {name: model.get_submodule(name) for name in linears(shapes, quantizer)}
     chosen = {name: module for name, module in chosen.items() if quantizer.is_quantized(module)}
@@ -226,6 +223,6 @@ def _restored(quantizer: Quantizer, linear: nn.Linear, parts: Parts, name: str, 
         return quantizer.restore(linear, parts, name, reader.metadata)
     except (ValueError, KeyError, TypeError, AssertionError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"{reader.source}: {name} is no module that {quantizer.quant_method} has quantised with these settings: "
+            f"{reader.source}: {name} was not quantised by {quantizer.quant_method} with these settings: "
             f"{error}.\n  Likely: quantization_config in config.json is another checkpoint's, or a newer version's."
         ) from error

@@ -1,8 +1,11 @@
-"""What quantises linear modules: `Quantizer`, and those that wrap a library, bitsandbytes and torchao.
+"""The quantisers of linear modules: bitsandbytes, torchao, and ours, NF4 and WeightOnly.
 
-A quantiser replaces `nn.Linear` modules (bitsandbytes) or their weights (torchao). What config.json and the tensors on
-disk say is what transformers writes for the same settings, so that either loads what the other saved. The libraries are
-imported on demand. Trainers read a quantiser as `hf_quantizer` and as `quantization_config`.
+    model = ligermodels.load("meta-llama/Llama-3.1-8B", quantization_config="nf4", device="cuda")
+
+A quantiser replaces `nn.Linear` modules or, with torchao, their weights, as they are read from a checkpoint. Those of
+libraries write the config.json and tensors that transformers writes for the same settings, so that either loads what
+the other saved; NF4 reads and writes those of bitsandbytes. Libraries are imported on demand. Trainers read a quantiser
+as `hf_quantizer` and as `quantization_config`.
 """
 
 import dataclasses
@@ -26,21 +29,21 @@ from ligermodels.layers.quantized import QuantizedLinear
 _NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 
 Parts = Mapping[str, Tensor]
-"""{what follows the module's name on disk: tensor}, of one quantised linear module."""
+"""{name on disk, after the module's: tensor}, of one quantised linear module."""
 
 
 class Quantizer:
-    """The settings of one library, and what they do to a linear module."""
+    """The settings of one method, and how it converts, saves and restores a linear module."""
 
     quant_method: ClassVar[str]
-    """In config.json; also the library's name."""
+    """The name in config.json, and of the library."""
     is_qat_trainable: ClassVar[bool] = False
     flags: Mapping[str, bool]
-    """Attributes by which tools know such a model."""
+    """Attributes by which other tools recognise such a model."""
     skipped: Iterable[str]
-    """Names of modules that stay as they are."""
+    """Names of modules that are not quantised."""
     _without: ClassVar[str] = ""
-    """What to do instead of installing the library."""
+    """An alternative to installing the library, for the error."""
 
     @property
     def quantization_config(self) -> Self:
@@ -48,35 +51,35 @@ class Quantizer:
 
     @property
     def element(self) -> Any:
-        """What accelerate calls the dtype of a quantised weight."""
+        """The dtype of a quantised weight, for accelerate's estimate of memory."""
         return torch.int8
 
     def default_device(self, device: torch.device) -> torch.device:
-        """Where the model goes if the call does not say; `device` is torch's default."""
+        """The model's device if the call names none; `device` is torch's default."""
         return device
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
-        """The quantised module, on `device`, for `linear` on meta. weight and bias may be mapped from a file."""
+        """The quantised module on `device`; `linear` is on meta, weight and bias may be mapped from a file."""
         raise NotImplementedError
 
     def finish(self, model: nn.Module) -> None:
-        """What comes after the last module."""
+        """Runs after the last module."""
 
     def is_quantized(self, module: nn.Module) -> bool:
-        """Whether `convert` has made it, and nothing has been wrapped around it."""
+        """Whether `convert` made the module, and nothing wraps it."""
         raise NotImplementedError
 
     def parts(self, module: nn.Module, name: str) -> tuple[Parts, dict[str, str]]:
-        """What to save of a quantised module with that name, and what belongs in the header of the files."""
+        """(the tensors of a quantised module to save, its entries in the header of the files)."""
         raise NotImplementedError
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
-        """The module that was saved as `parts`, on their device. Raises ValueError where they do not fit."""
+        """The module that was saved as `parts`, on their device. Raises ValueError if they do not fit."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The quantization_config of config.json."""
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]  # those who leave this to us are dataclasses
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses without their own to_dict are dataclasses
         names = [field.name for field in fields]
         return {"quant_method": self.quant_method, **{name: getattr(self, name) for name in names}}
 
@@ -126,7 +129,7 @@ class BitsAndBytes(Quantizer):
         self._library()
 
     def default_device(self, device: torch.device) -> torch.device:
-        """The GPU where there is one, as transformers has it."""
+        """The GPU if there is one, as in transformers."""
         gpu = device.type == "cpu" and torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device()) if gpu else device
 
@@ -174,7 +177,7 @@ class BitsAndBytes(Quantizer):
         return values
 
     def _empty(self, linear: nn.Linear) -> Any:
-        """The module that takes the place of `linear`, without memory."""
+        """The module that replaces `linear`, without memory."""
         bnb, sizes = self._library(), (linear.in_features, linear.out_features, linear.bias is not None)
         if self.load_in_8bit:
             options = dict(has_fp16_weights=False, threshold=self.llm_int8_threshold)
@@ -230,7 +233,7 @@ class TorchAO(Quantizer):
         return "8weight" in type(self.quant_type).__name__.lower()
 
     def get_apply_tensor_subclass(self) -> Any:
-        """`quant_type`, by the name that PEFT has for it."""
+        """`quant_type`, under PEFT's name."""
         return self.quant_type
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
@@ -252,9 +255,9 @@ class TorchAO(Quantizer):
         parts, key = dict(parts), f"{name}.weight"
         bias = parts.pop("bias", None)
         header = {key: metadata[key], "tensor_names": json.dumps([key])}
-        held = {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        state = {f"{name}.{part}": tensor for part, tensor in parts.items()}
         found, left = self._library(".prototype.safetensors.safetensors_support").unflatten_tensor_state_dict(
-            held, header
+            state, header
         )
         if left or found[key].shape != linear.weight.shape:
             raise ValueError(f"it holds {', '.join(parts)}")
@@ -268,11 +271,12 @@ class TorchAO(Quantizer):
 
 @dataclass(kw_only=True)
 class NF4(Quantizer):
-    """4 bits for each weight of a linear module; embedding, head, norms, routers and packed experts stay as they are.
+    """`NF4Linear` modules: 4 bits per weight, trainable under adapters without bitsandbytes, in its format on disk.
 
-    double: absmax is quantised too, 4.127 bits per weight instead of 4.5.
+    Embedding, head, norms, routers and joint experts are not quantised.
+    double: quantise absmax too, 4.127 bits per weight instead of 4.5.
     skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
-    compute_dtype: what config.json tells bitsandbytes to compute in. Here a layer computes in the dtype of its input.
+    compute_dtype: for bitsandbytes, in config.json. Here a layer computes in the dtype of its input.
     """
 
     quant_method = "nf4"
@@ -288,7 +292,7 @@ class NF4(Quantizer):
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
-        """The settings of a folder whose config.json names bitsandbytes. Raises InputError unless they are nf4's."""
+        """The settings from a quantization_config of bitsandbytes. Raises InputError unless it is nf4."""
         kind = saved.get("bnb_4bit_quant_type", "fp4")
         if not saved.get("load_in_4bit") or kind != "nf4":
             raise InputError(
@@ -367,7 +371,7 @@ class NF4(Quantizer):
         return NF4Linear.from_quantized(packed, NF4State(absmax, code, shape, dtype, block, *nested), parts.get("bias"))
 
     def to_dict(self) -> dict[str, Any]:
-        """That of bitsandbytes, whose folder it is."""
+        """The quantization_config of bitsandbytes, whose format is written."""
         fields = {field.name: field.default for field in dataclasses.fields(BitsAndBytes)}
         return {
             "quant_method": "bitsandbytes",
@@ -383,14 +387,15 @@ class NF4(Quantizer):
 
 @dataclass(kw_only=True)
 class WeightOnly(Quantizer):
-    """int8, fp8 or int4 for each weight of a linear module; embedding, head, norms, routers and packed experts stay.
+    """`QuantizedLinear` modules with weights in int8, fp8 or int4, for inference. There is no format on disk.
 
-    quant_method: which of them. skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
+    Embedding, head, norms, routers and joint experts are not quantised.
+    quant_method: "int8", "fp8" or "int4". skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     """
 
     is_trainable: ClassVar[bool] = False
 
-    quant_method: str  # type: ignore[misc]  # of a module's class elsewhere
+    quant_method: str  # type: ignore[misc]  # a ClassVar in the other classes
     skip_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -419,7 +424,7 @@ class WeightOnly(Quantizer):
     def parts(self, module: nn.Module, name: str) -> tuple[Parts, dict[str, str]]:
         raise CheckpointError(
             f"{name} is {self.quant_method}, for which there is no format on disk: weights are quantised as they are "
-            "read. Next: keep the folder that the model was loaded from, or load it without quantization_config and "
+            "read. Next: keep the folder of the model, or load it without quantization_config and "
             'save that; quantization_config="nf4" can be saved.'
         )
 
@@ -433,7 +438,7 @@ def _with_bias(made: Any, bias: Tensor | None, device: torch.device, requires_gr
 def dtype_of(name: str, value: Any, default: torch.dtype) -> torch.dtype:
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype | None) or (found is None and value is not None):
-        raise InputError(f"quantization_config: {name}={value!r} is no dtype of torch")
+        raise InputError(f"quantization_config: {name}={value!r} is not a dtype of torch")
     return default if found is None else found
 
 

@@ -1,8 +1,8 @@
 """Reads the weights of checkpoint folders in Hugging Face's layout; saving.py writes them.
 
-model.safetensors.index.json names the weight files, else there is one, model.safetensors. What else lies in the folder
-is not read: repositories hold the same weights a second time (consolidated*, original/, *.bin). Pickles are read only
-where they are allowed, and then as plain tensors. gguf.py reads GGUF files.
+model.safetensors.index.json names the weight files; without it, there is one, model.safetensors. Other files are not
+read: repositories often have the same weights a second time (consolidated*, original/, *.bin). Pickles are read only if
+they are allowed, and then as plain tensors.
 """
 
 import json
@@ -40,14 +40,14 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-"""{the code of a dtype in a safetensors header: the dtype}."""
+"""{code in a safetensors header: dtype}."""
 
 
 class SafetensorsFile:
-    """One safetensors file, mapped. safetensors checks its header against the file's size.
+    """One safetensors file, mapped. The safetensors library checks its header against the file's size.
 
-    names: of its tensors, in file order. metadata: what stands beside them.
-    Raises CheckpointError for a file that is damaged or not what its name says, HubError for one that cannot be read.
+    names: of its tensors, in file order. metadata: of its header.
+    Raises CheckpointError for a file that is damaged or of another kind, HubError for one that cannot be read.
     """
 
     def __init__(self, path: Path, home: Path | None = None):
@@ -75,18 +75,18 @@ class SafetensorsFile:
         return TensorInfo(DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
 
     def locate(self, name: str) -> Stored:
-        """Where the tensor lies."""
+        """The file and offset of the tensor."""
         info, (begin, end) = self.info(name), self._header[name]["data_offsets"]
         assert end - begin == info.nbytes, f"{self.path}: {name} at {begin} to {end}"
         return Stored(self._file, self._begin + begin, info.dtype, info.shape)
 
     def read(self, name: str) -> Tensor:
-        """The tensor as a view of the mapped file: on the CPU, not to be written to."""
+        """The tensor as a view of the mapped file. It must not be written to."""
         return self._opened.get_tensor(name)
 
 
 class PickleFile:
-    """One file that torch.save wrote, mapped where that is possible; as `SafetensorsFile`."""
+    """One file of torch.save, mapped where that is possible, with the methods of `SafetensorsFile`."""
 
     def __init__(self, path: Path, home: Path | None = None):
         self.path = path
@@ -95,37 +95,34 @@ class PickleFile:
         self.metadata: dict[str, str] = {}
 
     def info(self, name: str) -> TensorInfo:
-        """The dtype and shape of a tensor."""
         return TensorInfo(self._tensors[name].dtype, tuple(self._tensors[name].shape))
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, not to be written to."""
         return self._tensors[name]
 
 
 def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
-    """The tensors of a file that torch.save wrote, unpickled without running code; `home` as for `check_file`.
+    """The tensors of a file of torch.save, unpickled without running code; `home` as in `check_file`.
 
-    Raises CheckpointError for a file that is not there, damaged, or holds anything but plain tensors under names;
-    HubError for one that cannot be read.
+    Raises CheckpointError for a file that is missing, damaged, or not a flat dictionary of plain tensors, HubError for
+    one that cannot be read.
     """
     check_file(path, home)
     with read_errors(path), path.open("rb") as file:
         start = file.read(64)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on a file that is then refused
+            warnings.simplefilter("ignore")  # torch warns of a file that is then refused
             # Only a zip file can be mapped; torch before 1.6 wrote none.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # of any kind: the file chooses what the unpickler runs into
+    except Exception as error:  # the file decides which error the unpickler meets
         foreign = file_kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
         kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
         raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {kind}") from error
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+    is_flat = isinstance(state, dict) and all(isinstance(x, Tensor) and isinstance(n, str) for n, x in state.items())
+    if not is_flat:
         raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
     for name, tensor in state.items():
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise CheckpointError(f"{path}: {name} is sparse, quantised or empty; expected a plain tensor")
     return {name: tensor.detach() for name, tensor in state.items()}
@@ -135,14 +132,14 @@ class _FolderReader:
     """The tensors of a checkpoint folder: a context manager and a `weights.Reader`.
 
     headers: {name: TensorInfo} in file order, without the prefixes of wrappers. places: {name: file}.
-    metadata: the first file's. With an index, what it does not name is not part of the checkpoint.
-    Raises CheckpointError for an index or file that is missing, damaged or not what its name says, and for a folder
-    that was replaced meanwhile; HubError for one that cannot be read.
+    metadata: of the first file. If there is an index, tensors that it does not name are ignored.
+    Raises CheckpointError for an index or file that is missing, damaged or of another kind, and for a folder that is
+    replaced at the same time; HubError for one that cannot be read.
     """
 
     single: ClassVar[str]
     is_mapped: ClassVar[bool]
-    """Whether every tensor has memory of its own, mapped from the file, in which writing does not change the file."""
+    """Whether every tensor is mapped separately, so that writing to it leaves the others and the file unchanged."""
     open_file: ClassVar[type[SafetensorsFile] | type[PickleFile]]
 
     def __init__(self, folder: str | Path):
@@ -161,17 +158,17 @@ class _FolderReader:
                     if plain in self._stored:
                         raise CheckpointError(
                             f"{self.folder / file} holds {name} and {self._stored[plain]}, which are one name; "
-                            "keep the one that is right"
+                            "keep the right one"
                         )
                     self._stored[plain], self.places[plain] = name, file
                     self.headers[plain] = opened.info(name)
         for name, file in (weight_map or {}).items():
             if self._stored.get(plain_name(name)) != name:
-                raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
+                raise CheckpointError(f"{self.folder / file} lacks {name}, which its index names; fetch both again")
         self.metadata = self._files[files[0]].metadata
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+        """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
         return self._files[self.places[name]].read(self._stored[name])
 
     def __enter__(self) -> Self:
@@ -185,11 +182,11 @@ class SafetensorsReader(_FolderReader):
     """The tensors of model.safetensors, or of the shards that its index names."""
 
     single = SAFETENSORS
-    is_mapped = os.name != "nt"  # Windows neither renames nor removes a file that is mapped
+    is_mapped = os.name != "nt"  # Windows cannot rename or remove a mapped file
     open_file = SafetensorsFile
 
     def locate(self, name: str) -> Stored:
-        """Where the tensor lies."""
+        """The file and offset of the tensor."""
         file: Any = self._files[self.places[name]]
         return file.locate(self._stored[name])
 
@@ -205,9 +202,9 @@ class PickleReader(_FolderReader):
 def open_checkpoint(
     folder: str | Path, *, allow_pickle: bool = False
 ) -> "SafetensorsReader | PickleReader | GgufReader":
-    """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
+    """A reader of the weights in `folder`: safetensors, else a GGUF file or, if they are allowed, pickles.
 
-    No config.json is needed. Raises as `weights_in` and the readers do.
+    No config.json is needed. Raises the errors of `weights_in` and of the readers.
     """
     kind = weights_in(folder, allow_pickle=allow_pickle)
     if kind == GGUF:

@@ -1,4 +1,4 @@
-"""Writes checkpoint folders in one step: a reader finds the old checkpoint or the new one, also after a crash."""
+"""Writes checkpoint folders atomically: a reader finds the old checkpoint or the new one, also after a crash."""
 
 import collections
 import contextlib
@@ -28,7 +28,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def num_bytes(size: int | str) -> int:
-    """A number of bytes, given as one or as "5GB" (10^9) or "5GiB" (2^30). Raises InputError."""
+    """A number of bytes, from a number or a text such as "5GB" (10^9) or "5GiB" (2^30). Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
     count = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
     if not 1 <= count < 2**63:
@@ -114,15 +114,15 @@ def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | N
 
 @contextlib.contextmanager
 def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Path]:
-    """For a block that fills a new folder, which takes the place of the folder `target` at the end.
+    """Yields a new folder for the block to fill, which replaces the folder `target` when the block ends.
 
-    is_file: the one file in the new folder takes the place of the file `target` instead.
+    is_file: the one file in the new folder replaces the file `target` instead.
 
-    The new folder grows beside the old one, whose other files it gets as hard links (copies where the file system has
-    none), then the two are swapped: atomic on Linux, two renames elsewhere. A block that fails leaves the old folder.
-    A killed process leaves the old folder or the new one, whole, and another that is named .<name>.saving-*.
-    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by file, the
-    weights last, and a second one is refused.
+    The new folder is beside the old one. It gets the old one's other files as hard links (copies if the file system has
+    no links), then the two are swapped: atomically on Linux, by two renames elsewhere. If the block fails, the old
+    folder stays. A killed process leaves the old or the new folder complete, and a folder .<name>.saving-*.
+    If a folder cannot be renamed (a mount point, the current directory), a first checkpoint is moved in file by file,
+    the weights last, and a second one is refused.
     Raises CheckpointError if `target` is refused, OSError if it cannot be written or `size` bytes are not free.
     """
     fixed = not is_file and _is_fixed(target)
@@ -146,9 +146,9 @@ def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Pat
 
 
 def _is_fixed(target: Path) -> bool:
-    """Whether the folder has to be filled in place, since it cannot be renamed.
+    """Whether the folder must be filled in place, since it cannot be renamed.
 
-    Raises CheckpointError, HubError or PermissionError if it may not be filled.
+    Raises CheckpointError, HubError or PermissionError if it cannot be filled.
     """
     if not target.exists():
         return False
@@ -172,7 +172,7 @@ def _is_weights(name: str) -> bool:
 
 
 def split_into_shards(headers: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
-    """The names of the tensors of each shard, in the order in which they are written."""
+    """The names of the tensors of each shard, in file order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, info in headers.items():
@@ -185,7 +185,7 @@ def split_into_shards(headers: Mapping[str, TensorInfo], max_bytes: int) -> list
 
 
 def align(headers: Mapping[str, TensorInfo], names: list[str]) -> list[str]:
-    """The names by falling size of an element: then each tensor of a file starts at a multiple of that size."""
+    """The names sorted by element size, largest first, so that each tensor in a file is aligned to its elements."""
     return sorted(names, key=lambda name: -headers[name].dtype.itemsize)
 
 
@@ -196,9 +196,9 @@ def write_shards(
     shards: list[list[str]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the weight files and, if there are several, their index; `tensors` come in the order of `shards`.
+    """Writes the weight files and, if there are several, their index; `tensors` are in the order of `shards`.
 
-    The safetensors library's own writer would hold all tensors of a file in memory. Raises OSError.
+    The safetensors library's own writer would keep all tensors of a file in memory. Raises OSError.
     """
     _write_files(folder, headers, tensors, shards, metadata, range(len(shards)))
     _write_index(folder, headers, shards)
@@ -238,31 +238,31 @@ def write_file(
     tensors: Iterator[Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """A safetensors file: the length of its header, the header as JSON, the bytes of the tensors.
+    """Writes a safetensors file: the length of its header, the header as JSON, the bytes of the tensors.
 
-    It has the mode of every new file; the safetensors library's own writer makes files that only their owner reads.
+    It has the mode of any new file; the safetensors library's own writer makes files that only their owner can read.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
         info = headers[name]
         if info.dtype not in _CODES:
-            raise CheckpointError(f"{name} is {info.dtype}, which safetensors files do not hold")
+            raise CheckpointError(f"{name} is {info.dtype}, which safetensors files do not support")
         start, end = end, end + info.nbytes
         header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # mapped weights lie as torch's own do, and matmuls round alike
+    text += b" " * (-(8 + len(text)) % 64)  # mapped weights are aligned as torch's own, so matmuls round alike
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
             tensor = next(tensors)
-            assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == headers[name], f"{name} is not as planned"
+            assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == headers[name], f"{name} differs from its header"
             file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor
 
 
 def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Adds `files` to a folder and syncs all that it holds to the disk. Raises OSError."""
+    """Adds `files` to a folder and syncs all its contents to the disk. Raises OSError."""
     for name, content in files.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):
@@ -276,7 +276,7 @@ def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
 def sync(path: Path) -> None:
     """Waits until a file or folder is on the disk. Raises OSError."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folder
+        return  # Windows cannot open folders
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -285,7 +285,7 @@ def sync(path: Path) -> None:
 
 
 def _move_files(staging: Path, target: Path) -> None:
-    """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
+    """Moves file by file, the weights last and then their index, without which there is no checkpoint."""
     files = [path for path in staging.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (_is_weights(path.name), path.suffix == ".json")):
         place = target / path.relative_to(staging)
@@ -294,11 +294,11 @@ def _move_files(staging: Path, target: Path) -> None:
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Puts `staging` in the place of `target`; files of `target` other than its weights stay, unless they are new."""
+    """Replaces `target` by `staging`, and keeps the files of `target` that are not weights and not in `staging`."""
     old = staging.with_name(f"{staging.name}-old")
     if target.is_dir():
         shutil.copymode(target, staging)
-        with contextlib.suppress(FileNotFoundError):  # another save has moved it; what it held is linked below
+        with contextlib.suppress(FileNotFoundError):  # another save has moved it; its files are linked below
             _link_others(target, staging)
     if not _rename(staging, target):
         if _exchange(staging, target):
@@ -312,14 +312,14 @@ def _swap(staging: Path, target: Path) -> None:
                     os.rename(old, target)
                 raise
     if old.exists():
-        _link_others(old, target)  # what was written while the two were swapped
+        _link_others(old, target)  # files that were written during the swap
         shutil.rmtree(old, ignore_errors=True)
 
 
 def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
-    """Hard-links into `new` the files of `old` that it lacks, except the weights.
+    """Hard-links the files of `old` that `new` lacks into `new`, except the weights.
 
-    Other layouts' weights, consolidated*, are replaced where `new` has such: of two kinds of shards, none opens.
+    consolidated*, the weights of other layouts, are not linked if `new` has some: mixed shards could not be opened.
     """
     consolidated = any(new.glob("consolidated*"))
     for path in old.iterdir():
@@ -336,13 +336,13 @@ def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
         else:
             try:
                 os.link(path, place)
-            except OSError:  # the file system has no links, or none to the files of others
+            except OSError:  # the file system has no links, or forbids them
                 shutil.copy2(path, place)
     sync(new)
 
 
 def _rename(a: Path, b: Path) -> bool:
-    """Renames a folder to a name that is free or an empty folder's; False where `b` has contents."""
+    """Renames a folder, also over an empty one. Returns False if `b` is not empty."""
     try:
         os.rename(a, b)
     except OSError as error:
@@ -353,7 +353,7 @@ def _rename(a: Path, b: Path) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swaps two folders atomically; False where the system or the file system cannot."""
+    """Swaps two folders atomically. Returns False if the system or the file system cannot."""
     if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None, use_errno=True), "renameat2"):
         return False
     current_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE

@@ -276,7 +276,7 @@ class Copies:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, block: Block, memory: Tensor) -> Any:
-        """Enqueues the copies of a block from `memory`. The current stream waits for the event that is returned."""
+        """Enqueues the copies of a block from `memory`. The current stream waits for the returned event."""
         with torch.cuda.stream(self.stream):
             block.copy(memory)
             event = self.stream.record_event(torch.cuda.Event(blocking=True))

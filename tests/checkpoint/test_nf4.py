@@ -216,7 +216,7 @@ def test_what_cannot_be_honoured_raises(plain, saved, tmp_path):
         load(plain, {"quant_method": "nf4", "blok": 64})
     with pytest.raises(ConfigError, match=r"(?s)pip install.*quantization_config=\"nf4\""):
         load(saved, None)
-    with pytest.warns(UserWarning, match="its own settings count"):
+    with pytest.warns(UserWarning, match="its own settings are used"):
         assert load(saved, NF4(double=False)).hf_quantizer.double
     for kind, setting in (("fp4", {"bnb_4bit_quant_type": "fp4"}), ("8 bits", {"load_in_4bit": False})):
         config = json.loads((saved / "config.json").read_text())

@@ -167,7 +167,7 @@ SHARDED: dict[str, tuple[Spoil, str]] = {
             mapped(lambda m, file=file: m.update({NORM: file})), r"index\.json names .*; expected a \.safetensors file")
         for file in ("../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors", "model.bin", 3)
     },
-    "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, against"),
+    "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, which"),
     "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
 }  # fmt: skip
 
