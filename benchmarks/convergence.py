@@ -46,8 +46,10 @@ def our_adamw(**options: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.
 
 
 class Recipe(NamedTuple):
-    """A way to train: whose model, in which dtype, by which optimizer (None: torch's, on fp32 copies of the weights),
-    and what of it is computed again in the backward."""
+    """A way to train: whose model, in which dtype, by which optimizer, and what the backward recomputes.
+
+    optimizer: None is torch's AdamW on fp32 copies of the weights.
+    """
 
     build: Callable[[Path, torch.dtype, str], nn.Module]
     dtype: torch.dtype
@@ -63,7 +65,7 @@ MODELS: dict[str, Recipe] = {
     "transformers, bf16": Recipe(theirs, _BF16, None),
     "ligermodels, bf16": Recipe(ours, _BF16, None),
 }
-"""What is compared by default, and first what all is compared with: the models alone, the optimizer in fp32."""
+"""What is compared by default, with an optimizer in fp32. The first is what all others are compared with."""
 
 
 def recipes() -> dict[str, Recipe]:

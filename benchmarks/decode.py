@@ -1,5 +1,4 @@
-"""Greedy decoding, the time to the first token, and rollouts: ours as a CUDA graph and from the host, beside
-transformers.
+"""Greedy decoding, the time to the first token, and GRPO rollouts, beside transformers and TRL.
 
     python -m benchmarks.decode --out benchmarks/results/decode.json
     python -m benchmarks.decode --models llama-3.1-8b --weights bf16,int8,fp8,int4 --cases 1x128+256,8x128+256
@@ -8,23 +7,26 @@ transformers.
     python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b                      # beside TRL
     python -m benchmarks.decode --dry
 
-A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Each row runs twice and the second run counts:
-"first token ms" is the prompt's time, "tokens/s" that of all tokens after the first, of all rows together; the host
-reads every token and looks for a stop id. "of limit" is the share of the tokens/s at which the weights, and the keys
-and values of the mean length, would be read at BANDWIDTH, that of a copy on an H200. hf-static compiles.
+A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines: `captured` decodes as a CUDA graph,
+`captured-fp8` too with keys and values in fp8, `host` without a graph; `hf` is transformers' `generate`, `hf-static`
+the same with a static cache and torch.compile. Each row runs twice and the second run counts. "first token ms" is the
+prompt's time. "tokens/s" counts all tokens after the first, of all rows together; the host reads every token and looks
+for a stop id. "of limit": the share of the tokens/s at which the weights, and keys and values of the mean length, could
+be read at BANDWIDTH, that of a copy on an H200.
 
-Parity comes first, and what fails it gets no figures: the exit status is 1. The captured ids of a shallow model in
-fp32, rows padded to different lengths, must be those without a graph. In bf16 two ids may be equally likely to within
-its rounding, so there the host reads what the graph wrote, for 200 prompts: each id must be the host's choice after
-those before it, or tie with it, which is counted.
+Parity comes first; a model that fails it gets no figures, and the exit status is 1. In fp32, a shallow model must write
+the same ids with and without a graph, for rows padded to different lengths. In bf16 two ids may be equally likely to
+within its rounding. There, for 200 prompts, each id that the graph wrote must be the one that the host would choose
+after the same text, or tie with it; ties are counted.
 
---first-token: prompts of one row and so many tokens; the median of ten calls. "host" and "hf" are `generate` with
-max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of `generate_iter`. "matmuls"
-are those of the prompt alone, by cuBLAS: in each block q, k and v as one, the output, gate and up as one, and down, and
-the head of the last token; "attention" are the attentions alone. All take turns in one process. Parity: the first ids
-of a shallow model in fp32 must be those of one forward pass, and transformers' with the same weights must be too.
+--first-token: prompts of one row and the given number of tokens; the median of ten calls. "host" and "hf" are
+`generate` with max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of
+`generate_iter`. "matmuls ms" is the time of the prompt's matmuls alone, by cuBLAS: in each block q, k and v as one,
+gate and up as one, the output and down projections, and the head of the last token. "attention ms" is that of the
+attentions alone. All take turns in one process. Parity: in fp32, the first ids of a shallow model, and of transformers
+with the same weights, must be those of one forward pass.
 
---rollout PROMPTSxGROUPxPROMPT+NEW: a step of GRPO, of which benchmarks/rollout.py says more.
+--rollout PROMPTSxGROUPxPROMPT+NEW: a step of GRPO; see benchmarks/rollout.py.
 """
 
 import argparse
@@ -57,8 +59,9 @@ CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
 BATCHES = 8, 64, 64, 64
 TIE = 8
-"""Two ids tie if their logits differ by at most this many errors of a logit in bf16: the rms difference of a row's
-from those in fp32. Two logits in two ways of rounding err by 2 together, and 4 times that is once in 10,000."""
+"""Two ids tie if their logits differ by at most this many bf16 errors of a logit, which is the rms difference of a
+row's logits from those in fp32. Two logits, each rounded in two ways, differ by 2 errors; 4 times that happens once in
+10,000."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +113,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
-    """On a CPU the same steps run, without a graph."""
+    """Lets a CPU run the steps of a graph, uncaptured."""
     with mock.patch.object(graph, "DEVICES", graph.DEVICES | {device}):
         yield
 
@@ -264,7 +267,7 @@ def first_call(model: Any, ids: Tensor, new: int = 1, baseline: str = "host") ->
 
 
 class DifferentIds(Exception):
-    """First tokens that should be the same are not."""
+    """The first tokens of two baselines differ."""
 
 
 def first_tokens(name: str, options: argparse.Namespace) -> list[Row]:
@@ -335,7 +338,7 @@ def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str,
 
 
 def matmuls(model: Any, length: int) -> Callable[[], float]:
-    """A call that gives the seconds of the matmuls of `length` tokens, one after the other, by torch.mm."""
+    """A call that returns the seconds of the matmuls of `length` tokens, one after the other, by torch.mm."""
     matrices = []
     for layer in model.decoder.modules():
         if isinstance(layer, JointProjections):
@@ -362,7 +365,7 @@ def matmuls(model: Any, length: int) -> Callable[[], float]:
 
 
 def attentions(model: Any, length: int) -> Callable[[], float]:
-    """A call that gives the seconds of the attentions of all blocks, whose q, k and v lie side by side."""
+    """A call that returns the seconds of the attentions of all blocks, on joint q, k and v."""
     calls = []
     for layer in model.decoder.modules():
         if isinstance(layer, Attention):

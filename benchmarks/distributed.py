@@ -1,6 +1,6 @@
 """Training on several GPUs of one host: speed, memory and exposed communication, beside transformers with Liger.
 
-    python -m benchmarks.distributed --gpus 4 --out benchmarks/results/distributed-4xh200.json
+    python -m benchmarks.distributed --gpus 2 --out distributed.json
     python -m benchmarks.distributed --gpus 2 --trace --cases "8B 4 x 4096" "8B 4 x 4096, bf16, one GPU"
     python -m benchmarks.distributed --gpus 2 --dry
 
@@ -88,7 +88,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 
 
 def disagreement(ours: Row, peer: Row | None = None) -> str:
-    """Why a case may have no figures, or ""."""
+    """The reason why a case gets no figures, or ""."""
     if "note" in ours and "OutOfMemoryError" not in ours["note"]:
         return ours["note"]
     for what in ("first loss", "first norm") if peer is not None and "note" not in {**ours, **peer} else ():

@@ -380,7 +380,7 @@ def attention_case(
 def attention_flops(
     *, batch: int, length: int, heads: int, dim: int, packed: bool = False, window: int | None = None, **others: Any
 ) -> float:
-    """Of the pairs of query and key in sight."""
+    """FLOPs over the visible pairs of query and key."""
     ends = [length * end // 64 for end in DOCUMENTS] if packed else [0, length]
     pairs = 0.0
     for size in (end - start for start, end in itertools.pairwise(ends)):
@@ -452,7 +452,7 @@ def _flex_attention() -> Call:
 
 
 def _elementwise(passes: float) -> Callable[..., float]:
-    """Bytes of so many passes over a tensor [rows, width] of bf16."""
+    """Bytes of this number of passes over a tensor [rows, width] of bf16."""
     return lambda rows, width, **others: 2.0 * passes * rows * width
 
 

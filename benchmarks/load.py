@@ -1,5 +1,4 @@
-"""How long a model takes from its files to the GPU, or onto several: ours beside transformers and
-fastsafetensors.
+"""The time to load a model from its files onto a GPU or several, beside transformers and fastsafetensors.
 
     python -m benchmarks.load --scratch /dev/shm                   # Llama 3.1 8B's shapes, from memory
     python -m benchmarks.load --scratch /data --cache warm,cold    # from a disk: from the page cache, and not
@@ -7,16 +6,16 @@ fastsafetensors.
     python -m benchmarks.load --gpus 2 --mesh dp_shard --save --loaders ligermodels --scratch /dev/shm
     python -m benchmarks.load --dry
 
-Each load runs in a fresh process, or under torchrun in one for each GPU, which has imported everything, started CUDA
+Each load runs in a fresh process, or under torchrun in one per GPU. The process has imported everything, started CUDA
 and loaded a tiny model before. The median of --runs counts; "again s" is a second load in the same process, whose
-pinned memory exists already. On several GPUs all ranks load one model, split as --mesh says, beside transformers'
-tp_plan="auto"; time and memory are those of the slowest rank and of the one with the most.
+pinned memory is allocated already. On several GPUs all ranks load one model, split as --mesh says; transformers splits
+it by tp_plan="auto". The time is that of the slowest rank, the memory that of the rank with the most.
 
-The checkpoint is written into --scratch and removed at the end. Its tensors repeat one block of random values, so that
-every element on every rank is compared with its place in that block: a loader that differs gets no figures, and if it
-is ours, the exit status is 1. Cold: the files are dropped from the page cache before; "% disk" is the speed in percent
-of direct reads of 16 MiB, by one thread or by eight, whichever is faster. --save: our model is saved from all ranks
-and loaded again from there, with the same comparison.
+The checkpoint is written to --scratch and removed at the end. Its tensors repeat one block of random values, so that
+every element on every rank can be compared. A loader that differs gets no figures; if it is ours, the exit status is 1.
+--cache cold: the files are dropped from the page cache before each load; "% disk" is the speed in percent of direct
+reads of 16 MiB, by one thread or by eight, whichever is faster. --save: our model is also saved from all ranks, and
+what was saved is loaded and compared.
 """
 
 import argparse
@@ -249,7 +248,7 @@ def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
 
 @torch.no_grad()
 def differing(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], values: Tensor) -> list[str]:
-    """The names whose part on this rank is missing or not that of the files."""
+    """The names of tensors whose part on this rank is missing, or differs from the files."""
     wrong = []
     for name, shape in shapes.items():
         if name not in tensors:

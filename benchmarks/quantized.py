@@ -1,4 +1,4 @@
-"""Weights and KV caches in few bits: what they cost in perplexity, and how fast the matmuls of few rows are.
+"""Quantised weights and KV caches: what they cost in perplexity, and how fast matmuls of a few rows are.
 
     python -m benchmarks.quantized --perplexity SmolLM2-135M-Instruct.Q4_1.gguf     # a folder or file; a CPU does
     python -m benchmarks.quantized --perplexity FILE --kinds bf16 --caches auto,fp8 # the KV cache
@@ -131,7 +131,7 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
 
 
 def timed(x: Tensor, weights: Sequence[Any]) -> Row:
-    """Time of a matmul, and bytes of weights in that time, over as many copies as do not fit into the cache."""
+    """Time of a matmul and bytes of weights read in it, over copies that do not all fit into the cache."""
     size = sum(nbytes(weight) for weight in weights)
     copies = [[copied(weight) for weight in weights] for _ in range(-(-COPIES // size) if x.is_cuda else 1)]
     ms, _ = milliseconds([functools.partial(apply, x, one) for one in copies], x.device.type)

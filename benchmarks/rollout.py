@@ -1,12 +1,11 @@
 """A step of GRPO, rollout and update timed separately: ours beside TRL's GRPOTrainer.
 
-    python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b --out benchmarks/results/rollout.json
+    python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b --out rollout.json
 
-A case is PROMPTSxGROUPxPROMPT+NEW. Weights are random, of the config's sizes, in bf16, so that one token in a
-vocabulary stops a completion: nearly all have NEW tokens. Each takes two steps, of which the second counts. "update" is
-loss, backward and AdamW over all tokens of the rollout; ours packs rows of --tokens tokens, and TRL pads
---tokens / (PROMPT + NEW) completions a forward, in the same bf16 weights. tokens/s count new tokens in the rollout, and
-all tokens in the update.
+A case is PROMPTSxGROUPxPROMPT+NEW. Weights are random, of the config's sizes, in bf16 for both, so that nearly all
+completions have NEW tokens: one id in the vocabulary stops them. Each baseline takes two steps; the second counts.
+"update" is loss, backward and AdamW over all tokens of the rollout: ours packs rows of --tokens tokens, TRL pads
+--tokens / (PROMPT + NEW) completions per forward. tokens/s count new tokens in the rollout, all tokens in the update.
 """
 
 import argparse

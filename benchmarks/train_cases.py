@@ -1,7 +1,7 @@
 """The models of the benchmarks by their config.json, and the table of cases of `benchmarks.train_step`.
 
-A case compares baselines on one model, batch, sequence length, recomputation and optimizer. The name of a baseline may
-add to that: see `benchmarks.train_step --help`.
+A case compares baselines on one model, batch size, sequence length, recomputation and optimizer. A baseline's name may
+change the last two: see `benchmarks.train_step --help`.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ RANK, ALPHA = 16, 32
 
 @dataclass(frozen=True)
 class Model:
-    """A model's config.json, and what the benchmark must know beside it.
+    """A model's config.json, and settings of the benchmarks.
 
     attention: the implementation of transformers that computes this model. Gemma 2's is eager: sdpa has no softcap.
-    drawn_in_nf4: no checkpoint is written of it, and its weights are drawn in 4 bits: see train_step.
-    shallow: changes that make the model for the parity check, with a layer of each kind. tiny: changes for a dry run.
+    shallow: changes of the config for the parity check, with a layer of each kind. tiny: changes for a dry run.
+    drawn_in_nf4: no checkpoint is written; the weights are drawn in 4 bits, see train_step.
     """
 
     config: dict[str, Any]
@@ -32,8 +32,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """recompute: what everyone computes again in backward, "none" or "block". The optimizer is torch's fused AdamW with
-    states in bf16, where a baseline does not name another. accumulation: micro-batches a step.
+    """A row of the table. The optimizer is torch's fused AdamW with bf16 states, unless a baseline names another.
+
+    recompute: what all baselines recompute in the backward, "none" or "block". accumulation: micro-batches per step.
     """
 
     model: str
@@ -46,8 +47,7 @@ class Case:
 
 
 def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **changes: Any) -> Any:
-    """Our model with random weights, three times as large as they are initialised, so that the text that it writes
-    varies."""
+    """Our model with random weights, three times the initial ones, so that the text that it generates varies."""
     import ligermodels
 
     model = MODELS[name]
@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
     "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
 }  # fmt: skip
-"""Where a row says "block", the peers' best setting is that too: they have no other that recomputes less."""
+"""Where a case recomputes "block", that is also the peers' best setting: none of theirs recomputes less."""
 
 
 def batches_of(config: Mapping[str, Any], steps: int, batch: int, seq: int, device: str, seed: int = 0) -> list[Any]:

@@ -79,7 +79,7 @@ class Settings(Case):
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """What a baseline's name says. base: of OPTIONS."""
+    """A baseline, read from its name. base: a key of OPTIONS."""
 
     base: str
     options: frozenset[str]
@@ -283,8 +283,11 @@ def _draw_b(model: nn.Module) -> None:
 
 @torch.no_grad()
 def drawn_in_nf4(settings: Settings) -> Any:
-    """Our model with random weights on the device in 4 bits, one linear module after the other, where the weights in
-    bf16 would fit neither there nor on a disk. It is what `ligermodels.load(..., quantization_config="nf4")` makes."""
+    """Our model with random weights, drawn in 4 bits on the device one linear module at a time.
+
+    It is what `ligermodels.load(..., quantization_config="nf4")` makes, for weights whose bf16 fits neither on the GPU
+    nor on a disk.
+    """
     import ligermodels
     from ligermodels.checkpoint import quantization, weights
 
@@ -350,23 +353,25 @@ def step_of(
 # Parity
 
 PARITY_LENGTH = 8192
-"""At most so many tokens: in fp32, torch's attention with grouped heads holds all scores. No window here is longer."""
+"""Maximum tokens: in fp32, torch's attention with grouped heads stores all scores. No window here is longer."""
 PARITY_LOGITS, PARITY_DRAWS = 64, 4
-"""Logits are compared at the last positions; so many sequences say what transformers in bf16 errs by."""
+"""Number of last positions whose logits are compared, and of sequences over which the bf16 error of transformers is
+averaged."""
 SHARP_SCORES = 8.0
-"""Standard deviation of the attention scores of the parity model. Those of a model just initialised are below 1: all
-keys weigh the same, and neither a window nor a softcap of 50 would be missed."""
+"""Standard deviation of the attention scores of the parity model. In a newly initialised model it is below 1: all keys
+weigh the same, so that a missing window or softcap would not show."""
 LOGITS_FACTOR, PEERS_LOGITS_FACTOR = 1.25, 4.0
-"""Error of the logits over that of transformers in bf16. Ours rounds at other places, no more often; a peer may be less
-exact and only has to be the same model."""
+"""Allowed error of the logits, over that of transformers in bf16. Ours rounds at other places, no more often; a peer
+may be less exact, and only has to be the same model."""
 RELATIVE = 2**-8
-"""For loss and gradient norm, beyond three times what transformers in bf16 errs by: one bf16 rounding. Both average
-roundings out, and right models agree more closely; a wrong rotation, mask or residual moves the norm by percents."""
+"""Allowed relative error of loss and gradient norm, beside three times that of transformers in bf16: one bf16 rounding.
+Both average over roundings, so that right models agree more closely; a wrong rotation, mask or residual changes the
+norm by percents."""
 
 
 def prepare(settings: Settings) -> None:
-    """Writes the checkpoints `model` and `parity`, adapters of each where they are asked for, and what transformers
-    computes with the latter in fp32. A `model` that an earlier case wrote stays."""
+    """Writes the checkpoints `model` and `parity`, their adapters if a baseline needs them, and the results of
+    transformers in fp32 on `parity`. A `model` that an earlier case wrote is kept."""
     case, folder, device = MODELS[settings.model], Path(settings.folder), settings.device
     kinds = {Baseline.of(name, settings).adapters for name in settings.baselines}
     wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
@@ -420,8 +425,10 @@ def _with_adapters(model: nn.Module, folder: Path) -> Any:
 
 @torch.no_grad()
 def _round_to_nf4(adapted: nn.Module) -> None:
-    """Rounds the weights under the adapters to what 4 bits hold. Ours are bitsandbytes' bytes (tests/test_nf4.py), so
-    that a model in bf16 says what QLoRA must compute, whether bitsandbytes is there or not."""
+    """Rounds the weights under the adapters to 4 bits. The result, in bf16, is the reference of QLoRA.
+
+    Our 4-bit bytes are those of bitsandbytes (tests/tools/test_nf4.py), which need not be installed for this.
+    """
     from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
 
     for module in adapted.modules():
@@ -446,10 +453,10 @@ def _sharpen(model: nn.Module) -> None:
 
 
 def parity(baseline: Baseline, settings: Settings) -> list[str]:
-    """What the baseline has wrong with the shallow model, in words; empty if it agrees with transformers in fp32.
+    """How the baseline differs from transformers in fp32 on the shallow model; empty if they agree.
 
-    It agrees if it does on more than half of the sequences: the gradient of one in bf16 may lie far off, whoever
-    computes it, and what is wrong is so on all of them.
+    They must agree on more than half of the sequences: the bf16 gradient of a single sequence may be far off, whoever
+    computes it, while a wrong model is wrong on all of them.
     """
     folder = Path(settings.folder)
     model = build(baseline, settings, folder / "parity")
@@ -479,7 +486,7 @@ def probe(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disagreement(found: Mapping[str, Any], expected: Mapping[str, Any], logits_factor: float) -> list[str]:
-    """What `found` has wrong beside what `prepare` wrote, in words; empty if it agrees."""
+    """How the results `found` differ from those that `prepare` wrote; empty if they agree."""
     exact, errors, reasons = expected["exact"], expected["errors_in_bf16"], []
     error, allowed = typical_error(found["logits"], exact["logits"]), logits_factor * errors["logits"]
     if not error <= allowed:
@@ -492,14 +499,18 @@ def disagreement(found: Mapping[str, Any], expected: Mapping[str, Any], logits_f
 
 
 def typical_error(logits: Tensor, exact: Tensor) -> float:
-    """The rms over the vocabulary, of which the median over positions [1, S, V]: a token that bf16 sends to another
-    expert than fp32 does is far off, whoever computes it. NaN if any is."""
+    """The rms error over the vocabulary, and of that the median over positions [1, S, V]; NaN if any is NaN.
+
+    The median, because a token that bf16 sends to another expert than fp32 does is far off, whoever computes it.
+    """
     return (logits.double() - exact.double()).square().mean(-1).sqrt().median().item()
 
 
 def compare_first_steps(rows: Sequence[Row], settings: Case) -> None:
-    """Compares step 1 at full depth with that of the plainest peer that trains the same, from the same weights on the
-    same batch. A row that does not agree loses its figures and gets a note."""
+    """Compares step 1 at full depth with that of the plainest peer that trains the same parameters.
+
+    Both have the same weights and batch. A row that does not agree loses its figures and gets a note.
+    """
     timed = [(Baseline.of(row["baseline"], settings), row) for row in rows if "losses" in row]
     for baseline, row in timed:
         peers = [(peer.options, x) for peer, x in timed if not peer.ours and peer.adapters == baseline.adapters]
@@ -563,7 +574,7 @@ def time_steps(baseline: Baseline, settings: Settings, model: nn.Module, optimiz
 
 
 def _mark(device: str) -> Any:
-    """A point in time on the device's own clock: steps stay queued one after another, as in training."""
+    """A point in time on the device's clock, without a synchronisation: steps stay queued, as in training."""
     if device != "cuda":
         return time.perf_counter()
     mark = torch.cuda.Event(enable_timing=True)
@@ -574,7 +585,7 @@ def _mark(device: str) -> Any:
 def longest(baseline: Baseline, settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> Row:
     """The longest sequence that trains in settings.longest GiB, to within 1024 tokens or a 32nd, and its tokens/s.
 
-    Each trial is reported, so that a search that runs out of time leaves what it has found.
+    Each trial is reported, so that the result so far is known if the search runs out of time.
     """
     device = settings.device
     if device == "cuda":
