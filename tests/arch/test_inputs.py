@@ -134,7 +134,8 @@ def test_shifted_labels_and_another_ignored_label(model):
     labels = IDS.masked_fill(IDS == 3, -100)
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     packed = dict(cu_seqlens=bounds(0, 5, 7, 10))
-    for options in ({}, dict(num_items_in_batch=3), dict(return_logits=True), packed):
+    with_logits = dict(num_items_in_batch=3, return_logits=True)
+    for options in ({}, dict(num_items_in_batch=3), dict(return_logits=True), with_logits, packed):
         logits = model(IDS, **{name: value for name, value in options.items() if name == "cu_seqlens"}).logits
         loss = partial(ForCausalLMLoss, logits, vocab_size=V, num_items_in_batch=options.get("num_items_in_batch"))
         expected = loss(labels=None, shift_labels=shifted)

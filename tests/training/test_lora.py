@@ -14,6 +14,7 @@ from torch import nn
 from ligermodels import CheckpointError, InputError
 from ligermodels import layers as L
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import adapters
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
@@ -313,6 +314,15 @@ WRONG_VALUES = [
     ("lora_dropout", "0.1"), ("lora_dropout", float("nan")), ("lora_dropout", 1), ("lora_dropout", -0.1),
     ("use_rslora", "false"), ("use_dora", "no"), ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "pattern, r", [("q_proj", 4), ("self_attn.q_proj", 4), ("q", 8), ("proj", 8), (r"layers\.1\..*", 4)]
+)
+def test_a_pattern_names_whole_words_of_a_module(pattern, r):
+    options = {"r": 8, "lora_alpha": 16, "rank_pattern": {pattern: 4}}
+    assert adapters.size_of(options, "model.layers.1.self_attn.q_proj") == (r, 16)
+    assert adapters.size_of(options, "model.layers.1.self_attn.q_proj_extra")[0] == (4 if "*" in pattern else 8)
 
 
 @pytest.fixture(scope="module")
