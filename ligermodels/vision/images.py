@@ -3,7 +3,7 @@
 - The orientation of the camera (EXIF) is applied to files and PIL images.
 - Transparent images get a white background.
 - 16 bits per channel are reduced to the high 8; pillow's convert would clip values above 255 to white.
-- The first image of an animation or of several pages is used, with a warning; of a PIL image the current frame.
+- Of an animation or several pages the first image is used, with a warning; of a PIL image the current frame.
 
 Checked against transformers 5.23, `image_utils.load_image` and `image_transforms.convert_to_rgb`, which apply EXIF
 only to files, the white background only to PIL images, and clip 16 bits.
@@ -92,7 +92,7 @@ def _path(source: str | os.PathLike[str]) -> Path:
         kind = "not a regular file" if path.exists() else "not there"
     except (OSError, ValueError):
         kind = "not a path"
-    hint = " Base64 text is taken with data:image/...;base64, in front of it." if len(text) > 255 else ""
+    hint = " Base64 text must begin with data:image/...;base64," if len(text) > 255 else ""
     raise InputError(f"{text[:200]} is {kind}; an image must be a file (working folder: {Path.cwd()}).{hint}")
 
 
@@ -112,7 +112,7 @@ def _rewindable(file: Any) -> BinaryIO:
         return file
     data = file.read()
     if not isinstance(data, bytes):
-        raise InputError(f"the stream gives {type(data).__name__}, not bytes. Next step: open it in mode 'rb'.")
+        raise InputError(f"the file returns {type(data).__name__}, not bytes. Next step: open it in mode 'rb'.")
     return io.BytesIO(data)
 
 
@@ -128,7 +128,7 @@ def _decode(file: BinaryIO, where: str) -> Image.Image:
     except Exception as error:
         raise _damaged(where, error) from error
     if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a photograph and its previews
-        text = f"{where} holds several images: the first is taken, the others are left out."
+        text = f"{where} has several images: the first is used, the others are ignored."
         warnings.warn(f"{text} For a video, pass a list of frames as videos.", stacklevel=3)
     return _rgb(image, where)
 
@@ -153,13 +153,13 @@ def _from_array(array: np.ndarray | torch.Tensor) -> Image.Image:
     if str(array.dtype).removeprefix("torch.") != "uint8":
         raise InputError(
             f"an image as {kind} must be uint8, 0 to 255; this one is {array.dtype} {shape}. Next step: for floats "
-            f"from 0 to 1, (x * 255).round() as uint8. Normalised pixels cannot be taken."
+            f"from 0 to 1, (x * 255).round() as uint8. Normalised pixels are not images."
         )
     layout = "[channels, H, W]" if is_tensor else "[H, W, channels]"
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[axis] not in (1, 3, 4)):
         raise InputError(
-            f"an image as {kind} must be {layout} with 1, 3 or 4 channels, not {shape}. Likely cause: the channels on "
-            "the other side, or several images in one: pass a list of them."
+            f"an image as {kind} must be {layout} with 1, 3 or 4 channels, not {shape}. Likely cause: the channels are "
+            "the other axis, or several images are in one array: pass a list of them."
         )
     if isinstance(array, torch.Tensor):
         array = array.detach().cpu()

@@ -20,31 +20,34 @@ from torch import Tensor
 
 from ligermodels.errors import ConfigError
 from ligermodels.vision.images import load_image, named
-from ligermodels.vision.settings import PixelSettings, read_settings, whole
+from ligermodels.vision.settings import PixelSettings, integer, read_settings
 
 
 @functools.cache
-def arrangements(max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """(tiles down, tiles across) of every canvas; the index plus 1 is the aspect ratio's id."""
+def canvases(max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of tiles of every canvas; the index plus 1 is the aspect ratio's id."""
     counts = range(1, max_tiles + 1)
-    return tuple((down, across) for down in counts for across in counts if down * across <= max_tiles)
+    return tuple((rows, columns) for rows in counts for columns in counts if rows * columns <= max_tiles)
 
 
 def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[int, int]:
-    """The canvas of an image: the least upscaling, else the least downscaling; then the fewest tiles."""
-    scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in arrangements(max_tiles)}
-    growing = [scale for scale in scales.values() if scale >= 1]
-    best = min(growing) if growing else max(scales.values())
+    """(rows, columns) of tiles of an image's canvas: the least upscaling, else the least downscaling; then fewest tiles.
+
+    tile: the side of a tile, in pixels.
+    """
+    scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in canvases(max_tiles)}
+    upscaling = [scale for scale in scales.values() if scale >= 1]
+    best = min(upscaling) if upscaling else max(scales.values())
     return min((shape for shape, scale in scales.items() if scale == best), key=lambda shape: shape[0] * shape[1])
 
 
 def fit(height: int, width: int, canvas: tuple[int, int], tile: int) -> tuple[int, int]:
-    """(height, width) of the image on a canvas of (tiles down, tiles across)."""
+    """(height, width) of the resized image on a canvas of (rows, columns) of tiles."""
     # The image's own size, clamped to at least one tile and at most the canvas.
-    high, wide = (min(max(side, tile), tiles * tile) for side, tiles in zip((height, width), canvas, strict=True))
-    if wide / width < high / height:
-        return min(int(height * (wide / width)) or 1, high), wide
-    return high, min(int(width * (high / height)) or 1, wide)
+    max_height, max_width = (min(max(side, tile), n * tile) for side, n in zip((height, width), canvas, strict=True))
+    if max_width / width < max_height / height:
+        return min(int(height * (max_width / width)) or 1, max_height), max_width
+    return max_height, min(int(width * (max_height / height)) or 1, max_width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +68,17 @@ class MllamaImageProcessor(PixelSettings):
             if config.get(key) is False:
                 raise ConfigError(f"{where}: {key} is false, but tiles need it.")
         if config.get("max_image_tiles") is not None:
-            fields["max_image_tiles"] = whole(config, "max_image_tiles", where)
+            fields["max_image_tiles"] = integer(config, "max_image_tiles", where)
         size = config.get("size")
         if not isinstance(size, Mapping) or not {"height", "width"} <= set(size) or size["height"] != size["width"]:
-            raise ConfigError(f"{where}: size must hold a height and a width that are equal, not {size!r}.")
+            raise ConfigError(f"{where}: size must have an equal height and width, not {size!r}.")
         # Required, because transformers' default of 0.5 fits no released model.
         if missing := [key for key in ("image_mean", "image_std") if config.get(key) is None]:
             raise ConfigError(f"{where} has no {' and no '.join(missing)}. Is it the file of the checkpoint?")
-        return cls(**fields, tile_size=whole(size, "height", where))
+        return cls(**fields, tile_size=integer(size, "height", where))
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> tuple[dict[str, Tensor], list[list[int]]]:
-        """The inputs of the model, and the number of tiles of each image.
+        """(the inputs of the model, the number of tiles of each image of each sample).
 
         samples: the images of each sample, as `load_image` takes them; a sample may have none.
         pixel_values fp32 [B, images, tiles, 3, S, S], aspect_ratio_ids int64 [B, images] (0: no image there),
@@ -83,10 +86,10 @@ class MllamaImageProcessor(PixelSettings):
         Without any image there are no inputs. Raises InputError.
         """
         counts: list[list[int]] = [[] for _ in samples]
-        most = max(map(len, samples), default=0)
-        if not most:
+        max_images = max(map(len, samples), default=0)
+        if not max_images:
             return {}, counts
-        shape, size = (len(samples), most, self.max_image_tiles), self.tile_size
+        shape, size = (len(samples), max_images, self.max_image_tiles), self.tile_size
         pixels = np.zeros((*shape, 3, size, size), dtype=np.float32)
         ids, mask = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
         mask[..., 0] = 1
@@ -97,7 +100,7 @@ class MllamaImageProcessor(PixelSettings):
                 canvas = choose_canvas(image.height, image.width, self.max_image_tiles, size)
                 tiles = canvas[0] * canvas[1]
                 pixels[row, place, :tiles] = self._tiles(image, canvas)
-                ids[row, place] = arrangements(self.max_image_tiles).index(canvas) + 1
+                ids[row, place] = canvases(self.max_image_tiles).index(canvas) + 1
                 mask[row, place, :tiles] = 1
                 counts[row].append(tiles)
         values = torch.from_numpy(pixels)
@@ -105,12 +108,12 @@ class MllamaImageProcessor(PixelSettings):
 
     def _tiles(self, image: Image.Image, canvas: tuple[int, int]) -> np.ndarray:
         """fp32 [tiles, 3, S, S], row by row."""
-        (down, across), size = canvas, self.tile_size
+        (rows, columns), size = canvas, self.tile_size
         resized = np.asarray(self.resize(image, *fit(image.height, image.width, canvas, size)))
-        whole_canvas = np.zeros((down * size, across * size, 3), dtype=np.uint8)
-        whole_canvas[: resized.shape[0], : resized.shape[1]] = resized
-        pixels = whole_canvas.reshape(down, size, across, size, 3).transpose(4, 0, 2, 1, 3)
-        tiles = np.empty((down, across, 3, size, size), dtype=np.float32)
+        placed = np.zeros((rows * size, columns * size, 3), dtype=np.uint8)
+        placed[: resized.shape[0], : resized.shape[1]] = resized
+        pixels = placed.reshape(rows, size, columns, size, 3).transpose(4, 0, 2, 1, 3)
+        tiles = np.empty((rows, columns, 3, size, size), dtype=np.float32)
         for channel, numbers in enumerate(self.table()):
             tiles[:, :, channel] = numbers[pixels[channel]]
         return tiles.reshape(-1, 3, size, size)
@@ -124,14 +127,14 @@ def cross_attention_mask(
     Tokens attend to an image from its own token up to the next image's. Images whose tokens are adjacent all end with
     the last of them. The last image is attended to up to the end of the row, including padding.
     """
-    length, most = input_ids.shape[1], max(map(len, num_tiles), default=0)
-    mask = input_ids.new_zeros(len(num_tiles), length, most, max_image_tiles)
+    length, max_images = input_ids.shape[1], max(map(len, num_tiles), default=0)
+    mask = input_ids.new_zeros(len(num_tiles), length, max_images, max_image_tiles)
     for row, (ids, tiles) in enumerate(zip(input_ids.tolist(), num_tiles, strict=True)):
         starts = [place for place, token in enumerate(ids) if token == image_token_id]
-        end = following = length
+        end = next_start = length
         for image in reversed(range(len(starts))):
-            if starts[image] + 1 != following:
-                end = following
+            if starts[image] + 1 != next_start:
+                end = next_start
             mask[row, starts[image] : end, image, : tiles[image]] = 1
-            following = starts[image]
+            next_start = starts[image]
     return mask

@@ -27,7 +27,7 @@ FAMILIES = {"qwen2_vl": "Qwen2VLImageProcessor", "mllama": "MllamaImageProcessor
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
 
 _SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
-"""The keys under which a part of a message holds its image or video."""
+"""The keys of a message part's image or video."""
 
 
 class ModelInputs(dict[str, Tensor]):
@@ -43,7 +43,7 @@ class ModelInputs(dict[str, Tensor]):
 
 
 class Processor:
-    """Tokenizer, image processor and chat template of one vision-language checkpoint.
+    """Tokenizer, image processor and chat template of a vision-language checkpoint.
 
         processor = ligermodels.Processor.from_hub("Qwen/Qwen2-VL-2B-Instruct")
         question = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
@@ -82,26 +82,15 @@ class Processor:
                 )
 
     @classmethod
-    def from_hub(
-        cls,
-        id_or_folder: str | Path,
-        *,
-        revision: str | None = None,
-        subfolder: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        local_files_only: bool = False,
-    ) -> "Processor":
+    def from_hub(cls, id_or_folder: str | Path, **options: Any) -> "Processor":
         """From a repository id or a folder. Downloads no weights.
 
-        Raises HubError, TokenizerError, CheckpointError (a file that is no JSON), ConfigError.
+        options: revision, subfolder, token, cache_dir, local_files_only, as for `Tokenizer.from_hub`.
+        Raises HubError, TokenizerError, CheckpointError (a file that is not JSON), ConfigError.
         """
         from ligermodels.checkpoint import hub
 
-        found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
-        return cls.from_folder(
-            hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, weights=False, **found)
-        )
+        return cls.from_folder(hub.resolve(id_or_folder, weights=False, **options))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Processor":
@@ -129,6 +118,10 @@ class Processor:
     ) -> ModelInputs:
         """The inputs of the model for one text or a list of texts.
 
+        Returns input_ids and attention_mask, int64 [B, S]. Qwen2-VL: also pixel_values and image_grid_thw for images,
+        pixel_values_videos and video_grid_thw for videos. Llama-3.2-Vision: also pixel_values, aspect_ratio_ids,
+        aspect_ratio_mask and cross_attention_mask for images.
+
         text: with one placeholder (`image_token`, `video_token`) for each image and video.
         images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
         list, divided by the number of placeholders. An image is anything that `vision.load_image` takes.
@@ -137,21 +130,18 @@ class Processor:
         add_special_tokens: adds the checkpoint's special tokens around a text (BOS, unless the text has it; for
         Llama-3.2-Vision after the placeholders at the start).
         padding, return_tensors: only True and "pt", as transformers' processors are usually called.
-
-        input_ids and attention_mask, int64 [B, S]; Qwen2-VL: pixel_values, image_grid_thw, pixel_values_videos,
-        video_grid_thw; Llama-3.2-Vision: pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask.
-        Without images there are no entries for them. Raises InputError.
+        Raises InputError.
         """
         if padding_side not in ("left", "right") or not padding or return_tensors != "pt":
             raise InputError(
-                f"padding_side must be 'left' or 'right', not {padding_side!r}; padding can only be True and "
-                f"return_tensors 'pt' (here {padding!r}, {return_tensors!r}): batches are padded tensors of torch."
+                f"padding_side must be 'left' or 'right', padding True and return_tensors 'pt', not {padding_side!r}, "
+                f"{padding!r} and {return_tensors!r}: a batch is padded tensors."
             )
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
             raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes images.")
         if videos is not None and self.video_processor is None:
-            raise InputError("this model takes no videos. Next step: pass some of the frames as images.")
+            raise InputError("this model takes no videos. Next step: pass some frames as images.")
         rows = [self._encode(one, add_special_tokens) for one in texts]
         images = self._per_text("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
@@ -163,15 +153,15 @@ class Processor:
                 )
             return ModelInputs(inputs | pixels)
         clips = self._per_text("video", videos, rows)
-        found: dict[str, Tensor] = {}
+        media: dict[str, Tensor] = {}
         if any(images):
             names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
-            found |= self.image_processor([image for some in images for image in some], names)
-            rows = self._expanded("image", rows, found["image_grid_thw"])
+            media |= self.image_processor([image for some in images for image in some], names)
+            rows = _repeat(rows, self._tokens["image"], self.image_processor, media["image_grid_thw"])
         if any(clips) and self.video_processor is not None:
-            found |= self.video_processor.videos([clip for some in clips for clip in some])
-            rows = self._expanded("video", rows, found["video_grid_thw"])
-        return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | found)
+            media |= self.video_processor.videos([clip for some in clips for clip in some])
+            rows = _repeat(rows, self._tokens["video"], self.video_processor, media["video_grid_thw"])
+        return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | media)
 
     def apply_chat_template(
         self,
@@ -197,8 +187,8 @@ class Processor:
         """
         if return_tensors != "pt" or not return_dict:
             raise InputError(
-                "return_tensors can only be 'pt' and return_dict True: what comes back is a dict of tensors. Its ids "
-                "are ['input_ids']; tokenize=False gives the text."
+                "return_tensors must be 'pt' and return_dict True: a dict of tensors is returned. Next step: take "
+                "['input_ids'] of it for the ids, or tokenize=False for the text."
             )
         is_batch = bool(messages) and not isinstance(messages[0], Mapping)
         chats = [split_media(chat) for chat in (messages if is_batch else [messages])]
@@ -216,7 +206,9 @@ class Processor:
             return [str(text) for text in texts] if is_batch else str(texts[0])
         for kind, given, own in (("images", images, 1), ("videos", videos, 2)):
             if given is not None and any(chat[own] for chat in chats):
-                raise InputError(f"{kind}= is given, and parts of the messages hold {kind} too. Give them one way.")
+                raise InputError(
+                    f"{kind}= is given, and the messages have {kind} too. Next step: give them in one way."
+                )
         return self(
             [str(text) for text in texts],
             [chat[1] for chat in chats] if images is None else images,
@@ -276,29 +268,27 @@ class Processor:
         else:
             wrong = next(item for item in given if not is_one(item))
             raise InputError(
-                f"{kind}s= must be a list of {kind}s, or one list of them for each text; it holds "
+                f"{kind}s= must be a list of {kind}s, or one list of them for each text; it has a "
                 f"{type(wrong).__name__} ({str(wrong)[:60]}).{_FILM if kind == 'video' else ''}"
             )
         found = [len(some) for some in nested]
         if found != wanted:
             name = self.image_token if kind == "image" else self.video_token
             raise InputError(
-                f"the texts have {wanted} {name}, the {kind}s given are {found}; each {kind} needs its own "
-                f"{name} in the text. Likely cause: a text written without apply_chat_template, {kind}s that were left "
-                "out, or lists that are not nested by text."
+                f"the texts have {wanted} {name}, but {found} {kind}s are given; each {kind} needs its own {name} in "
+                f"the text. Likely cause: a text written without apply_chat_template, a missing {kind}, or a list of "
+                f"{kind}s that is not nested by text."
             )
         return nested
 
-    def _expanded(self, kind: str, rows: list[list[int]], grids: Tensor) -> list[list[int]]:
-        """Repeats each placeholder once for each token of its grid."""
-        processor = self.image_processor if kind == "image" else self.video_processor
-        assert isinstance(processor, Qwen2VLImageProcessor)
-        counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
-        token = self._tokens[kind]
-        return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
+
+_FILM = " Video files are not decoded: pass a list of frames."
 
 
-_FILM = " Video files are not decoded here: pass a list of frames."
+def _repeat(rows: list[list[int]], token: int, processor: Qwen2VLImageProcessor, grids: Tensor) -> list[list[int]]:
+    """Repeats each placeholder `token` once for each token of its grid."""
+    counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
+    return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
 
 
 def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -356,29 +346,29 @@ def split_media(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """(the messages without their images and videos, the images, the videos)."""
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         raise InputError(f"messages must be a list of dicts, or a list of such lists, not {str(chat)[:80]!r}.")
-    taken: dict[str, list[Any]] = {"image": [], "video": []}
+    media: dict[str, list[Any]] = {"image": [], "video": []}
     messages = []
     for message in chat:
         content = message.get("content")
         if isinstance(content, list | tuple):
-            content = [_without_source(part, taken) if isinstance(part, Mapping) else part for part in content]
+            content = [_without_source(part, media) if isinstance(part, Mapping) else part for part in content]
         messages.append({**message, "content": content} if "content" in message else message)
-    return messages, taken["image"], taken["video"]
+    return messages, media["image"], media["video"]
 
 
-def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Mapping[str, Any]:
-    """The part for the template. Its image or video is appended to `taken`.
+def _without_source(part: Mapping[str, Any], media: dict[str, list[Any]]) -> Mapping[str, Any]:
+    """The part for the template. Its image or video is appended to `media`.
 
-    Keys with None, as tables of parts have them, are left out: templates only test whether a key is present.
+    Keys with None, which rows of a table have, are dropped: templates only test whether a key is present.
     """
     part = {name: value for name, value in part.items() if value is not None}
-    kind = part.get("type", next((name for name in taken if name in part), None))
+    kind = part.get("type", next((name for name in media if name in part), None))
     kind = "image" if kind == "image_url" or (kind is None and "image_url" in part) else kind
-    if kind not in taken:
+    if kind not in media:
         return part
     sources = [name for name in _SOURCES[kind] if name in part]
     if len(sources) > 1:
-        raise InputError(f"a part of the messages has {' and '.join(sources)}; one of them can be its {kind}.")
+        raise InputError(f"a part of the messages has {' and '.join(sources)}. Next step: give its {kind} once.")
     for name in sources:
         value = part[name]
         if name == "image_url" and isinstance(value, Mapping):
@@ -388,5 +378,5 @@ def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Map
                 value = base64.b64decode(value)
             except ValueError as error:
                 raise InputError(f"base64 of an image part cannot be decoded: {error}.") from error
-        taken[kind].append(value)
+        media[kind].append(value)
     return {"type": kind} | {name: value for name, value in part.items() if name not in (*_SOURCES[kind], "type")}

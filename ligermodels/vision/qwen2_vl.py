@@ -2,9 +2,9 @@
 
 - Each image is resized to multiples of 28 (patch_size * merge_size) with a number of pixels between min_pixels and
   max_pixels; the aspect ratio stays about the same.
-- A patch covers temporal_patch_size frames; an image is repeated as so many frames.
-- Patches are in the order in which the tower merges them: blocks of merge_size x merge_size patches, block row by block
-  row. The order inside a patch is channel, frame, line, column.
+- A patch covers temporal_patch_size frames; an image is repeated to fill them.
+- Patches are in the order in which the tower merges them: blocks of merge_size x merge_size patches, row of blocks by
+  row of blocks. The order inside a patch is channel, frame, line, column.
 - Frames of a video have their own limits, see `Qwen2VLImageProcessor.from_config`.
 
 Checked against transformers 5.23, models/qwen2_vl/image_processing_pil_qwen2_vl.py and
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.vision.images import load_image, named
-from ligermodels.vision.settings import PixelSettings, read_settings, whole
+from ligermodels.vision.settings import PixelSettings, boolean, integer, read_settings
 
 MAX_RATIO = 200
 IMAGE_LIMITS, VIDEO_LIMITS = (56 * 56, 28 * 28 * 1280), (28 * 28 * 128, 28 * 28 * 768)
@@ -58,8 +58,8 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 class Qwen2VLImageProcessor(PixelSettings):
     """min_pixels, max_pixels: limits of one image, or of one frame of a video.
 
-    cap_pixels_per_frame: makes the frames of a long video smaller, so that the video has about 0.9 * max_video_tokens
-    tokens; off by default, as in transformers 5.23.
+    cap_pixels_per_frame: shrinks the frames of a long video, to about 0.9 * max_video_tokens tokens for the video; off
+    by default, as in transformers 5.23.
     """
 
     min_pixels: int = IMAGE_LIMITS[0]
@@ -83,12 +83,11 @@ class Qwen2VLImageProcessor(PixelSettings):
         Raises ConfigError.
         """
         fields = read_settings(config, where, _OWN)
-        fields |= {key: whole(config, key, where) for key in _SIZES if config.get(key) is not None}
+        fields |= {key: integer(config, key, where) for key in _SIZES if config.get(key) is not None}
         fields |= zip(("min_pixels", "max_pixels"), _limits(config, video, where), strict=True)
-        cap = config.get("cap_pixels_per_frame") or False
-        if not isinstance(cap, bool):
-            raise ConfigError(f"{where}: cap_pixels_per_frame must be true or false, not {cap!r}.")
-        return cls(**fields, cap_pixels_per_frame=cap)
+        if config.get("cap_pixels_per_frame") is not None:
+            fields["cap_pixels_per_frame"] = boolean(config, "cap_pixels_per_frame", where)
+        return cls(**fields)
 
     @property
     def factor(self) -> int:
@@ -124,7 +123,7 @@ class Qwen2VLImageProcessor(PixelSettings):
             if len(sizes := {frame.size for frame in frames}) != 1:
                 raise InputError(
                     f"video {index} has frames of different sizes, such as {sorted(sizes)[:2]} (width, height). Likely "
-                    "cause: images that belong into images=, one by one."
+                    "cause: single images, which go into images=."
                     if sizes
                     else f"video {index} has no frames."
                 )
@@ -151,37 +150,35 @@ class Qwen2VLImageProcessor(PixelSettings):
         grids = [(len(frames) // t, frames[0].height // p, frames[0].width // p) for frames in clips]
         rows = np.empty((sum(map(math.prod, grids)), 3 * t * p * p), dtype=np.float32)
         end = 0
-        for frames, (time, high, wide) in zip(clips, grids, strict=True):
+        for frames, (time, height, width) in zip(clips, grids, strict=True):
             pixels = np.stack([np.asarray(frame) for frame in frames])
-            pixels = pixels.reshape(time, t, high // m, m, p, wide // m, m, p, 3)
+            pixels = pixels.reshape(time, t, height // m, m, p, width // m, m, p, 3)
             pixels = pixels.transpose(8, 0, 2, 5, 3, 6, 1, 4, 7)  # channel; time, block, patch; frame, line, column
-            start, end = end, end + time * high * wide
+            start, end = end, end + time * height * width
             out = rows[start:end].reshape(*pixels.shape[1:6], 3, *pixels.shape[6:])
             for channel, numbers in enumerate(self.table()):
                 out[:, :, :, :, :, channel] = numbers[pixels[channel]]
         return torch.from_numpy(rows), torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
 
     def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        most = self.max_pixels
+        max_pixels = self.max_pixels
         if self.cap_pixels_per_frame:
             budget = int(self.max_video_tokens * self.factor**2 * 0.9) * self.temporal_patch_size
-            most = max(min(most, budget // num_frames), int(self.min_pixels * 1.05))
-        return smart_resize(height, width, self.factor, self.min_pixels, most)
+            max_pixels = max(min(max_pixels, budget // num_frames), int(self.min_pixels * 1.05))
+        return smart_resize(height, width, self.factor, self.min_pixels, max_pixels)
 
 
 def _limits(config: Mapping[str, Any], video: bool, where: str) -> tuple[int, int]:
     size = config.get("size") or {}
     if not isinstance(size, Mapping) or (size and not {"min_pixels", "shortest_edge"} & set(size)):
-        raise ConfigError(f"{where}: size must hold shortest_edge and longest_edge (numbers of pixels), not {size!r}.")
-    found = []
-    for key, new, default in zip(
-        ("min_pixels", "max_pixels"),
-        ("shortest_edge", "longest_edge"),
-        VIDEO_LIMITS if video else IMAGE_LIMITS,
-        strict=True,
-    ):
-        places = ((config, key), (size, key), (size, new))
-        found.append(next((whole(at, name, where) for at, name in places if at.get(name) is not None), default))
-    if found[0] > found[1]:
-        raise ConfigError(f"{where}: min_pixels {found[0]:,} is above max_pixels {found[1]:,}.")
-    return found[0], found[1]
+        raise ConfigError(f"{where}: size must have shortest_edge and longest_edge (numbers of pixels), not {size!r}.")
+
+    def limit(key: str, key_in_size: str, default: int) -> int:
+        places = ((config, key), (size, key), (size, key_in_size))
+        return next((integer(at, name, where) for at, name in places if at.get(name) is not None), default)
+
+    defaults = VIDEO_LIMITS if video else IMAGE_LIMITS
+    least, most = limit("min_pixels", "shortest_edge", defaults[0]), limit("max_pixels", "longest_edge", defaults[1])
+    if least > most:
+        raise ConfigError(f"{where}: min_pixels {least:,} is above max_pixels {most:,}.")
+    return least, most

@@ -18,7 +18,7 @@ from ligermodels.errors import ConfigError
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
-_SWITCHES = ("do_resize", "do_rescale", "do_normalize")
+_BOOLEANS = ("do_resize", "do_rescale", "do_normalize")
 _NO_EFFECT = {
     *("image_processor_type", "video_processor_type", "feature_extractor_type", "processor_class", "auto_map"),
     *("do_convert_rgb", "default_to_square", "return_tensors", "device", "disable_grouping", "return_metadata"),
@@ -66,9 +66,9 @@ def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[
     for key, reason in _MUST_BE_OFF.items():
         if given.get(key):
             raise ConfigError(f"{where}: {key} is {given[key]!r}, and {reason}. Next step: set it to false.")
-    found: dict[str, Any] = {key: _switch(given, key, where) for key in _SWITCHES if key in given}
+    found: dict[str, Any] = {key: boolean(given, key, where) for key in _BOOLEANS if key in given}
     if "resample" in given:
-        found["resample"] = whole(given, "resample", where, least=0)
+        found["resample"] = integer(given, "resample", where, minimum=0)
         if found["resample"] > 5:
             raise ConfigError(f"{where}: resample is {given['resample']}; pillow's filters are 0 to 5 (3: bicubic).")
     if "rescale_factor" in given:
@@ -80,21 +80,21 @@ def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[
                 raise ConfigError(f"{where}: {key} must be three numbers, for red, green and blue, not {value!r}.")
             found[key] = tuple(_number(number, f"{where}: {key}") for number in value)
     if 0 in found.get("image_std", ()):
-        raise ConfigError(f"{where}: image_std holds 0.")
+        raise ConfigError(f"{where}: image_std must not have a 0.")
     known = {*found, *own, *_NO_EFFECT, *_MUST_BE_OFF}
     if unknown := sorted(key for key, value in given.items() if key not in known and value is not False):
         warnings.warn(f"{where}: unknown keys are ignored: {unknown}", stacklevel=4)
     return found
 
 
-def whole(config: Mapping[str, Any], key: str, where: str, least: int = 1) -> int:
+def integer(config: Mapping[str, Any], key: str, where: str, minimum: int = 1) -> int:
     value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where}: {key} must be a whole number of at least {least}, not {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{where}: {key} must be an integer of at least {minimum}, not {value!r}.")
     return value
 
 
-def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
+def boolean(config: Mapping[str, Any], key: str, where: str) -> bool:
     if not isinstance(config[key], bool):
         raise ConfigError(f"{where}: {key} must be true or false, not {config[key]!r}.")
     return config[key]

@@ -177,9 +177,9 @@ def test_other_modes_are_those_of_transformers(mode):
 
 
 BAD_CONFIGS = [
-    ("qwen", {"min_pixels": 0}, "min_pixels must be a whole number of at least 1, not 0"),
+    ("qwen", {"min_pixels": 0}, "min_pixels must be an integer of at least 1, not 0"),
     ("qwen", {"do_center_crop": True}, "do_center_crop is True, and cropping is not done"),
-    ("qwen", {"image_std": [0.5, 0, 0.5]}, "image_std holds 0"),
+    ("qwen", {"image_std": [0.5, 0, 0.5]}, "image_std must not have a 0"),
     ("mllama", {"do_pad": False}, "do_pad is false"),
     ("mllama", {"image_mean": None, "image_std": None}, "has no image_mean and no image_std"),
 ]

@@ -54,7 +54,7 @@ BAD_SOURCES = {
     "missing": ("nowhere/cat.png", r"nowhere/cat\.png is not there; an image must be a file \(working folder: /"),
     "URL": ("https://example.com/cat.png", r"is a URL, and nothing is fetched.*urlopen"),
     "float array": (np.zeros((4, 4, 3)), r"must be uint8, 0 to 255; this one is float64 \(4, 4, 3\)"),
-    "array channels first": (np.zeros((3, 40, 40), dtype=np.uint8), r"must be \[H, W, channels\].*other side"),
+    "array channels first": (np.zeros((3, 40, 40), dtype=np.uint8), r"must be \[H, W, channels\].*other axis"),
     "tensor channels last": (torch.zeros(40, 40, 3, dtype=torch.uint8), r"must be \[channels, H, W\]"),
 }
 

@@ -223,9 +223,9 @@ WRONG = {
     "none given": (
         "qwen",
         (PAD,),
-        r"have \[1\] <\|image_pad\|>, the images given are \[0\]; each image needs its own",
+        r"have \[1\] <\|image_pad\|>, but \[0\] images are given; each image needs its own",
     ),
-    "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"\[2\] <\|video_pad\|>, the videos given are \[1\]"),
+    "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"\[2\] <\|video_pad\|>, but \[1\] videos"),
     "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
     "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
     "bad image": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
@@ -240,8 +240,8 @@ def test_what_does_not_fit(case, request):
 
 
 WRONG_CHATS = {
-    "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path; one of them"),
-    "both ways": (CHATS["turns"], {"images": [CAT]}, "images= is given, and parts of the messages hold images too"),
+    "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path. Next step: give its image once"),
+    "both ways": (CHATS["turns"], {"images": [CAT]}, "images= is given, and the messages have images too"),
     "lists of ids": (CHATS["turns"], {"return_dict": False}, "return_dict True"),
 }
 
