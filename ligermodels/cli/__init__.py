@@ -1,9 +1,8 @@
 """The command line. Results go to stdout, messages and speeds to stderr.
 
-Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
-2 wrong options or values of options, 3 another error of ligermodels, such as one of data or model, printed as one
-message without a traceback, 130 interrupted. `inspect`, `convert` and `verify` distinguish more: see `_EPILOG` in
-checkpoints.py.
+Exit status: 0 done; 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch;
+2 wrong options; 3 another error of ligermodels, printed as one message without a traceback; 130 interrupted.
+`inspect`, `convert` and `verify` have more: see `_EPILOG` in checkpoints.py.
 Each command imports what it needs, so that --help does not import torch.
 """
 
@@ -28,9 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?', not a traceback
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?' in place of a traceback
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="strict")  # a file that is no text is named, whatever the locale
+        sys.stdin.reconfigure(errors="strict")  # a file that is not text is an error in every locale
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:
@@ -52,14 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ligermodels",
         description="Language models built from fused Triton layers.",
-        epilog="ligermodels COMMAND --help says more.",
+        epilog="`ligermodels COMMAND --help` shows the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
     commands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
-    demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
-    demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)")
+    demo = commands.add_parser("demo", help="train, save, load and run a small model, without GPU or network")
+    demo.add_argument("--seconds", type=float, default=20.0, metavar="X", help="training time (20)")
+    demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (a temporary one)")
     demo.set_defaults(run=_demo)
 
     chat.add(commands)
@@ -75,7 +74,7 @@ def _demo(args: argparse.Namespace) -> int:
     if not 0 < args.seconds < math.inf:
         raise UsageError(f"--seconds {args.seconds} must be a positive number")
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UsageError(f"--keep {keep} is there already; name a folder that is new or empty")
+        raise UsageError(f"--keep {keep} exists and is not an empty folder: name a new folder")
     folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
     from ligermodels.cli import demo
 

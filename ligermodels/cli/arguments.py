@@ -1,30 +1,24 @@
-"""The parser of all commands, and checks that need neither torch nor weights, so that a mistake is reported at once."""
+"""The parser of all commands, and the error of wrong options."""
 
 import argparse
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from ligermodels.checkpoint import files, hub
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.cli.output import say_error
 from ligermodels.errors import InputError
-from ligermodels.generation.options import Options
-
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 class UsageError(InputError):
-    """Options of a command that are wrong: exit status 2."""
+    """Wrong options of a command: exit status 2."""
 
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Raises an InputError as a UsageError."""
+    """Turns an InputError into a UsageError."""
     try:
         yield
     except InputError as error:
@@ -51,19 +45,3 @@ def dtype(text: str) -> str:
         return dtype_name("auto" if text == "keep" else text)
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def check_model(args: argparse.Namespace) -> None:
-    """Raises UsageError for options of sampling that cannot be, CheckpointError for a folder without weights."""
-    with usage_errors():
-        Options(**{name: getattr(args, name, None) for name in _SAMPLING})  # `bench` has none
-    folder = Path(os.path.expanduser(args.model))
-    if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
-        files.weights_in(folder, allow_pickle=args.allow_pickle)
-
-
-def check_source(src: str) -> None:
-    """Raises HubError for the path of a folder that is not there."""
-    is_path = src.startswith(("/", ".", "~")) or src.count("/") > 1
-    if is_path and not os.path.exists(os.path.expanduser(src)):
-        hub.resolve(src)

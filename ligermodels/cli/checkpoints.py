@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.cli.arguments import check_source, dtype
+from ligermodels.cli.arguments import dtype
+from ligermodels.cli.models import check_source
 from ligermodels.cli.output import readable_size, say
 from ligermodels.errors import HubError, InputError, LigermodelsError, MismatchError
 
@@ -15,21 +16,19 @@ if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
 
 _EPILOG = """\
-layouts, detected from the files in the folder:
+layouts, detected from the files in a folder:
   Hugging Face  model.safetensors, or model-*.safetensors and their index
   pickled       pytorch_model*.bin, with --allow-pickle
   Meta          consolidated.NN.pth and params.json, with --allow-pickle
   Mistral       consolidated*.safetensors and params.json
-  GGUF          one file.gguf, or a folder that holds one; dequantised
-  distributed   .metadata and *.distcp; with --config where there is no config.json, as for a trainer's weights alone
-  LoRA adapter  adapter_config.json: for inspect, for convert BASE DST --adapter DIR, and for chat and generate
-
-a DST whose name ends in .gguf is a GGUF file, another one a folder
+  GGUF          one .gguf file, or a folder with one; dequantised
+  distributed   .metadata and *.distcp; with --config where there is no config.json
+  LoRA adapter  adapter_config.json; for inspect, and for convert BASE DST --adapter DIR
 
 exit status:
   0    done
-  1    the weights do not match: their model, or each other by more than a cast
-  2    wrong usage
+  1    the weights do not match their model, or each other after a cast
+  2    wrong options
   3    a source that cannot be used
   4    no space left
   5    the Hub, the network or the file system refused
@@ -39,106 +38,94 @@ exit status:
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the three commands to the parser."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
-    shared.add_argument("--json", action="store_true", help="print the report as JSON")
-    shared.add_argument(
-        "--config",
-        metavar="DIR",
-        help="folder of config.json and tokenizer, for a distributed checkpoint or a trainer's weights without them",
-    )
-    shared.add_argument(
+    option = shared.add_argument
+    option("--allow-pickle", action="store_true", help="also read pickled weights, as plain tensors only")
+    option("--json", action="store_true", help="print the report as JSON")
+    option("--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without")
+    option(
         "--rope-factor",
         metavar="X",
         type=float,
-        help="of Meta's use_scaled_rope, for a model of a size that Meta has not published; as 8 in Llama 3.1",
+        help="of Meta's use_scaled_rope, for a model size that Meta has not published (8 in Llama 3.1)",
     )
 
-    parser_options: dict[str, Any] = dict(
-        parents=[shared],
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> argparse.ArgumentParser:
+        parser = commands.add_parser(
+            name,
+            parents=[shared],
+            epilog=_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **texts,
+        )
+        parser.set_defaults(run=run, status=_status)
+        return parser
 
-    inspect = commands.add_parser(
+    source = "folder, GGUF file, or repository on the Hub"
+    revision: dict[str, Any] = dict(metavar="NAME", help="branch, tag or commit of SRC")
+    parser = command(
         "inspect",
-        help="what a checkpoint holds and how to load it, from its headers alone",
+        _inspect,
+        help="show what a checkpoint contains and how to load it; reads no weights",
         description="Prints parameters by part, dtypes, files, the configuration, and the call or command that\n"
-        "reads SRC. No weights are read.",
-        **parser_options,
+        "reads SRC. Reads headers, no weights.",
     )
-    inspect.add_argument(
-        "src", metavar="SRC", help="folder, GGUF file, or repository on the Hub, whose weights are not fetched"
-    )
-    inspect.add_argument("--revision", help="branch, tag or commit of SRC")
-    inspect.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
-    inspect.set_defaults(run=_inspect)
+    option = parser.add_argument
+    option("src", metavar="SRC", help=source)
+    option("--revision", **revision)
+    option("--local-files-only", action="store_true", help="use the cache, never the network")
 
-    convert = commands.add_parser(
+    parser = command(
         "convert",
+        _convert,
         help="write a checkpoint in another layout, dtype or sharding",
-        description="Converts the checkpoint SRC. DST appears when it is complete. Memory holds one tensor of the\n"
+        description="Converts the checkpoint SRC. DST appears when it is complete. Needs memory for one tensor of the\n"
         "result and its sources.",
-        **parser_options,
     )
-    convert.add_argument(
-        "src", metavar="SRC", help="folder, GGUF file, or repository on the Hub; its layout is detected"
-    )
-    convert.add_argument(
-        "dst",
-        metavar="DST",
-        nargs="?",
-        help="folder to write, or a GGUF file if its name ends in .gguf; may be left out with --dry-run",
-    )
-    convert.add_argument(
+    option = parser.add_argument
+    option("src", metavar="SRC", help=source)
+    option("dst", metavar="DST", nargs="?", help="folder to write, or GGUF file if the name ends in .gguf")
+    option(
         "--to",
         choices=["hf", "dcp", "gguf"],
-        help="layout to write: Hugging Face's, a torch distributed checkpoint, or one GGUF file for llama.cpp "
-        "(default: gguf where DST ends in .gguf, else hf)",
+        help="layout: Hugging Face, torch distributed checkpoint, or GGUF for llama.cpp (gguf for a DST.gguf, else hf)",
     )
-    convert.add_argument(
-        "--name", help="of the model, for people, in a GGUF file (default: of the repository or folder SRC)"
-    )
-    convert.add_argument(
-        "--dtype", type=dtype, default="auto", help="cast to this, such as bf16 or float32 (default: auto, no cast)"
-    )
-    division = convert.add_mutually_exclusive_group()
-    division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
-    division.add_argument("--like", action="store_true", help="shard as SRC is sharded")
-    convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
-    convert.add_argument("--revision", help="branch, tag or commit of SRC")
-    convert.add_argument(
+    option("--name", metavar="TEXT", help="name of the model in a GGUF file (that of the repository or folder SRC)")
+    option("--dtype", type=dtype, default="auto", metavar="DTYPE", help="cast to bf16, float32, ... (no cast)")
+    shards = parser.add_mutually_exclusive_group()
+    shards.add_argument("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
+    shards.add_argument("--like", action="store_true", help="shard as SRC is sharded")
+    option("--adapter", metavar="DIR", help="LoRA adapter to merge into SRC, in PEFT's format")
+    option("--revision", **revision)
+    option(
         "--verify",
         choices=["none", "keys", "bytes", "logits"],
         default="none",
-        help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; their "
-        "logits in fp32 too, with the whole model in memory, not for gguf (default: none)",
+        help="compare the result with SRC before it replaces DST. keys: names, shapes, dtypes; bytes: also every bit; "
+        "logits: also logits in fp32, with the whole model in memory, not for gguf (none)",
     )
-    convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
-    convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
-    convert.set_defaults(run=_convert)
+    option("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing; DST may be left out")
+    option("--overwrite", action="store_true", help="replace what is in DST")
 
-    verify = commands.add_parser(
+    parser = command(
         "verify",
-        help="whether two checkpoints, of any layouts, are the same model",
-        description="Compares configs, names, shapes, dtypes and bits of A and B, and their logits and likeliest\n"
-        "tokens on fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
-        "0 is usual, and rows of q or k in a wrong order give 2e-4 and more. Tensors that differ in dtype alone, as\n"
-        "after convert --dtype, are equal after a cast, which is no mismatch (with --level keys, which reads no\n"
-        "values, it is one).",
-        **parser_options,
+        _verify,
+        help="compare two checkpoints of any layouts: are they the same model?",
+        description="Compares configs, names, shapes, dtypes and bytes of A and B, and their logits and greedy tokens\n"
+        "on fixed prompts, in fp32 on the CPU. Equal weights usually give a difference of 0, rounding gives up to\n"
+        "5e-5 of the logits' size, rows of q or k in a wrong order 2e-4 or more. Tensors that differ only in\n"
+        "dtype, as after convert --dtype, are no mismatch if they are equal after the cast (with --level keys, which\n"
+        "reads no values, they are one).",
     )
-    verify.add_argument("a", metavar="A", help="folder, GGUF file, or repository on the Hub")
-    verify.add_argument("b", metavar="B", help="folder, GGUF file, or repository on the Hub")
-    verify.add_argument(
+    option = parser.add_argument
+    option("a", metavar="A", help=source)
+    option("b", metavar="B", help=source)
+    option(
         "--level",
         choices=["keys", "bytes", "logits"],
         default="logits",
-        help="how far: headers only, every bit too, logits too with a whole model in memory (default: logits)",
+        help="keys: headers only; bytes: also every bit; logits: also logits, with a whole model in memory (logits)",
     )
-    verify.set_defaults(run=_verify)
-    for parser in (inspect, convert, verify):
-        parser.set_defaults(status=_conversion_status)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -188,11 +175,11 @@ def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
 
 
 def _text(value: Any) -> str:
-    """A detail of a report: of a dtype, also how many numbers have it."""
+    """A detail of a report; of {dtype: count}, also the counts."""
     return ", ".join(f"{name} ({count:,})" for name, count in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _conversion_status(error: LigermodelsError) -> int:
+def _status(error: LigermodelsError) -> int:
     if isinstance(error, MismatchError):
         return 1
     if isinstance(error, InputError):
@@ -242,7 +229,7 @@ def _weight_rows(found: "Inspection") -> dict[str, str]:
 
 
 _ADAPTER = {"base": "base model", "r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-"""{field of an adapter: what it is called}."""
+"""{field of an adapter: its label}."""
 
 
 def _model_rows(found: "Inspection") -> dict[str, str]:

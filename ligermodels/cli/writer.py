@@ -1,4 +1,4 @@
-"""Prints what a model writes, token by token, and reuses its KV cache for the next prompt."""
+"""Prints a model's text token by token, and reuses its KV cache for the next prompt."""
 
 import argparse
 import time
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ligermodels.text import Tokenizer
 
 CHUNK = 1024
-"""Tokens of a long prompt that are computed at once."""
+"""Tokens per forward pass of a long prompt."""
 
 
 class Writer:
-    """Prints how the model continues a prompt. What the last prompt and its continuation begin with is not recomputed.
+    """Prints how the model continues prompts. A prefix that a prompt shares with the last one is not computed again.
 
-    `ids` are the tokens in the KV cache, `images` what they show, up to the token `images_end`.
+    ids: the tokens in the KV cache. images: the images of those tokens, up to the token `images_end`.
     """
 
     def __init__(self, model: "CausalLM", tokenizer: "Tokenizer", args: argparse.Namespace):
@@ -41,10 +41,10 @@ class Writer:
         inputs: Mapping[str, Any] | None = None,
         interruptible: bool = False,
     ) -> str:
-        """Prints the text that continues `ids` as it comes, and its speed on stderr; returns the text.
+        """Prints the text after `ids` token by token, then its speed on stderr. Returns the text.
 
-        after: the ids that the text continues; () for an answer, which starts a text of its own. images: those of the
-        prompt, in order; inputs: what they are for the model.
+        after: the ids that the text continues; () for an answer, which is a new text. images: those of the prompt, in
+        order. inputs: the arguments of the model for them. interruptible: Ctrl-C ends the text, not the command.
         """
         import torch
 
@@ -54,7 +54,7 @@ class Writer:
         args, length = self.args, self.args.max_new_tokens
         if length is None:
             left = self.model.config.max_position_embeddings - len(ids)
-            length = min(args.usual_length, left) if left > 0 else args.usual_length
+            length = min(args.default_length, left) if left > 0 else args.default_length
         if self.cache is None:
             self.cache = self.model.new_cache(1, len(ids) + length, kv_cache_dtype=args.kv_cache_dtype)
         self._crop(ids, images)
@@ -99,35 +99,32 @@ class Writer:
         except KeyboardInterrupt:
             if not interruptible:
                 raise
-            self.cache, self.ids = None, []  # some layers may hold a token that others lack
+            self.cache, self.ids = None, []  # some layers may have a token that others lack
             say(" (stopped)", end="")
         print()
         say(_speed(len(ids), cached, times))
         return text
 
     def _crop(self, ids: list[int], images: tuple[Any, ...]) -> None:
-        """Leaves in the cache the tokens that `ids` begins with, but the last, whose logits are needed."""
+        """Keeps in the cache the prefix that it shares with `ids`, without the last token, whose logits are needed."""
         assert self.cache is not None
-        same = 0
-        for held, wanted in zip(self.ids, ids[:-1], strict=False):
-            if held != wanted:
-                break
-            same += 1
+        pairs = enumerate(zip(self.ids, ids[:-1], strict=False))
+        same = next((at for at, (old, new) in pairs if old != new), min(len(self.ids), len(ids) - 1))
         rotary, longest = self.model.decoder.rotary_emb, max(len(self.ids), len(ids))
-        # Keys of a longer text have other frequencies (longrope), as those of a shorter one have.
+        # With longrope, the keys of long texts have other frequencies than those of short ones.
         if rotary.needs_recompute(same, longest) or images != self.images or same < self.images_end:
             same = 0
         self.cache.crop(same)
 
     def _prefill(self, prompt: "Tensor") -> None:
-        """Computes a long prompt in chunks, all but the last of them, and shows on a terminal how far it is."""
+        """Computes all chunks of a long prompt but the last, with a progress bar on a terminal."""
         import torch
         from tqdm import tqdm
 
         assert self.cache is not None
         cached, length = self.cache.length, prompt.shape[1]
         if length - cached <= CHUNK or self.model.decoder.rotary_emb.rope_type in ("dynamic", "longrope"):
-            return  # the frequencies of these types depend on the longest position of a call
+            return  # their frequencies depend on the longest position of a call
         with (
             torch.no_grad(),
             tqdm(desc="reading", initial=cached, total=length, unit=" tokens", leave=False, disable=None) as bar,
@@ -139,7 +136,7 @@ class Writer:
 
 
 def _speed(prompt_tokens: int, cached: int, times: list[float]) -> str:
-    """The last line of a command. cached: how many prompt tokens. times: the start, and when each token came."""
+    """The last line. cached: the number of cached prompt tokens. times: the start, then the time of each token."""
     count = len(times) - 1
     if count == 0:
         return "(no tokens)"

@@ -31,9 +31,9 @@ def canvases(max_tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[int, int]:
-    """(rows, columns) of tiles of an image's canvas: the least upscaling, else the least downscaling; then fewest tiles.
+    """(rows, columns) of tiles of an image's canvas: the least upscaling, else the least downscaling.
 
-    tile: the side of a tile, in pixels.
+    Of canvases with the same scale it has the fewest tiles. tile: the side of a tile, in pixels.
     """
     scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in canvases(max_tiles)}
     upscaling = [scale for scale in scales.values() if scale >= 1]

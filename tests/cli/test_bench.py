@@ -38,7 +38,6 @@ def on_forward(monkeypatch):
 
 
 def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
-    pytest.importorskip("matplotlib")
     passes, starts = [], []
 
     def wait(ids):
@@ -49,7 +48,7 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
     on_forward(wait)
     sizes = ("--batches", "1,3", "--prompts", "16,600", "--new", 9)
     status, stdout, stderr = run(capsys, "bench", folder, *sizes, "--out", tmp_path / "new" / "out")
-    assert status == 0 and "no prompts of 600" in stderr
+    assert status == 0 and "skipped prompts of 600" in stderr
     cases = [(1, 16), (3, 16)]
     assert passes == [
         shape
@@ -73,7 +72,6 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
     limits = [record["copy_bytes_per_s"] * b / (weights + b * cache * (length + 4.5)) for b, length in cases]
     assert [row["limit_tokens_per_s"] for row in record["rows"]] == pytest.approx(limits)
     assert 1e8 < record["copy_bytes_per_s"] < 1e13 and record["load_s"] > 0
-    assert (tmp_path / "new" / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_bytes_of_a_step():

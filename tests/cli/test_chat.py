@@ -80,9 +80,9 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate MODEL --prompt x --device gpu7", 2, "error: --device gpu7"),
     ("generate MODEL --prompt ''", 2, NOTHING),
     ("generate MODEL < /dev/null", 2, NOTHING),
-    ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
+    ("generate MODEL < binary", 3, "error: stdin is not text (byte 0x80 is not UTF-8). Likely cause: a binary file"),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
-    ("demo --keep MODEL", 2, "is there already; name a folder that is new or empty"),
+    ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
 ])  # fmt: skip
 def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -23,12 +23,9 @@ def test_demo_proves_what_it_says_and_its_next_commands_work(on_cpu, tmp_path, c
     # A clock that goes on by being read: 25 steps, however long each takes.
     monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=map(float, count()).__next__))
     status, out, _ = run(capsys, "demo", "--seconds", 25, "--keep", tmp_path / "kept")
-    assert status == 0 and "FAILED" not in out and out.count("\nok ") == 4, out
+    assert status == 0 and "FAILED" not in out and out.count("\nok ") == 3, out
     losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ")]
     assert losses[0] > 6.5 and losses[-1] < losses[0] - 1
-    for op in ("rms_norm", "glu", "cross_entropy", "linear_cross_entropy"):
-        line = next(line for line in out.splitlines() if line.startswith(f"{op} "))
-        assert 0 < max(map(float, line.split()[-4:])) < 1e-5, line
     commands = out[out.index("Next") :].splitlines()[1:]
     assert len(commands) == 3
     monkeypatch.setattr(sys, "stdin", stdin_of(""))
@@ -36,24 +33,6 @@ def test_demo_proves_what_it_says_and_its_next_commands_work(on_cpu, tmp_path, c
         program, *argv = shlex.split(command, comments=True)
         assert program == "ligermodels" and str(tmp_path / "kept") in argv
         assert main(argv) == 0
-
-
-@pytest.mark.parametrize("place", [0, 2])
-@pytest.mark.parametrize("error, status", [(2e-7, 0), (3e-3, 1), (float("nan"), 1)])
-def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(
-    place, error, status, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    errors = [2e-7, 1e-7, 3e-7, 2e-7]
-    errors[place] = error
-    monkeypatch.setattr(demo, "_train_and_generate", lambda *_: True)
-    monkeypatch.setattr(demo.subprocess, "run", lambda *_, **__: SimpleNamespace(
-        returncode=0, stdout=json.dumps({"rope": errors})
-    ))  # fmt: skip
-    found, out, _ = run(capsys, "demo")
-    assert found == status and ("FAILED  too far from fp64: rope" in out) == bool(status)
-    (folder,) = tmp_path.iterdir()
-    assert f"The trained model is in {folder}." in out
 
 
 def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeypatch):
@@ -65,7 +44,6 @@ def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeyp
         return model
 
     monkeypatch.setattr(demo.ligermodels, "load", damaged)
-    monkeypatch.setattr(demo, "_compare_kernels", lambda device: True)
     assert not demo.run(seconds=0.01, folder=tmp_path)
     assert capsys.readouterr().out.count("FAILED") == 3
 

@@ -240,7 +240,7 @@ def test_what_does_not_fit(case, request):
 
 
 WRONG_CHATS = {
-    "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path. Next step: give its image once"),
+    "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path. Next step"),
     "both ways": (CHATS["turns"], {"images": [CAT]}, "images= is given, and the messages have images too"),
     "lists of ids": (CHATS["turns"], {"return_dict": False}, "return_dict True"),
 }

@@ -1,0 +1,154 @@
+"""Which model a command runs: its options, and how model, tokenizer and processor are loaded from them."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ligermodels.checkpoint import files, hub
+from ligermodels.cli.arguments import UsageError, dtype, usage_errors
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.generation.options import Options
+
+if TYPE_CHECKING:
+    from ligermodels.arch import CausalLM
+    from ligermodels.text import Tokenizer
+    from ligermodels.vision import Processor
+
+_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def model_options() -> argparse.ArgumentParser:
+    """A parent parser of MODEL and the options of loading it, which `load_model` reads."""
+    parser = argparse.ArgumentParser(add_help=False)
+    option = parser.add_argument
+    option(
+        "model",
+        metavar="MODEL",
+        help="repository on the Hub, folder of a checkpoint, GGUF file, or folder of an adapter that names its base",
+    )
+    option("--adapter", metavar="DIR", help="LoRA adapter to put on MODEL, saved by train or PEFT")
+    option("--revision", metavar="NAME", help="branch, tag or commit")
+    option("--local-files-only", action="store_true", help="use the cache, never the network")
+    option("--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors file")
+    option(
+        "--dtype",
+        type=dtype,
+        default="auto",
+        metavar="DTYPE",
+        help="float32, bf16, ...; auto: as in config.json (auto)",
+    )
+    option("--quantize", choices=("int8", "fp8", "int4", "nf4"), help="quantise the linear layers' weights")
+    option("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8 halves the memory of the KV cache")
+    option("--device", metavar="NAME", help="cpu, cuda, cuda:1, ... (cuda if there is one)")
+    return parser
+
+
+def resolve_adapter(args: argparse.Namespace) -> None:
+    """Where MODEL is an adapter, makes it --adapter, and MODEL the base that its config names.
+
+    Raises InputError, CheckpointError for an unsupported adapter, HubError where its base is not there.
+    """
+    given = files.absolute(args.model)
+    is_adapter = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
+    if is_adapter and args.adapter:
+        raise InputError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
+    if not is_adapter and not args.adapter:
+        return
+    from ligermodels.checkpoint import adapters
+
+    args.adapter = files.absolute(args.model if is_adapter else args.adapter)
+    found = adapters.read_options(args.adapter, computed=frozenset({"use_dora"}))
+    if not is_adapter:
+        return
+    base, args.revision = found.get("base_model_name_or_path"), args.revision or found.get("revision")
+    advice = f"Next step: give the base as MODEL, and --adapter {args.model}"
+    if not base:
+        raise CheckpointError(f"{args.adapter / files.ADAPTER} does not name its base model. {advice}")
+    try:
+        hub.resolve(base, revision=args.revision, local_files_only=args.local_files_only, weights=False)
+    except HubError as error:
+        error.add_note(f"  It is the base that {args.adapter / files.ADAPTER} names. {advice}")
+        raise
+    args.model = base
+
+
+@contextlib.contextmanager
+def _text_folder(args: argparse.Namespace) -> Iterator[str | Path]:
+    """Where tokenizer and processor are read from: MODEL, or its files with those of the adapter's folder over them."""
+    adapter_files = files.companion_files(args.adapter) if args.adapter else {}
+    if not adapter_files:
+        yield args.model
+        return
+    folder = hub.resolve(args.model, revision=args.revision, local_files_only=args.local_files_only, weights=False)
+    configs = {name: folder / name for name in ("config.json", "generation_config.json") if (folder / name).is_file()}
+    with tempfile.TemporaryDirectory() as joined:
+        for name, path in {**configs, **files.companion_files(folder), **adapter_files}.items():
+            (Path(joined) / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, Path(joined) / name)
+        yield joined
+
+
+def load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
+    """The tokenizer; called before the model is loaded, so that a wrong one fails before weights are fetched."""
+    from ligermodels.text import Tokenizer
+
+    with _text_folder(args) as source:
+        return Tokenizer.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
+
+
+def load_processor(args: argparse.Namespace) -> "Processor":
+    """The processor of a model that takes images."""
+    try:
+        from ligermodels.vision import Processor
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    with _text_folder(args) as source:
+        return Processor.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
+
+
+def load_model(args: argparse.Namespace) -> "CausalLM":
+    """The model with its adapter, after `resolve_adapter`.
+
+    Raises UsageError for options that cannot be, before torch is imported; the errors of loading.
+    """
+    with usage_errors():
+        Options(**{name: getattr(args, name, None) for name in _SAMPLING})  # `bench` has none
+    folder = files.absolute(args.model)
+    if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
+        files.weights_in(folder, allow_pickle=args.allow_pickle)
+    import torch
+
+    import ligermodels
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
+    model = ligermodels.load(
+        args.model,
+        revision=args.revision,
+        local_files_only=args.local_files_only,
+        allow_pickle=args.allow_pickle,
+        dtype=args.dtype,
+        device=device,
+        quantization_config=args.quantize,
+    )
+    if args.adapter:
+        from ligermodels.training import load_adapter
+
+        load_adapter(model, args.adapter, dtype=model.dtype, allow_pickle=args.allow_pickle)
+    return model
+
+
+def check_source(src: str) -> None:
+    """Raises HubError for the path of a folder that is not there, before torch is imported."""
+    is_path = src.startswith(("/", ".", "~")) or src.count("/") > 1
+    if is_path and not os.path.exists(os.path.expanduser(src)):
+        hub.resolve(src)
