@@ -34,14 +34,14 @@ PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in
 
 
 def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
-    """The class for the checkpoint in `folder`, or for `config`; arguments as for `pretrained.config_values`.
+    """The class for the checkpoint in `folder`, or for `config`; arguments as in `pretrained.config_values`.
 
     Raises ConfigError for a model_type that is not in the zoo.
     """
     values = config_values(folder, config, **found)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
-        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
+        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
     return ARCHS[model_type]
 
 
@@ -57,7 +57,7 @@ def load(
     allow_pickle: bool = False,
     **options: Any,
 ) -> CausalLM:
-    """The model of a repository or folder, of whichever class its model_type, or that of `config`, asks for.
+    """The model of a repository or folder. The model_type, or that of `config`, chooses its class.
 
     `options` (dtype, device, device_map, quantization_config, ...) and the rest are those of `CausalLM.from_hub`.
     """

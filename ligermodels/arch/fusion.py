@@ -147,7 +147,7 @@ def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, s
     if any(weight.is_meta for weight in weights):
         return True, ""  # loading makes them joint
     if joint(weights) is None:
-        return False, "their weights lie apart in memory"
+        return False, "their weights are not joint in memory"
     return True, ""
 
 

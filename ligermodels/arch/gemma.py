@@ -1,10 +1,10 @@
-"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama with a wide GELU MLP and a scaled embedding.
+"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama with a large GELU MLP and a scaled embedding.
 
 - Norm weights are stored around 0 and act as 1 + weight; the whole norm is fp32, with one rounding at its end.
 - Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype (bf16: 55.5 for 3072). The head is
   tied to the unscaled table unless config.json says otherwise. `inputs_embeds` are taken as scaled already.
 - The activation is GELU by tanh, also where config.json says "gelu", as the released files do.
-- `head_dim` is 256 whatever the width: 16 heads make 4096 out of 3072 in the 7B.
+- `head_dim` is 256 whatever hidden_size is: in the 7B, 16 heads have 4096 dims and hidden_size is 3072.
 
 Paper: Gemma Team 2024, https://arxiv.org/abs/2403.08295.
 Checked against: models/gemma/modeling_gemma.py of transformers 5.23.

@@ -43,7 +43,7 @@ class LlamaVisionConfig(LlamaConfig):
     """config.json of model_type mllama: the fields of its text_config, and vision_config.
 
     zero_masked_attention, ours: a token that sees no image gets nothing from a cross block's attention, as in Meta's
-    code. `root` holds the unknown keys beside the nested objects.
+    code. `root` has the unknown keys beside the nested objects.
     """
 
     model_type: ClassVar[str] = "mllama"
@@ -276,7 +276,7 @@ class LlamaVision(CausalLM):
         cross_attention_mask: [B, S or past + S, images, tiles], 1 where a token sees a tile, of the cached images
             first. Default: all tokens see all tiles, and after a cache what its last token saw.
         labels: -100 at images: the head has no logit for them.
-        Packed sequences share the images of their one row; let the mask keep them apart.
+        Packed sequences share the images of their one row; the mask must separate them.
 
         Raises InputError where arguments do not fit together.
         """

@@ -2,7 +2,7 @@
 
 - Every query sees the last `sliding_window` tokens, itself included (7B v0.1: 4096). config.json's null turns the
   window off (v0.2 and later, Nemo); a missing key is 4096.
-- `head_dim` is of its own choosing: Nemo has 32 heads of 128 on a width of 5120.
+- `head_dim` does not follow from hidden_size: Nemo has 32 heads of 128 and a hidden_size of 5120.
 
 Paper: Jiang et al. 2023, https://arxiv.org/abs/2310.06825.
 Checked against: models/mistral/modeling_mistral.py of transformers 5.23.

@@ -2,33 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch.utils._pytree as pytree
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import TOKEN_IDS, Options
-
-
-class Attributes(dict):
-    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position."""
-
-    fields: ClassVar[frozenset[str]] = frozenset()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self).fields:
-            return self.get(name)
-        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are there, in order."""
-        return tuple(self.values())
+from ligermodels.generation.options import TOKEN_IDS, Attributes, Options
 
 
 class CausalLMOutput(Attributes):

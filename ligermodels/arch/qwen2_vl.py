@@ -76,8 +76,8 @@ class Qwen2VLVisionConfig(VisionConfig):
 class Qwen2VLConfig(Qwen2Config):
     """config.json of model_type qwen2_vl: the text's fields at the top, as on the Hub, and vision_config.
 
-    video_rule, ours: text after a video that began at position p goes on at p + max(frames, rows, columns) with "4.x",
-    the default, as in the models' own code and transformers 4, and at p + max(rows, columns) with "5.x", as in 5.
+    video_rule, ours: the position of the text after a video that began at p. "4.x", the default, as in the models' own
+    code and transformers 4: p + max(frames, rows, columns). "5.x", as in transformers 5: p + max(rows, columns).
     """
 
     model_type: ClassVar[str] = "qwen2_vl"

@@ -2,9 +2,9 @@
 The arguments are those of transformers.
 
 options.py merges the options of a call; request.py checks it; processors.py goes from logits to the next token;
-stopping.py has stop strings and criteria; graph.py the decode step as a CUDA graph; speculation.py who guesses ahead;
-loop.py the loop of one batch; batching.py that of a batch whose rows come and go. All but the options are imported on
-first use, with torch.
+stopping.py has stop strings and criteria; graph.py the decode step as a CUDA graph; speculation.py guesses of the next
+tokens; loop.py the loop of one batch; batching.py continuous batching. All but the options are imported on first use,
+with torch.
 """
 
 import importlib

@@ -12,7 +12,7 @@ row computes one token more, which is dropped.
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,10 @@ _REFUSED = {
     "past_key_values": "the batch has a cache of its own",
     "stopping_criteria": "rows begin in different columns; use `generate`",
     "streamer": "use `generate_many_iter`",
+    "max_time": "leave the loop over `generate_many_iter` in time",
+    "return_dict_in_generate": "it returns ids alone; use `generate`",
+    "output_scores": "it returns ids alone; use `generate`",
+    "output_logits": "it returns ids alone; use `generate`",
 }
 """{argument of `generate`: why `generate_many` does not take it}."""
 
@@ -60,8 +64,6 @@ def generate_many(
     prompts: Sequence[Tensor | Sequence[int]],
     *,
     batch_size: int = 32,
-    num_return_sequences: int = 1,
-    prefill_chunk_size: int | None = None,
     **options: Any,
 ) -> list[Tensor]:
     """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
@@ -72,13 +74,11 @@ def generate_many(
     Args:
         prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
         batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
-        num_return_sequences: continuations of each prompt, which follow each other in the result; above 1 needs
-            sampling. The prompt runs once for all of them.
-        prefill_chunk_size: tokens of a prompt in one forward pass, which bounds the memory that long prompts need;
-            None: all.
-        options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, stop_strings with
-            tokenizer. max_length and min_length count a prompt's own tokens. Not supported: scores, logits and the
-            cache (return_dict_in_generate), processors and criteria of the caller, max_time, embeddings and images.
+        options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
+            prefill_chunk_size, stop_strings with tokenizer. max_length and min_length count a prompt's own tokens. A
+            prompt runs once for all of its continuations, which follow each other in the result. Not supported:
+            scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller, max_time,
+            embeddings and images.
 
     Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
     length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
@@ -86,12 +86,7 @@ def generate_many(
     Raises:
         InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits.
     """
-    found = dict(
-        generate_many_iter(
-            model, prompts, batch_size=batch_size, num_return_sequences=num_return_sequences,
-            prefill_chunk_size=prefill_chunk_size, **options,
-        )
-    )  # fmt: skip
+    found = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
     return [found[i] for i in range(len(found))]
 
 
@@ -100,8 +95,6 @@ def generate_many_iter(
     prompts: Sequence[Tensor | Sequence[int]],
     *,
     batch_size: int = 32,
-    num_return_sequences: int = 1,
-    prefill_chunk_size: int | None = None,
     **options: Any,
 ) -> Iterator[tuple[int, Tensor]]:
     """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
@@ -118,10 +111,8 @@ def generate_many_iter(
         )
     if is_adapted(model):
         raise InputError("generate_many cannot run under an adapter that prepares the inputs of each step")
-    for name, way in _REFUSED.items():
-        if options.pop(name, None) is not None:
-            raise InputError(f"generate_many does not take {name}: {way}")
-    options |= {"num_return_sequences": num_return_sequences, "prefill_chunk_size": prefill_chunk_size}
+    options = {name: value for name, value in options.items() if value is not None or name not in _REFUSED}
+    _refuse(options)
     if not texts:
         return iter(())
     call = _checked(model, texts, options)
@@ -148,6 +139,12 @@ class _Call:
     request: Request  # of the longest prompt
 
 
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED.items():
+        if (value := options.get(name)) is not None and value is not False:
+            raise InputError(f"generate_many does not take {name}: {reason}")
+
+
 def _as_ids(index: int, prompt: Any) -> Tensor:
     try:
         ids = torch.as_tensor(prompt).cpu()
@@ -156,7 +153,7 @@ def _as_ids(index: int, prompt: Any) -> Tensor:
     if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
             f"prompt {index} is {list(ids.shape)} of {ids.dtype}; it must be a list of token ids or a tensor [S] of "
-            "torch.int64, and hold at least one token (the bos token, say)"
+            "torch.int64, and have at least one token (the bos token, say)"
         )
     return ids.long()
 
@@ -166,15 +163,10 @@ def _checked(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> _Cal
     checked_prompt(model, every, None, None)
     longest = max(prompts, key=len)[None].to(model.device)
     # A row that has finished is not filled up: no pad id is needed.
-    request = Request.checked(
-        model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options}
-    )  # fmt: skip
+    options = {"pad_token_id": 0, **options}
+    request = Request.checked(model, longest, attention_mask=torch.ones_like(longest), **options)
     chosen = request.options
-    for name in ("return_dict_in_generate", "output_scores", "output_logits"):
-        if getattr(chosen, name):
-            raise InputError(f"generate_many returns ids alone: leave {name} out, or use `generate`")
-    if chosen.max_time is not None:
-        raise InputError("generate_many does not take max_time: leave the loop over `generate_many_iter` in time")
+    _refuse(vars(chosen))  # the checkpoint's generation_config.json may set them
     if chosen.use_cache is False:
         raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
     if request.inputs:

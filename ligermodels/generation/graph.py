@@ -211,7 +211,7 @@ def keep_cache(model: Any, cache: KVCache, key: tuple) -> None:
     limit = math.inf
     if model.device.type == "cuda":
         limit = torch.cuda.get_device_properties(model.device).total_memory / KEPT_SHARE
-    while len(kept) > KEPT or sum(x.nbytes for _, held in kept for x in held.memory()) > limit:
+    while len(kept) > KEPT or sum(x.nbytes for _, one in kept for x in one.memory()) > limit:
         del kept[0]
 
 

@@ -14,13 +14,14 @@ With speculation (speculation.py), the logits of a step may be known before its 
 
 import contextlib
 from collections.abc import Generator, Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation import graph
+from ligermodels.generation.options import Attributes
 from ligermodels.generation.processors import counted_by_columns, draw, make_processors
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.speculation import Verification
@@ -40,7 +41,7 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-class GenerateOutput(dict):
+class GenerateOutput(Attributes):
     """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
@@ -48,12 +49,7 @@ class GenerateOutput(dict):
     cache of all tokens but the last.
     """
 
-    fields: ClassVar = ("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.fields:
-            return self.get(name)
-        raise AttributeError(f"GenerateOutput has no field {name!r}")
+    fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))
 
 
 def generate(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ligermodels.errors import InputError
 
@@ -79,6 +79,27 @@ IGNORED = frozenset("""
     trust_remote_code
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that change nothing without those of UNSUPPORTED. Labels come with the batch of a trainer."""
+
+
+class Attributes(dict):
+    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).fields:
+            return self.get(name)
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values that are there, in order."""
+        return tuple(self.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,15 +18,15 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 Applies = Callable[[int, int, int], bool]
-"""(new tokens of a row so far, those before which no stop id may come, the most that may come) -> bool."""
+"""(new tokens of a row so far, minimum before a stop id, maximum) -> bool."""
 Change = Callable[[Tensor, Any], Tensor]
-"""(logits [N, V], new tokens of the rows so far: an int, or fp64 [N, 1]) -> logits."""
+"""(logits [N, V], number of new tokens of the rows: an int, or fp64 [N, 1]) -> logits."""
 Counted = Callable[[Applies, Change], LogitsProcessor]
-"""Makes a processor that changes the logits of the rows to which the count of their new tokens applies."""
+"""Makes a processor that changes the logits of the rows whose number of new tokens `Applies` selects."""
 
 
 def counted_by_columns(prompt_length: int, least: int, most: int) -> Counted:
-    """For rows that all begin their new tokens in the column `prompt_length`."""
+    """`Counted` for rows whose new tokens all begin in the column `prompt_length`."""
 
     def counted(applies: Applies, change: Change) -> LogitsProcessor:
         def process(ids: Tensor, logits: Tensor) -> Tensor:
@@ -68,9 +68,9 @@ def make_processors(
         made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
     if options.no_repeat_ngram_size:
         made.append(functools.partial(ban_repeated_ngrams, size=int(options.no_repeat_ngram_size)))
-    words = [tuple(word) for word in options.bad_words_ids or () if len(word) > 1 or word[0] not in stop_ids]
-    if words:
-        made.append(SequenceBias(dict.fromkeys(words, -math.inf), device))
+    banned = [tuple(ids) for ids in options.bad_words_ids or () if len(ids) > 1 or ids[0] not in stop_ids]
+    if banned:
+        made.append(SequenceBias(dict.fromkeys(banned, -math.inf), device))
     if stop_ids and (options.min_new_tokens or options.min_length):
         made.append(counted(lambda new, least, most: new < least, ban(stop_ids)))
     if options.forced_eos_token_id is not None:
@@ -89,22 +89,14 @@ def make_processors(
     if options.begin_suppress_tokens:
         made.append(counted(lambda new, least, most: new == 0, ban(options.begin_suppress_tokens)))
     made += [functools.partial(_checked, processor) for processor in custom]
-    temperature = 1 if options.temperature is None else options.temperature
     if options.do_sample:
-        if temperature != 1:
+        temperature = options.temperature
+        if temperature not in (None, 1):
             made.append(lambda ids, logits: logits / temperature)
-        if options.top_k:
-            made.append(functools.partial(keep_top_k, k=int(options.top_k)))
-        if options.top_p is not None and options.top_p != 1:
-            made.append(functools.partial(keep_top_p, p=options.top_p))
-        if options.min_p:
-            made.append(functools.partial(keep_min_p, p=options.min_p))
-        if options.typical_p is not None and options.typical_p != 1:
-            made.append(functools.partial(keep_typical, p=options.typical_p))
-        if options.epsilon_cutoff and options.epsilon_cutoff != 1:
-            made.append(functools.partial(keep_epsilon, epsilon=options.epsilon_cutoff))
-        if options.eta_cutoff and options.eta_cutoff != 1:
-            made.append(functools.partial(keep_eta, epsilon=options.eta_cutoff))
+        for name, (cut, off) in _CUTS.items():
+            value = getattr(options, name)
+            if value is not None and value not in off:
+                made.append(functools.partial(cut, value=value))
     if options.renormalize_logits:
         made.append(lambda ids, logits: logits.log_softmax(-1))
     return made
@@ -137,13 +129,13 @@ class SequenceBias:
 
 
 def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tensor | None = None) -> Tensor:
-    """Divides positive and multiplies negative logits of the tokens that a row holds (https://arxiv.org/abs/1909.05858).
+    """Divides positive and multiplies negative logits of the tokens in a row (https://arxiv.org/abs/1909.05858).
 
     Tokens where `mask` [B, at least S] is False do not count.
     """
     tokens = ids if mask is None else ids.masked_fill(~mask[:, : ids.shape[1]], logits.shape[-1])
     penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(_holds(tokens, logits.shape[-1]), penalized, logits)
+    return torch.where(_occurs(tokens, logits.shape[-1]), penalized, logits)
 
 
 def ban_tokens(logits: Tensor, banned: Tensor) -> Tensor:
@@ -157,7 +149,7 @@ def force_tokens(logits: Tensor, forced: Tensor) -> Tensor:
 
 
 def raise_tokens(logits: Tensor, raised: Tensor, share: float | Tensor) -> Tensor:
-    """Adds the `share`-fold of their absolute value to the logits of the ids `raised`, but for those of -inf.
+    """Adds `share` times their absolute value to the logits of the ids `raised`, except those that are -inf.
 
     share: a number, or one for each row, [N, 1].
     """
@@ -167,64 +159,72 @@ def raise_tokens(logits: Tensor, raised: Tensor, share: float | Tensor) -> Tenso
 
 
 def ban_repeated_ngrams(ids: Tensor, logits: Tensor, size: int) -> Tensor:
-    """Sets the logits of tokens to -inf that would complete `size` tokens which the row has already, in order."""
+    """Sets the logits of tokens that would complete an n-gram of `size` tokens for the second time to -inf."""
     if ids.shape[1] < size:
         return logits
     windows = ids.unfold(1, size, 1)  # [B, n, size]
     repeated = (windows[..., :-1] == ids[:, None, ids.shape[1] + 1 - size :]).all(-1)
     vocab_size = logits.shape[-1]
-    return logits.masked_fill(_holds(windows[..., -1].masked_fill(~repeated, vocab_size), vocab_size), -math.inf)
+    return logits.masked_fill(_occurs(windows[..., -1].masked_fill(~repeated, vocab_size), vocab_size), -math.inf)
 
 
-def keep_top_k(ids: Tensor, logits: Tensor, k: int) -> Tensor:
-    """Sets all logits below the k-th largest of their row to -inf."""
-    kth = logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:]
+def keep_top_k(ids: Tensor, logits: Tensor, value: int) -> Tensor:
+    """Sets all logits below the `value`-th largest of their row to -inf."""
+    kth = logits.topk(min(value, logits.shape[-1]), dim=-1).values[..., -1:]
     return logits.masked_fill(logits < kth, -math.inf)
 
 
-def keep_top_p(ids: Tensor, logits: Tensor, p: float) -> Tensor:
-    """Sets all logits but the fewest largest whose probabilities sum to p or more to -inf."""
+def keep_top_p(ids: Tensor, logits: Tensor, value: float) -> Tensor:
+    """Keeps the fewest largest logits whose probabilities sum to `value` or more; sets the others to -inf."""
     ordered, order = logits.sort(dim=-1)  # of equally likely tokens, the cut leaves those that transformers leaves
-    drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
+    drop = ordered.softmax(-1).cumsum(-1) <= 1 - value
     drop[:, -1] = False
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
 
 
-def keep_min_p(ids: Tensor, logits: Tensor, p: float) -> Tensor:
-    """Sets the logits of tokens less than p times as likely as the likeliest of their row to -inf."""
+def keep_min_p(ids: Tensor, logits: Tensor, value: float) -> Tensor:
+    """Sets the logits of tokens less than `value` times as likely as the likeliest of their row to -inf."""
     probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
+    return logits.masked_fill(probabilities < value * probabilities.amax(-1, keepdim=True), -math.inf)
 
 
-def keep_typical(ids: Tensor, logits: Tensor, p: float) -> Tensor:
-    """Sets all logits to -inf but those of the tokens whose information is nearest to the entropy of their row.
+def keep_typical(ids: Tensor, logits: Tensor, value: float) -> Tensor:
+    """Keeps the tokens whose information is nearest to the entropy of their row; sets the others' logits to -inf.
 
-    They are the fewest whose probabilities sum to p or more, and those as near as the last (locally typical sampling,
-    https://arxiv.org/abs/2202.00666).
+    It keeps the fewest whose probabilities sum to `value` or more, and those as near as the last of them (locally
+    typical sampling, https://arxiv.org/abs/2202.00666).
     """
     log_probabilities = logits.log_softmax(-1)
     entropy = -(log_probabilities * log_probabilities.exp()).nansum(-1, keepdim=True)
     distances = (-log_probabilities - entropy).abs()
     ordered, order = distances.sort(dim=-1)
     reached = logits.gather(-1, order).softmax(-1).cumsum(-1)
-    last = (reached < p).sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+    last = (reached < value).sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
     return logits.masked_fill(distances > ordered.gather(-1, last), -math.inf)
 
 
-def keep_epsilon(ids: Tensor, logits: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Sets the logits of tokens less likely than epsilon to -inf, but for the likeliest of their row.
-
-    epsilon: a number, or one for each row, [B, 1].
-    """
-    drop = (logits.softmax(-1) < epsilon) & (logits < logits.amax(-1, keepdim=True))
+def keep_epsilon(ids: Tensor, logits: Tensor, value: float | Tensor) -> Tensor:
+    """Sets the logits of tokens less likely than `value`, a number or [B, 1], to -inf, except the likeliest's."""
+    drop = (logits.softmax(-1) < value) & (logits < logits.amax(-1, keepdim=True))
     return logits.masked_fill(drop, -math.inf)
 
 
-def keep_eta(ids: Tensor, logits: Tensor, epsilon: float) -> Tensor:
-    """`keep_epsilon` by the smaller of epsilon and sqrt(epsilon) exp(-entropy) (https://arxiv.org/abs/2210.15191)."""
+def keep_eta(ids: Tensor, logits: Tensor, value: float) -> Tensor:
+    """`keep_epsilon` by the smaller of `value` and sqrt(value) exp(-entropy) (https://arxiv.org/abs/2210.15191)."""
     log_probabilities = logits.log_softmax(-1)
     entropy = -(log_probabilities * log_probabilities.exp()).nansum(-1, keepdim=True)
-    return keep_epsilon(ids, logits, (math.sqrt(epsilon) * (-entropy).exp()).clamp_(max=epsilon))
+    return keep_epsilon(ids, logits, (math.sqrt(value) * (-entropy).exp()).clamp_(max=value))
+
+
+_CUTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
+    "top_k": (keep_top_k, (0,)),
+    "top_p": (keep_top_p, (1,)),
+    "min_p": (keep_min_p, (0,)),
+    "typical_p": (keep_typical, (1,)),
+    "epsilon_cutoff": (keep_epsilon, (0, 1)),
+    "eta_cutoff": (keep_eta, (0, 1)),
+}
+"""{option: (function, values that keep every token)}, in the order of transformers."""
 
 
 def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -236,10 +236,10 @@ def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
-def _holds(ids: Tensor, vocab_size: int) -> Tensor:
-    """[B, V] bool: whether a row of ids [B, S] holds a token. Ids beyond the vocabulary (images) do not count."""
-    held = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)
-    return held.scatter_(1, ids.clamp(max=vocab_size), True)[:, :vocab_size]
+def _occurs(ids: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] bool: whether a token occurs in a row of ids [B, S]. Ids beyond the vocabulary (images) do not count."""
+    found = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)
+    return found.scatter_(1, ids.clamp(max=vocab_size), True)[:, :vocab_size]
 
 
 def _checked(processor: LogitsProcessor, ids: Tensor, logits: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""When a row is done, besides its stop ids: stop strings in its text, and the caller's criteria."""
+"""Stop strings in the text of a row, and the caller's stopping criteria."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -28,11 +28,11 @@ def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tup
 
 
 class StopText:
-    """Follows the new text of one row, which continues the ids `after`, and says when it holds a stop string.
+    """Finds stop strings in the new text of one row, which continues the ids `after`.
 
-    tokenizer: anything with `decode(ids) -> str`. Special tokens are text too, where decode can be asked for it. The
-    cost of a token does not grow with the text: only the ids after the last complete characters are decoded.
-    Unlike text.StreamDecoder, text before an incomplete character counts at once.
+    tokenizer: anything with `decode(ids) -> str`. Special tokens are text too, if decode has an option for it. The cost
+    of a token does not grow with the text: only the ids after the last complete characters are decoded. Unlike in
+    text.StreamDecoder, text before an incomplete character counts at once.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], after: Sequence[int]):
@@ -56,11 +56,11 @@ class StopText:
 
 
 def _verbatim_options(decode: Callable[..., str]) -> dict[str, bool]:
-    """The options of `decode` that leave the text as the tokens have it, of those that it takes."""
+    """Those options of `decode` that leave the text unchanged and that it has."""
     wanted = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     try:
         parameters = inspect.signature(decode).parameters.values()
-    except ValueError:  # some that are not written in Python
+    except ValueError:  # a function that is not written in Python
         return {}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return wanted

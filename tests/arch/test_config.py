@@ -156,7 +156,7 @@ def replaced(text, file="config.json"):
 FILES = {
     "cut": (replaced('{"model_type": "lla'), CheckpointError, "not JSON"),
     "git-lfs pointer": (replaced("version https://git-lfs.github.com/spec/v1\n"), CheckpointError, "git lfs"),
-    "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo holds"),
+    "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo has"),
     "a model of images": (replaced('{"model_type": "llama", "text_config": {}}'), ConfigError, "text_config"),
     "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "of an adapter"),
     "not there": (lambda folder: (folder / "config.json").unlink(), CheckpointError, "is not there"),

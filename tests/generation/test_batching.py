@@ -268,7 +268,7 @@ def test_what_it_does_not_take_raises_at_the_call():
         "does not take max_time: leave the loop": dict(max_time=1.0),
         "does not take streamer: use `generate_many_iter`": dict(streamer=object()),
         "does not take stopping_criteria": dict(stopping_criteria=lambda ids, scores: False),
-        "leave output_scores out": dict(output_scores=True),
+        "does not take output_scores: it returns ids alone": dict(output_scores=True),
         "needs its cache": dict(use_cache=False),
         "neither an option of generate nor an input of Llama": dict(pixel_values=1),
         "num_beams=2 is not supported": dict(num_beams=2),
