@@ -1,11 +1,6 @@
 """The fused operations: functions of tensors, each with its PyTorch reference beside its Triton kernels."""
 
-from ligermodels.kernels.activation import (
-    activate,
-    activate_reference,
-    activation_linear,
-    activation_linear_reference,
-)
+from ligermodels.kernels.activation import activate, activate_reference, activation_linear, activation_linear_reference
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from ligermodels.kernels.embedding import embedding, embedding_reference
@@ -13,12 +8,7 @@ from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, m
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
-from ligermodels.kernels.layer_norm import (
-    add_layer_norm,
-    add_layer_norm_reference,
-    layer_norm,
-    layer_norm_reference,
-)
+from ligermodels.kernels.layer_norm import add_layer_norm, add_layer_norm_reference, layer_norm, layer_norm_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference

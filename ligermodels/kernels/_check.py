@@ -1,4 +1,4 @@
-"""Checks of operands that many ops share: InputError says what is wrong, where, and what was expected."""
+"""Checks of arguments that many ops share."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,8 @@ def describe(x: Tensor) -> str:
 
 
 def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside: str, other: Tensor) -> None:
-    """Raises unless x is floating point, of this shape (a tuple) and on the device of the tensor `other`, `beside`."""
+    """Raises InputError unless x is floating point, of this shape and on the device of `other`, which is called
+    `beside`."""
     if x.shape != shape or x.device != other.device or not x.is_floating_point():
         expected = f"floating point {tuple(shape)} on {other.device}"
         raise InputError(
@@ -22,7 +23,7 @@ def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside
 
 
 def check_labels(labels: Tensor, valid: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raises where a label that is `valid`, not ignore_index, is no class; for references, since it synchronises."""
+    """Raises InputError for a valid label outside [0, vocab). For references only: it synchronises."""
     wrong = valid & ((labels < 0) | (labels >= vocab))
     if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
         raise InputError(

@@ -1,9 +1,10 @@
-"""What losses over a linear head share that take their tokens in chunks: the length of a chunk, leaving ignored tokens
-out, sums of gradients over the chunks, and how these reach the backward.
+"""Shared by losses over a linear head, which take their tokens in chunks: the length of a chunk, dropping ignored
+tokens, summing gradients over the chunks, handing them to the backward, and hiding the loop from torch.compile.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -222,16 +223,54 @@ def release(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
     return [dx, dweight, dbias]
 
 
-def call_opaque(op: Callable, like: Callable, *args: Any) -> list[Tensor | None]:
-    """op(*args), a custom op which torch.compile does not look into, and which cannot return None: with a None where
-    `like`, its shapes, has one. Traced, the chunks would be unrolled for one number of tokens, and addmm with out_dtype
-    is not traceable at all (pytorch/pytorch#163880)."""
-    found = iter(op(*args))
-    return [None if t is None else next(found) for t in like(*args)]
+_SCHEMA = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", int | None: "SymInt?", float: "float",
+    float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
 
 
-def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are not None, as a custom op returns them: in memory of their own, which Inductor takes as aligned."""
+class Opaque:
+    """Calls `run`, which torch.compile sees as one opaque custom op.
+
+    Traced, the chunks would be unrolled for one number of tokens, and addmm with out_dtype cannot be traced at all
+    (pytorch/pytorch#163880). The schema follows from the annotations of run's arguments without a default; tuples are
+    passed element by element. like(*args): empty tensors like the results of run(*args), None where those are None,
+    which a custom op cannot return.
+    """
+
+    def __init__(self, name: str, run: Callable, like: Callable):
+        self.run, self.like, self.groups = run, like, []
+        fields: list[str] = []
+        for argument in inspect.signature(run).parameters.values():
+            kind = argument.annotation
+            if argument.default is not argument.empty:
+                break
+            is_named = hasattr(kind, "_fields")
+            kinds = list(kind.__annotations__.values()) if is_named else get_args(kind) if kind not in _SCHEMA else None
+            make = None if kinds is None else kind._make if is_named else tuple
+            self.groups.append((make, len(kinds or [kind])))
+            fields += [f"{_SCHEMA[each]} {argument.name}_{i}" for i, each in enumerate(kinds or [kind])]
+        self.op = torch.library.custom_op(
+            f"ligermodels::{name}", lambda *flat: _present(run(*self._nested(flat))), mutates_args=(),
+            schema=f"({', '.join(fields)}) -> Tensor[]",
+        )  # fmt: skip
+        self.op.register_fake(lambda *flat: _present(like(*self._nested(flat))))
+
+    def _nested(self, flat: Sequence[Any]) -> list[Any]:
+        values = iter(flat)
+        return [
+            next(values) if make is None else make([next(values) for _ in range(count)]) for make, count in self.groups
+        ]
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self.run(*args)
+        found = iter(self.op(*[each for x in args for each in (x if isinstance(x, tuple) else (x,))]))
+        return [None if t is None else next(found) for t in self.like(*args)]
+
+
+def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """The tensors that are not None, each at the start of its memory, since Inductor assumes that it is aligned."""
     return [t.clone() if t.storage_offset() else t for t in tensors if t is not None]
 
 

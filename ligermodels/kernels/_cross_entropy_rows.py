@@ -6,14 +6,13 @@ The formulas are theirs; the options are named as theirs are.
 Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax).
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, num_sms, tl, triton
+from ligermodels.kernels._triton import accumulator, cuda_capability, num_sms, tl, triton
 
 
 class Rows(NamedTuple):
@@ -342,13 +341,6 @@ def empty_rows(labels: Tensor, logits: Tensor, options: Options) -> Rows:
     )
 
 
-@functools.cache
-def _is_ampere(index: int | None) -> bool:
-    """Whether device `index` is NVIDIA's Ampere or later, which has 99 KiB of shared memory per block at least."""
-    has_cuda = torch.cuda.is_available() and torch.version.hip is None
-    return has_cuda and torch.cuda.get_device_capability(index)[0] >= 8
-
-
 def row_tiling(
     logits: Tensor, row_stride: int, padded: bool, twice: bool, streams: int
 ) -> tuple[int, int, dict[str, int]]:
@@ -374,7 +366,8 @@ def row_tiling(
     if twice:
         resident = min(resident, max(1, (36 << 20) // (multiprocessors * vocab * size)))
     programs = max(1, min(num_rows, multiprocessors * resident))
-    stages = 1 if streams > 1 or not wide else 4 if twice and not short and _is_ampere(logits.device.index) else 3
+    is_ampere = cuda_capability(logits.device.index) >= (8, 0)  # 99 KiB of shared memory per block, or more
+    stages = 1 if streams > 1 or not wide else 4 if twice and not short and is_ampere else 3
     tiling = {"PADDED": padded, "STAGES": stages, "R": tile // 8, "AXIS": 1 if wide else 0, "num_warps": num_warps}
     return programs, row_stride if padded else vocab, tiling
 

@@ -1,19 +1,17 @@
-"""What the flash attention kernels share: tile sizes, the tokens that a token sees, tiles of heads, the softcap.
+"""Shared by the flash attention kernels: tile sizes, masks, tiles of heads, the softcap.
 
-Tiles: a head's dims are one tile, or a pair [ROWS, MAIN] and [ROWS, REST], because tensor cores take powers of two: a
-head of 80 dims is 64 and 16. Where REST is 0 the second of the pair is a placeholder that nothing reads.
+Masks: a token attends to an interval of tokens, except hidden keys, and except padding if it is padding itself. Bits of
+a token's code: 0, its key is visible; 1, it is padding.
 
-Masks: a token sees an interval of tokens, less hidden keys and pairs of padding. Bits of a token's code: 0, its key is
-seen; 1, it is padding, which padding does not see.
+Tiles: a head's dims are a pair of tiles, [ROWS, MAIN] and [ROWS, REST], because tensor cores take powers of two: a head
+of 80 dims is 64 and 16. With REST == 0 the second tile is a placeholder that nothing reads.
 """
-
-import functools
 
 import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import assume_constant_result, cdiv, next_power_of_2, tl, triton
+from ligermodels.kernels._triton import cdiv, next_power_of_2, tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -21,13 +19,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def tile_sizes(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps and stages of a kernel."""
+    """(BLOCK_M, BLOCK_N, warps, stages) of a kernel. narrow: windows or packed sequences, of short intervals."""
     table = _EXACT if itemsize > 2 else _HOPPER if tma else _PORTABLE
     row = table[next(most for most in table if size <= most)]
     return row.get(kernel + " narrow", row[kernel]) if narrow else row[kernel]
 
 
-# By the largest head. The fastest of several on an H200; for "narrow" (windows, packed sequences) where that differs.
+# By the largest head. The fastest measured on an H200; "narrow" where another is faster for short intervals.
 _HOPPER = {
     64: {"forward": (64, 128, 4, 2), "dq": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3)},
     80: {"forward": (128, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 3)},
@@ -41,13 +39,13 @@ _HOPPER = {
         "dv": (64, 64, 4, 3),
     },
 }
-# Not timed: what fits the registers without spills and 100 KiB of shared memory.
+# Not timed: fits the registers without spills, and 100 KiB of shared memory.
 _PORTABLE = {
     64: {"forward": (128, 64, 4, 2), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
     128: {"forward": (128, 32, 4, 2), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)},
     256: {"forward": (64, 32, 4, 2), "dq": (32, 32, 4, 2), "dk": (32, 32, 4, 2), "dv": (32, 32, 4, 2)},
 }
-# fp32, whose tiles are split in two for the tensor cores; and fp64, interpreted.
+# fp32, which tensor cores multiply in three passes (tf32x3); and fp64, interpreted.
 _EXACT = {
     64: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
     128: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
@@ -55,21 +53,8 @@ _EXACT = {
 }
 
 
-@assume_constant_result
-def data_centre(index: int | None) -> bool:
-    """True on NVIDIA's Hopper and Blackwell with a copy engine and more than 200 KiB of shared memory."""
-    return _cuda_major(index) in (9, 10)
-
-
-@functools.cache
-def _cuda_major(index: int | None) -> int:
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_capability(index)[0]
-
-
 def head_parts(size: int) -> tuple[int, int]:
-    """A head's dims as one tile of a power of two, or, where that would hold much that is not there, as two."""
+    """(MAIN, REST) of a head: one tile of a power of two, or two where one would be mostly padding."""
     whole = max(16, next_power_of_2(size))
     rest = max(16, next_power_of_2(max(1, size - whole // 2)))
     return (whole // 2, rest) if whole > 64 and rest < whole // 2 else (whole, 0)
@@ -82,7 +67,8 @@ def head_parts(size: int) -> tuple[int, int]:
 def span(
     x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones after it, of `limit`."""
+    """[lo, hi) that token x attends to: from `before` tokens before x + shift to `after` tokens after it, of
+    `limit`."""
     lo = x * 0
     hi = lo + limit
     if PACKED:
@@ -97,7 +83,7 @@ def span(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
-    """The start and the end of each token's sequence, of N sequences, by bisection."""
+    """The start and the end of each token's sequence, of N packed sequences, by bisection."""
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     low = tokens * 0
     high = low + N - 1
@@ -114,8 +100,8 @@ def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["K"])
 def _counts_kernel(counts_ptr, codes_ptr, K, BLOCK: tl.constexpr):
-    """Of each row of codes [B, K]: the first key that is seen, one past the last, and then for every token, and for
-    the end, how many tokens before it are hidden keys (bit 0 is 0) and how many are padding (bit 1): [B, 2 K + 4]."""
+    """Counts [B, 2 K + 4] of codes [B, K]: the first visible key, one past the last, and then for every token, and for
+    the end, the number of hidden keys before it and the number of padding tokens before it."""
     b = tl.program_id(0).to(tl.int64)
     counts_ptr += b * (2 * K + 4)
     first = K + 0
@@ -141,14 +127,14 @@ def _counts_kernel(counts_ptr, codes_ptr, K, BLOCK: tl.constexpr):
 
 @triton.jit
 def count(counts_ptr, start, end, limit, PADDING: tl.constexpr):
-    """Hidden keys, or padding, among tokens start .. end of `limit`, by the counts of _counts_kernel."""
+    """Number of hidden keys, or of padding, among tokens start .. end of `limit`; counts of _counts_kernel."""
     at = counts_ptr + (3 if PADDING else 2)
     return tl.load(at + 2 * tl.minimum(end, limit)) - tl.load(at + 2 * tl.minimum(start, limit))
 
 
 @triton.jit
 def holes(counts_ptr, start, end, K, pads, MASK: tl.constexpr, PAIRS: tl.constexpr):
-    """Whether any of the keys start .. end is hidden from some query of a block with `pads` tokens of padding."""
+    """True if any of the keys start .. end is hidden from a query of a block with `pads` tokens of padding."""
     if PAIRS:
         some = (pads > 0) & (count(counts_ptr, start, end, K, True) > 0)
         return some | (count(counts_ptr, start, end, K, False) > 0)
@@ -160,7 +146,7 @@ def holes(counts_ptr, start, end, K, pads, MASK: tl.constexpr, PAIRS: tl.constex
 
 @triton.jit
 def unhidden(visible, keys, queries, PAIRS: tl.constexpr):
-    """`visible` less keys that nobody sees (bit 0 is 0) and, with PAIRS, less padding as padding sees it (bit 1)."""
+    """`visible` without hidden keys and, with PAIRS, without pairs of padding; keys, queries: codes."""
     if PAIRS:
         return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
     else:
@@ -168,7 +154,7 @@ def unhidden(visible, keys, queries, PAIRS: tl.constexpr):
 
 
 def token_counts(codes: Tensor) -> Tensor:
-    """int32 [B, 2 K + 4]: what _counts_kernel writes."""
+    """int32 [B, 2 K + 4], see _counts_kernel."""
     rows, length = codes.shape
     counts = torch.empty(rows, 2 * length + 4, dtype=torch.int32, device=codes.device)
     launch(_counts_kernel, (rows,), counts, codes, length, 1024)
@@ -183,6 +169,44 @@ def sequence_ends(cu_seqlens: Tensor, length: int) -> Tensor:
     return ends
 
 
+@triton.jit
+def query_block(
+    m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Queries m .. m + BLOCK_M: (lo, hi) of each, the keys begin .. end of all of them, of which full_begin .. full_end
+    are in every interval, the queries' codes, the number of padding tokens, and the counts of their row of the
+    batch."""
+    rows = m + tl.arange(0, BLOCK_M)
+    lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    last = tl.minimum(m + BLOCK_M, S) - 1
+    full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    codes = rows
+    pads = 0
+    if MASK:
+        counts_ptr += b.to(tl.int64) * (2 * K + 4)
+        begin = tl.maximum(begin, tl.load(counts_ptr))
+        end = tl.minimum(end, tl.load(counts_ptr + 1))
+    if PAIRS:
+        codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+        pads = count(counts_ptr, m, m + BLOCK_M, S, True)
+    return lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr
+
+
+@triton.jit
+def visible_keys(
+    n, b, lo, hi, codes, codes_ptr, K, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """Which of the keys n .. n + BLOCK_N the queries of a block attend to, [BLOCK_M, BLOCK_N]."""
+    cols = n + tl.arange(0, BLOCK_N)
+    visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
+    if MASK:
+        seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
+        visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+    return visible
+
+
 # ---- Tiles of heads ----
 
 
@@ -191,7 +215,7 @@ def _part(
     source, b, head, start, limit, stride_b, stride_s, stride_h,
     ROWS: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens start .. start + ROWS of a head, dims from FIRST on: [ROWS, WIDTH], zero past `limit` and past D."""
+    """Tokens start .. start + ROWS of a head, dims FIRST .. FIRST + WIDTH; zero past `limit` and past D."""
     if TMA:
         return source.load([b, start, head, FIRST]).reshape(ROWS, WIDTH)
     else:
@@ -209,7 +233,7 @@ def tile(
     source, rest_source, b, head, start, limit, stride_b, stride_s, stride_h,
     ROWS: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Tokens start .. start + ROWS of a head in two parts, [ROWS, MAIN] and [ROWS, REST]; without REST one, twice."""
+    """The pair of tiles of tokens start .. start + ROWS of a head."""
     main = _part(source, b, head, start, limit, stride_b, stride_s, stride_h, ROWS, D, 0, MAIN, TMA)
     rest = main
     if REST:
@@ -219,7 +243,7 @@ def tile(
 
 @triton.jit
 def numbers(source, b, head, start, limit, stride, H: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS] of a [B, H, limit] with rows `stride` apart, zero past `limit`."""
+    """Elements start .. start + ROWS of a row of [B, H, limit], whose rows are `stride` apart; zero past `limit`."""
     if TMA:
         return source.load([b, head, start]).reshape(ROWS)
     else:
@@ -229,11 +253,11 @@ def numbers(source, b, head, start, limit, stride, H: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def inner(a, b, REST: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """a b^T over the dims of a head, both in parts."""
-    product = tl.dot(a[0], b[0].T, input_precision=PRECISION, out_dtype=ACC)
+    """a b^T over the dims of a head; a, b: pairs of tiles."""
+    scores = tl.dot(a[0], b[0].T, input_precision=PRECISION, out_dtype=ACC)
     if REST:
-        product = tl.dot(a[1], b[1].T, product, input_precision=PRECISION, out_dtype=ACC)
-    return product
+        scores = tl.dot(a[1], b[1].T, scores, input_precision=PRECISION, out_dtype=ACC)
+    return scores
 
 
 @triton.jit
@@ -256,7 +280,7 @@ def times(total, factor, REST: tl.constexpr):
 
 @triton.jit
 def outer(weights, b, total, REST: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr):
-    """total + weights b, b and total in parts."""
+    """total + weights b; b, total: pairs of tiles."""
     main = tl.dot(weights, b[0], total[0], input_precision=PRECISION, out_dtype=ACC)
     rest = total[1]
     if REST:
@@ -266,14 +290,14 @@ def outer(weights, b, total, REST: tl.constexpr, PRECISION: tl.constexpr, ACC: t
 
 @triton.jit
 def add_row(total, at, where, FIRST: tl.constexpr, D: tl.constexpr):
-    """total, and in the rows `where` the row at `at`, dims from FIRST on."""
+    """total, plus the row at `at`, dims from FIRST on, in the rows `where`."""
     cols = FIRST + tl.arange(0, total.shape[1])[None, :]
     return total + tl.load(at + cols, mask=where[:, None] & (cols < D), other=0.0).to(total.dtype)
 
 
 @triton.jit
 def store(target, tile, b, head, start, limit, H: tl.constexpr, D: tl.constexpr, REST: tl.constexpr):
-    """The reverse of `tile`, into a contiguous [B, limit, H, D]."""
+    """Writes a pair of tiles into a contiguous [B, limit, H, D]."""
     _store_part(target, tile[0], b, head, start, limit, H, D, 0)
     if REST:
         _store_part(target, tile[1], b, head, start, limit, H, D, tile[0].shape[1])

@@ -1,13 +1,14 @@
-"""The gradient of a weight, returned to autograd, or added in the backward itself to the .grad that is there.
+"""The gradient of a weight: returned to autograd, or added to weight.grad inside the backward.
 
     dweight [N, K] = dy [T, N].T @ x [T, K]
 
-Autograd adds what a backward returns to weight.grad in a pass of its own: from the second micro-batch on, or where a
-weight is used twice, a second [N, K] buffer is written, read and added. Where the user asked for it
-(`ligermodels.training.accumulate_in_place`), cuBLAS adds in the matmul's epilogue instead: no second buffer, half the
+Autograd adds a returned gradient to weight.grad in a pass of its own: from the second micro-batch on, or where a weight
+is used twice, it needs a second [N, K] buffer, which is written, read and added. After
+`ligermodels.training.accumulate_in_place`, cuBLAS adds in the matmul's epilogue instead: no second buffer, half the
 bytes, and one rounding of the fp32 sum. With 8 micro-batches of 1 x 2048 tokens an 8B model takes 4 % less time.
 
-A backward that does this returns None. Autograd still runs the leaf's AccumulateGrad node, and the hooks on that node.
+A backward that does this returns None; autograd still runs the leaf's AccumulateGrad node and its hooks. The user's
+wish is an attribute of the parameter (MARK), because a backward sees the parameter and nothing else of the model.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, num_sms, tl, triton, use_triton
 
 MARK = "_accumulates_in_place"
-"""The attribute of a parameter whose gradients the user asked to be added in place."""
+"""The attribute of parameters whose gradients are added in place."""
 
 
 @triton.jit
@@ -45,16 +46,16 @@ def _scale_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 
 def is_marked(weight: Tensor) -> bool:
-    """True if the user asked for it; whether it is possible is only known in the backward."""
+    """True if gradients of weight are to be added in place; the backward finds out whether they can be."""
     return not torch.compiler.is_compiling() and type(weight) is nn.Parameter and getattr(weight, MARK, False)
 
 
 def target(weight: Tensor) -> Tensor | None:
-    """In a backward: the leaf whose .grad this backward may add to, or make where it is None; None where it may not.
+    """In a backward: the leaf whose .grad this backward may add to (or set, where it is None); None if it may not.
 
-    It may where the user marked the leaf, no hook needs the gradient, and the backward that runs will add to .grad,
-    which torch.autograd.grad does not. weight is as ctx.saved_tensors gives it: checkpointing and offloading make
-    another tensor of the same leaf. Only torch's private engine function tells what a backward will run.
+    It may if the leaf is marked, no hook needs the gradient, and the running backward accumulates into .grad, which
+    torch.autograd.grad does not; only a private function of torch's engine knows that. weight comes from
+    ctx.saved_tensors: checkpointing and offloading make it another tensor of the same leaf.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (weight.is_leaf and weight.requires_grad):
         return None
@@ -62,7 +63,7 @@ def target(weight: Tensor) -> Tensor | None:
         return None
     with torch.enable_grad():
         view: Any = weight.view_as(weight).grad_fn
-    if view is None:  # inside a custom op, which returns what it computes
+    if view is None:  # inside a custom op, which has to return the gradient
         return None
     node = view.next_functions[0][0]
     leaf = node.variable
@@ -73,7 +74,7 @@ def target(weight: Tensor) -> Tensor | None:
         return None
     try:
         return leaf if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # it does not answer where torch.autograd.grad asks for this very gradient
+    except RuntimeError:  # torch.autograd.grad asks for this very gradient
         return None
 
 
@@ -105,7 +106,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 def accumulate_grad(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> Tensor | None:
     """gradient times factor, in the dtype of weight, or None after it was added to weight.grad; rounded once.
 
-    gradient: contiguous, of any dtype, owned by the caller, who gives it up. factor: one number on its device, or None.
+    gradient: contiguous, of any dtype; it may be overwritten. factor: one number on its device, or None.
     """
     leaf = target(weight)
     grad = None if leaf is None else leaf.grad
@@ -123,7 +124,7 @@ def accumulate_grad(weight: Tensor, gradient: Tensor, factor: Tensor | None = No
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x, contiguous, times one number on its device, in place; where that is 1, x is not touched."""
+    """x *= factor for a contiguous x and one number on its device; a factor of 1 leaves x untouched."""
     blocks = -(-x.numel() // 8192)
     if blocks:
         grid = (min(blocks, 8 * num_sms(x.device.index)),)

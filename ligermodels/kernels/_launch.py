@@ -1,16 +1,30 @@
-"""launch(kernel, grid, ...): kernel[grid](...) in less time of the host.
+"""Launch a Triton kernel in less host time.
 
-kernel[grid](*args) works out in Python, at every call, which compiled variant the arguments need: their dtypes, the
-alignment of pointers, which integers are 1 or multiples of 16, constants and options. `launch` does the same
-in one function generated for the kernel, and calls the C launcher of a variant that it has seen before. Decoding and
-eager steps of few tokens are limited by the host: without this file an eager step of 1 x 1024 tokens takes 45 to 60 %
-longer, and decoding 20 to 40 %.
+    launch(kernel, grid, *args, **options)        does what        kernel[grid](*args, **options)        does
 
-Everything else falls back on kernel[grid](*args): the first call of a variant, torch.compile, the interpreter, devices
-other than CUDA, versions of Triton other than 3.6 to 3.9, whose private names are used here, grids that are functions,
-annotated arguments, tensor descriptors, autotuned kernels, kernels that need scratch memory, and hooks, profilers and
-debug modes, which watch launches.
-It does not notice that a global constant of a kernel changed after the first launch, where Triton raises an error.
+Why: at every call, kernel[grid](...) works out in Python which compiled variant the arguments need, from their dtypes,
+the alignment of pointers, the integers that are 1 or multiples of 16, the constants and the options. Decoding and eager
+steps of few tokens are bound by that: with kernel[grid] an eager step of 1 x 1024 tokens takes 45 to 60 % longer, and
+decoding 20 to 40 %.
+
+How: the first call of a variant goes through Triton, which compiles it. `launch` then stores the variant's C launcher
+in a dict, under a key made of the arguments; later calls look the key up and call the C launcher. The key and the call
+are one Python function per kernel, whose source `_generate` writes and executes, as dataclasses and Triton itself do:
+loops over *args would take as long as what they replace. For kernel(x, n, BLOCK: tl.constexpr) the source is
+
+    def run(_grid, x, n, BLOCK, **_options):
+        _key = (_device(), x.dtype, x.get_device(), (_x := x.data_ptr()) & 15, _specialize(_backend, n, ...), BLOCK,
+                *_options.items())
+        _variant = _variants.get(_key)
+        if _variant is None:
+            return _key
+        _launch, _head, _ = _variant
+        _launch(*_grid, *_rest[len(_grid)], _stream(_key[0]), *_head, (_x, n, BLOCK))
+
+Everything else goes through kernel[grid](*args): torch.compile, the interpreter, devices other than CUDA, versions of
+Triton other than 3.6 to 3.9 (private names are used), grids that are functions, annotated arguments, tensor
+descriptors, autotuned kernels, kernels with scratch memory, and hooks, profilers and debug modes that watch launches.
+A global constant of a kernel that changes after its first launch goes unnoticed; Triton would raise an error.
 """
 
 import re
@@ -32,12 +46,12 @@ if _KNOWN:
     from triton.runtime.jit import JITFunction, native_specialize_impl
 
 _KERNELS: dict[int, tuple] = {}
-"""By a kernel's id: its generated function, its variants, and itself, so that no other kernel gets that id."""
+"""id(kernel) -> generated function, variants, arguments that are tensors, and the kernel, which keeps its id taken."""
 
 
 def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
     """kernel[grid](*args, **options) on the device of its tensors, on the current stream."""
-    if torch.compiler.is_compiling():  # which sees a plain launch, and chooses the device itself
+    if torch.compiler.is_compiling():  # Inductor needs a plain launch, and chooses the device itself
         kernel[grid](*args, **options)
         return
     for x in args:
@@ -52,14 +66,14 @@ def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
         return
     try:
         missed = _KERNELS[id(kernel)][0](grid, *args, **options)
-    except (KeyError, AttributeError):  # a new kernel, or no tensor where there has always been one
+    except (KeyError, AttributeError):  # a new kernel, or None where there has always been a tensor
         missed = _generate(kernel, args)(grid, *args, **options)
     if missed:
         _KERNELS[id(kernel)][1][missed] = _variant(kernel[grid](*args, **options))
 
 
 def _watched(kernel: Any) -> bool:
-    """True if a hook, a profiler or a debug mode has to see each launch, or it is compiled in another way."""
+    """True if a hook, a profiler or a debug mode watches launches, or the kernel is no plain JITFunction."""
     runtime = knobs.runtime
     return (
         type(kernel) is not JITFunction
@@ -73,11 +87,10 @@ def _watched(kernel: Any) -> bool:
 
 
 def _generate(kernel: Any, args: tuple) -> Callable:
-    """A function of (grid, *args, **options) that launches a variant seen before, and else returns its key.
+    """A function of (grid, *args, **options) that launches a known variant, or returns the key of an unknown one.
 
-    The key holds of a tensor its dtype, device and alignment, of any other argument what Triton's own function says of
-    it, and the constants and options. A tensor goes to the launcher as an address. An argument that is a tensor in one
-    call and None in another is left to Triton's function.
+    Key: dtype, device and alignment of each tensor; Triton's own specialisation of other arguments; constants and
+    options. An argument that is a tensor in one call and None in another is specialised by Triton's function too.
     """
     _, variants, tensors, _ = _KERNELS.get(id(kernel), (None, {}, set(kernel.arg_names), kernel))
     tensors = tensors & {name for name, arg in zip(kernel.arg_names, args, strict=False) if isinstance(arg, Tensor)}
@@ -87,7 +100,7 @@ def _generate(kernel: Any, args: tuple) -> Callable:
         _specialize=native_specialize_impl,
         _backend=kernel.device_caches[torch._C._cuda_getDevice()][3],
         _variants=variants,
-        _rest=((), (1, 1), (1,), ()),  # the dims that a grid of that length lacks
+        _rest=((), (1, 1), (1,), ()),  # pads a grid to three dims
     )
     names, key, values = [], ["_device()"], []
     for param in kernel.params:
@@ -122,16 +135,16 @@ def _generate(kernel: Any, args: tuple) -> Callable:
 
 
 def _variant(compiled: Any) -> tuple | None:
-    """The C launcher of a compiled kernel, its arguments before the kernel's own, and their owner, to stay alive.
+    """(C launcher, its arguments before the kernel's own, the compiled kernel, which owns them).
 
-    None where a launch takes more than that: the variant is then missed each time.
+    None where a launch needs more than that; every call of the variant then goes through Triton.
     """
     from triton.backends.nvidia.driver import CudaLauncher
 
     run: Any = getattr(compiled, "run", None)
     if (
         type(run) is not CudaLauncher
-        or type(run.launch) is FunctionType  # around the C launcher, where an argument is a descriptor
+        or type(run.launch) is FunctionType  # wraps the C launcher where an argument is a descriptor
         or run.global_scratch_size
         or run.profile_scratch_size
         or getattr(run, "gsan_enabled", False)

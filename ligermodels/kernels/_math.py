@@ -1,4 +1,4 @@
-"""What kernels share: exp, the activations with their derivatives, and the tiles of element-wise kernels."""
+"""Shared by kernels: exp, the activations with their derivatives, and the tiles of element-wise kernels."""
 
 import functools
 from collections.abc import Callable
@@ -15,21 +15,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-"""What `activation` computes, in PyTorch. Sources: torch.nn.functional; quick_gelu as in OpenAI's CLIP."""
+"""`activation` in PyTorch. Sources: torch.nn.functional; quick_gelu as in OpenAI's CLIP."""
 
 
 @triton.jit
 def exp(x):
-    # The hardware computes 2^(x log2 e), and rounding that exponent costs more the larger x is: take out x's multiple
-    # of ln 2 first, in two parts of which the larger is exact.
-    x = tl.minimum(tl.maximum(x, -150.0), 150.0)  # beyond, it is 0 or infinity anyhow
+    # The hardware computes 2^(x log2 e), whose rounded exponent errs more the larger x is. So the multiple of ln 2 in x
+    # is subtracted first, in two parts of which the larger is exact.
+    x = tl.minimum(tl.maximum(x, -150.0), 150.0)  # beyond, the result is 0 or infinity
     n = tl.floor(x * 1.4426950408889634 + 0.5)
     return tl.exp((x - n * 0.693359375) + n * 2.1219444005469057e-4) * tl.exp2(n)
 
 
 @triton.jit
 def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) and its derivative. EXACT: all bits of the result are stored, so exp and division are exact too."""
+    """(act(x), its derivative). EXACT: for results stored in fp32, exp and the division are exact to the last bit."""
     if NAME == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
@@ -42,7 +42,7 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
             z = 1.702 * x
         e = exp(-z) if EXACT else tl.exp(-z)
         sigmoid = tl.div_rn(1.0, 1.0 + e) if EXACT else 1.0 / (1.0 + e)
-        rest = tl.where(z > 0, e * sigmoid, 1.0 - sigmoid)  # each cancels, or overflows, at the other's end
+        rest = tl.where(z > 0, e * sigmoid, 1.0 - sigmoid)  # 1 - sigmoid, without its cancellation for large z
         if NAME == "gelu_tanh":
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
             return x * sigmoid, sigmoid + (x * sigmoid) * rest * dz
@@ -52,7 +52,7 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The rows and columns of this program's tile, and which of them exist."""
+    """(rows, columns, mask) of this program's tile."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -61,7 +61,7 @@ def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 
 @assume_constant_result
 def tile(width: int) -> tuple[int, int, int]:
-    """Columns and rows of a tile of 1024, and tiles per row: the widest that leaves at most a sixteenth of it idle."""
+    """(columns, rows, tiles per row) of a tile of 1024: the widest of which at most a sixteenth lies past the row."""
     return _tile(width)
 
 

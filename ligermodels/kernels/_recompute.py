@@ -1,14 +1,14 @@
 """Recompute handles: how a backward recomputes a tensor that the forward did not save.
 
-A norm's output is a function of what the norm saves anyway: its input (the sum, where a residual was added) and its
-weight. The norm attaches that function to its output. The linear layer that reads the output saves those inputs instead
-of it, which costs no memory, and recomputes the output in its backward: 2 H bytes per token less in 16 bits, for one
-more run of the norm's kernel. Without it the peak memory of a Llama step is 8 to 12 % higher. `attention` does the same
-for the output that it joins from chunks of heads.
+A norm's output is a function of tensors that the norm saves anyway: its input (the sum, where a residual was added) and
+its weight. The norm attaches that function, the handle, to its output. The linear layer that reads the output saves the
+norm's inputs instead, which takes no memory, and recomputes the output in its backward. This saves 2 H bytes per token
+in 16 bits for one more run of the norm's kernel; the peak memory of a Llama step is 8 to 12 % higher without it.
+`attention` attaches a handle to the output that it concatenates from chunks of heads.
 
-A handle describes one tensor as it is now. What is computed from the tensor (a view, what a hook returns) has none, and
-a tensor changed in place loses it, by its version counter; like torch's own checks, that misses a change through
-`.data`. A tensor without a handle is saved as it is.
+A handle is an attribute of one tensor, valid for the tensor's current version. A view or another tensor made from it
+has none, and a change in place invalidates it, by the version counter; a change through `.data` goes unnoticed, as in
+autograd's own checks. A tensor without a handle is saved as usual.
 """
 
 import functools
@@ -42,7 +42,7 @@ class _Attached:
 
 
 def attach(y: Tensor, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """y, with the handle that it is function(*tensors), bit for bit; without one where no backward will save y."""
+    """y, with the handle that y is function(*tensors), bit for bit; no handle where y requires no gradient."""
     if not torch.compiler.is_compiling() and y.requires_grad:
         y._recompute_handle = _Attached(Handle(function, tensors), y._version)  # type: ignore[attr-defined]
     return y
@@ -54,7 +54,7 @@ def detach_handle(y: Tensor) -> None:
 
 
 def handle_of(x: Tensor) -> Handle | None:
-    """The handle of x; None where it has none, or where torch.compile or a transform has to see x itself."""
+    """The handle of x; None without a valid one, under torch.compile and inside a transform."""
     if torch.compiler.is_compiling():
         return None
     attached = getattr(x, "_recompute_handle", None)
@@ -75,24 +75,24 @@ def _reshaped(function: Callable[..., Tensor], shape: torch.Size, *tensors: Tens
 
 
 def recomputed(function: Callable[..., Tensor] | None, tensors: Sequence[Tensor | None]) -> Tensor:
-    """In a backward: x from what was saved in its place; without a function that is x itself."""
+    """In a backward: x, from the tensors that were saved instead of it; function None: x itself was saved."""
     return tensors[0] if function is None else function(*tensors)  # type: ignore[return-value]
 
 
 def only_backward() -> bool:
-    """True if gradients are on, and no torch.func transform or forward mode has to see every operation."""
+    """True if gradients are on, outside torch.func transforms and forward mode."""
     return torch.is_grad_enabled() and not in_transform()
 
 
 def in_transform() -> bool:
-    """True inside a torch.func transform or forward mode. Torch has no public question for either."""
+    """True inside a torch.func transform or forward mode; torch has no public function for either."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 
 def may_overwrite(saved: Tensor) -> bool:
-    """In a backward: True if `saved`, a tensor of the op's own, is not read again afterwards.
+    """In a backward: True if nobody reads `saved`, a tensor that the op itself made, after this backward.
 
-    It may be under retain_graph, in a CUDA graph, which may be replayed, and under torch.compile.
+    False under retain_graph, in a CUDA graph, which may be replayed, and under torch.compile.
     """
     return (
         not torch.compiler.is_compiling()

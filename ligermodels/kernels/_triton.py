@@ -1,6 +1,6 @@
-"""Triton where it is installed and of use, and a stand-in where it is not, so that every kernel file imports anywhere.
+"""Triton, or a stand-in for it, so that every kernel file imports on any machine; and the helpers of launches.
 
-`use_triton` alone decides between a Triton kernel and its PyTorch reference. Below are the helpers of launches.
+`use_triton` decides between a Triton kernel and its PyTorch reference.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch import Tensor
 IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 try:
-    # A build of torch without GPUs runs no kernels, unless they are interpreted: it is spared a third of a second.
+    # Importing Triton takes 0.3 s, which a build of torch without GPUs skips unless kernels are interpreted.
     if not (torch.version.cuda or torch.version.hip or torch.version.xpu or "TRITON_INTERPRET" in os.environ):
         raise ImportError
     import triton
@@ -28,7 +28,7 @@ try:
 except ImportError:
 
     class _Absent:
-        """Lets decorators and annotations of a kernel file be evaluated; calling a kernel is an error."""
+        """Stands in for triton and triton.language, so that decorators and annotations can be evaluated."""
 
         def __getattr__(self, name: str) -> "_Absent":
             return self
@@ -52,37 +52,27 @@ def use_triton(x: Tensor) -> bool:
 
 
 def overlaps_launches(x: Tensor) -> bool:
-    """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): on Hopper.
+    """True where a kernel may start while the one before it ends (programmatic dependent launch): on Hopper and later.
 
-    Such a kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before it reads
-    or writes. Not under torch.compile: Inductor cannot read such a kernel, warns, and copies what it reads.
+    The kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before its first
+    load or store. False under torch.compile: Inductor cannot analyse such a kernel, and would copy its inputs.
     """
-    return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _overlaps_launches(x.get_device())
-
-
-@functools.cache
-def _overlaps_launches(index: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-@functools.cache
-def _has_ptx(index: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
+    return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _capability(x.get_device()) >= (9, 0)
 
 
 def has_ptx(x: Tensor) -> bool:
-    """True where a kernel may have inline instructions of NVIDIA's GPUs, from Ampere on."""
-    return x.is_cuda and not INTERPRET and _has_ptx(x.get_device())
+    """True where a kernel may use inline PTX: on NVIDIA GPUs from Ampere on."""
+    return x.is_cuda and not INTERPRET and cuda_capability(x.get_device()) >= (8, 0)
 
 
 def overlapping(overlap: bool) -> dict[str, bool]:
-    """Options of a launch. Backends other than CUDA's do not know this one."""
+    """Options of a launch that may overlap; only CUDA's backend knows launch_pdl."""
     return {"launch_pdl": True} if overlap else {}
 
 
 @triton.jit
 def wait_for_previous(OVERLAP: tl.constexpr):
-    """Lets the next kernel be scheduled, and waits until all that came before has run."""
+    """Lets the next kernel start, and waits until the kernel before this one has ended."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -108,7 +98,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is n or more; n >= 1."""
+    """The smallest power of two >= n, for n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
@@ -132,7 +122,7 @@ def as_if_capturing() -> Iterator[None]:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """torch.autograd.function.once_differentiable, only where gradients are on: elsewhere it costs the host 5 us."""
+    """torch.autograd.function.once_differentiable, skipped where gradients are off, since it costs the host 5 us."""
     once = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -143,15 +133,15 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def last_dim_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a copy of it where its last dim has gaps: kernels take any strides but that one."""
+    """x, copied if its last dim is not contiguous; kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """x [..., W] as rows: a tensor that holds them, their number, and the stride between them.
+    """x [..., W] as rows of W: (tensor, number of rows, stride between rows).
 
-    A contiguous x is returned as it is: a view costs the host time. Others are flattened to [T, W], and copied only
-    where no strides can describe that.
+    A contiguous x is returned as it is, because a view costs host time. Other tensors are flattened to [T, W], and
+    copied only where no strides describe that.
     """
     width = x.shape[-1]
     if x.is_contiguous():
@@ -160,9 +150,30 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.shape[0], x.stride(0)
 
 
+# Each constant of a device has two functions: one that Dynamo calls and takes for a constant, and one that caches.
+
+
+@assume_constant_result
+def cuda_capability(index: int | None) -> tuple[int, int]:
+    """Compute capability of CUDA device `index`; (0, 0) where it is no GPU of NVIDIA's."""
+    return _capability(index)
+
+
+@functools.cache
+def _capability(index: int | None) -> tuple[int, int]:
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(index)
+
+
+def is_datacenter(index: int | None) -> bool:
+    """True on Hopper and datacenter Blackwell: bulk copies (TMA), and more than 200 KiB of shared memory."""
+    return cuda_capability(index)[0] in (9, 10)
+
+
 @assume_constant_result
 def num_sms(index: int | None) -> int:
-    """Multiprocessors of CUDA device `index`; a small number where there are none (CPU, interpreter)."""
+    """Multiprocessors of CUDA device `index`; 4 where there is no GPU (CPU, interpreter)."""
     return _num_sms(index)
 
 

@@ -40,9 +40,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels._check import describe
-from ligermodels.kernels._flash import data_centre
 from ligermodels.kernels._recompute import attach, only_backward
-from ligermodels.kernels._triton import accumulator, assume_constant_result, last_dim_contiguous, use_triton
+from ligermodels.kernels._triton import (
+    accumulator,
+    assume_constant_result,
+    cuda_capability,
+    is_datacenter,
+    last_dim_contiguous,
+    use_triton,
+)
 from ligermodels.kernels.flash_attention import flash_attention
 
 
@@ -184,7 +190,7 @@ def _run_by_run(
 def _triton_takes(q: Tensor, softcap: float | None) -> bool:
     """True if our kernels run on tensors like q. For fp32 torch's are faster, but have no softcap."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and data_centre(q.device.index)
+    capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and is_datacenter(q.device.index)
     return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
 
 
@@ -267,15 +273,14 @@ def _flash_takes(q: Tensor) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
-        and _has_flash(q.device.index)
+        and cuda_capability(q.device.index) >= (8, 0)
+        and _built_with_flash()
     )
 
 
 @assume_constant_result
-def _has_flash(index: int) -> bool:
-    """True on NVIDIA GPUs from Ampere on, where torch was built with FlashAttention-2."""
-    built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(index) >= (8, 0)
+def _built_with_flash() -> bool:
+    return torch.backends.cuda.is_flash_attention_available()
 
 
 def _check(

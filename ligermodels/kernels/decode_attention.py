@@ -40,7 +40,7 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, halves, to_fp32
+from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
 
 _MOST_SPLITS = 256
 _AT_ONCE = 8192
@@ -168,7 +168,7 @@ def _kernel(
         else:
             k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
             if PAIRS:
-                k, k_odd = halves(k, dtype, PTX)
+                k, k_odd = unpack_pairs(k, dtype, PTX)
                 s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
             else:
                 s = tl.dot(q, tl.trans(k.to(dtype)))
@@ -183,7 +183,7 @@ def _kernel(
         shrink = tl.exp2((highest - higher) * FACTOR)
         total = total * shrink + tl.sum(p, 1)
         if PAIRS:
-            v, v_odd = halves(v, dtype, PTX)
+            v, v_odd = unpack_pairs(v, dtype, PTX)
             if dtype == tl.float16:  # probabilities times small scales would leave its range
                 v = v.to(tl.float32) * v_scales[:, None]
                 v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)

@@ -3,16 +3,16 @@
     o = softmax(mask(softcap(scale * q k^T))) v
 
 What differs from a plain flash attention:
-- Every token sees one interval of tokens, lo <= j < hi, less those that a mask of keys, or of padding, hides.
-  Causality, window and packed sequences only move its two ends, which rise with the token. So the loop of a block
-  starts and ends where its first and last token do, and a tile is compared with the ends only where they cross it.
-- A mask costs nothing where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
-- A head of 80 or 96 dims is a tile of 64 and one of 16 or 32, not one of 128 that is part zeros.
-- A softcapped score is bounded. Where exp of the bound fits, there is no running maximum and no rescaling.
-- The gradients are sums in a fixed order, without atomics: one kernel computes dq, one dk and dv over all the query
-  heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
-  are recomputed in each: 7 matmuls of tiles for the backward (8 in wide heads) instead of 5.
-- Tiles that a loop streams come through the bulk copy engine where there is one (NVIDIA Hopper and later).
+- Each token attends to one interval of tokens, lo <= j < hi, less what a mask of keys or padding hides. Causality,
+  windows and packed sequences only set lo and hi, both of which rise with the token. So the loop of a block runs from
+  the lo of its first token to the hi of its last one, and compares a tile with lo and hi only where they cross it.
+- A mask costs nothing in tiles where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
+- A head of 80 or 96 dims is a tile of 64 and one of 16 or 32, not one of 128 padded with zeros.
+- A softcapped score is bounded. Where exp of the bound does not overflow, there is no running maximum and no rescaling.
+- Gradients are summed in a fixed order, without atomics: one kernel computes dq, another dk and dv over all query heads
+  of a key head (two kernels for heads above 128, whose dk and dv do not both fit the registers). Each kernel recomputes
+  the scores: the backward has 7 matmuls of tiles (8 for such heads) instead of 5.
+- Tiles that a loop streams come through TMA, the bulk copy engine of Hopper and later.
 
 Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
 re-reading k and v (q and do) from the L2 cache; no scores.
@@ -31,12 +31,12 @@ from ligermodels.kernels._flash import (
     add_row,
     capped,
     count,
-    data_centre,
     head_parts,
     holes,
     inner,
     numbers,
     outer,
+    query_block,
     sequence_ends,
     span,
     store,
@@ -45,6 +45,7 @@ from ligermodels.kernels._flash import (
     times,
     token_counts,
     unhidden,
+    visible_keys,
     zeros,
 )
 from ligermodels.kernels._launch import launch
@@ -52,6 +53,7 @@ from ligermodels.kernels._triton import (
     HAS_TRITON,
     accumulator,
     cdiv,
+    is_datacenter,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -73,37 +75,27 @@ def _forward_kernel(
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head; with SPLIT over one of `splits` parts of the keys."""
+    """BLOCK_M queries of one head; with SPLIT, over one of `splits` parts of the keys."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
     blocks = tl.cdiv(S, BLOCK_M)
     pid = tl.program_id(0)
-    # Query heads of one key head lie next to each other, below them the blocks, longest causal rows first.
+    # Programs of one key head's query heads follow each other, then those of the next block, longest causal rows first.
     m = (blocks - 1 - pid // GROUP % blocks) * BLOCK_M
     out_b = pid // (GROUP * blocks) // HK
     b = out_b // splits
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
-    lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-    begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-    last = tl.minimum(m + BLOCK_M, S) - 1
-    full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+        m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+    )
     if SPLIT:
         part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += out_b % splits * part
         end = tl.minimum(end, begin + part)
     q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
-    codes = rows
-    pads = 0
-    if MASK:
-        counts_ptr += b.to(tl.int64) * (2 * K + 4)
-        begin = tl.maximum(begin, tl.load(counts_ptr))
-        end = tl.minimum(end, tl.load(counts_ptr + 1))
-    if PAIRS:
-        codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-        pads = count(counts_ptr, m, m + BLOCK_M, S, True)
     acc = zeros(BLOCK_M, MAIN, REST, ACC)
     total = tl.zeros([BLOCK_M], ACC)
     rounded = tl.zeros([BLOCK_M], ACC)
@@ -115,15 +107,11 @@ def _forward_kernel(
         if CAP is not None:
             s, _ = capped(s, SCALE, CAP, dtype)
         if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
-            cols = n + tl.arange(0, BLOCK_N)
-            visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-            if MASK:
-                seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+            visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
-            # Less the maximum, then times the factor: the other way round is one instruction, which does not round the
-            # product as the maximum's was, and then the largest weight, for scores of 1e4, is not quite 1.
+            # Subtract the maximum, then multiply. The other order is one fused instruction, which rounds differently
+            # from the product in the maximum, so that for scores of 1e4 the largest weight would not be 1.
             higher = tl.maximum(highest, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.exp2((s - base[:, None]) * FACTOR)
@@ -132,7 +120,7 @@ def _forward_kernel(
             acc = times(acc, shrink[:, None], REST)
             highest = higher
         else:
-            # Without a maximum, even the weight of an only key is rounded: what divides must be as well.
+            # Without a maximum even the weight of a single key is rounded, so the divisor has to be rounded too.
             p = tl.exp2(s * FACTOR)
             total += tl.sum(p, 1)
             rounded += tl.sum(p.to(dtype).to(ACC), 1)
@@ -147,7 +135,7 @@ def _forward_kernel(
     else:
         total = tl.where(empty, 1.0, rounded)
     if MASK:
-        # A row that saw nothing sees itself; its infinite lse tells the backward.
+        # A row without a visible key attends to itself; an infinite lse marks it for the backward.
         own = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
         at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + own * v_s
         acc = add_row(acc[0], at, empty, 0, D), acc[1]
@@ -165,7 +153,7 @@ def _combine_kernel(
     o_ptr, part_ptr, lse_ptr, lse_s, SPLITS: tl.constexpr, GROUP: tl.constexpr, HK: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One query's output from those of the parts of its keys; part and lse as the forward kernel leaves them."""
+    """One query's output from the outputs and lse that the forward kernel wrote for each part of its keys."""
     b = tl.program_id(0) // (HK * GROUP)
     kv_head = tl.program_id(0) // GROUP % HK
     member = tl.program_id(0) % GROUP
@@ -182,7 +170,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
-    """The softmax's weights, recomputed from the scores, and the derivative of the softcap."""
+    """(softmax weights, recomputed from the scores; derivative of the softcap)."""
     if CAP is not None:
         score, slope = capped(s, SCALE, CAP, dtype)
         return tl.exp2((score - lse).to(s.dtype)), slope
@@ -222,21 +210,11 @@ def _dq_kernel(
         delta += tl.sum(o[1].to(STATISTIC) * do[1].to(STATISTIC), 1)
     tl.store(delta_ptr + at, delta, mask=rows < S)
     if DQ:
-        lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-        begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-        last = tl.minimum(m + BLOCK_M, S) - 1
-        full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+        lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+            m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+        )
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
         q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
-        codes = rows
-        pads = 0
-        if MASK:
-            counts_ptr += b.to(tl.int64) * (2 * K + 4)
-            begin = tl.maximum(begin, tl.load(counts_ptr))
-            end = tl.minimum(end, tl.load(counts_ptr + 1))
-        if PAIRS:
-            codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-            pads = count(counts_ptr, m, m + BLOCK_M, S, True)
         dq = zeros(BLOCK_M, MAIN, REST, ACC)
         for n in tl.range(begin, end, BLOCK_N):
             k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
@@ -245,11 +223,7 @@ def _dq_kernel(
             dp = inner(do, v, REST, PRECISION, ACC)
             p, slope = _weights(s, lse[:, None], SCALE, CAP, dtype)
             if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
-                cols = n + tl.arange(0, BLOCK_N)
-                visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-                if MASK:
-                    seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                    visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+                visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
                 p = tl.where(visible, p, 0.0)
             ds = p * (dp - delta[:, None]).to(ACC)
             if CAP is not None:
@@ -293,13 +267,13 @@ def _dkdv_kernel(
         hidden = count(counts_ptr, n, n + BLOCK_N, K, False)
         if PAIRS:
             pads = count(counts_ptr, n, n + BLOCK_N, K, True)
-        if hidden == tl.minimum(BLOCK_N, K - n):  # seen by those alone that see nothing else
+        if hidden == tl.minimum(BLOCK_N, K - n):  # visible only to queries that see nothing else
             end = tl.minimum(end, n + BLOCK_N + S - K)
             if n > 0:
                 begin = tl.maximum(begin, n + S - K)
     dk = zeros(BLOCK_N, MAIN, REST, ACC)
     dv = zeros(BLOCK_N, MAIN, REST, ACC)
-    begin = begin // 4 * 4  # the copy engine starts on a border of 16 bytes
+    begin = begin // 4 * 4  # TMA loads start at multiples of 16 bytes
     steps = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 0)
     for step in tl.range(0, GROUP * steps):
         head = kv_head * GROUP + step // steps
@@ -323,7 +297,7 @@ def _dkdv_kernel(
             p = tl.where(visible, p, 0.0)
         if DV:
             given = p
-            if MASK:  # a row that saw nothing, which is a constant to its scores  # noqa: SIM102
+            if MASK:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
                 if (m + K - S < n + BLOCK_N) & (tl.maximum(m + BLOCK_M + K - S, 1) > n):
                     own = tl.maximum(rows + K - S, 0)
                     given = tl.where((keys[:, None] == own[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
@@ -342,21 +316,22 @@ def _dkdv_kernel(
 
 
 def _precision(q: Tensor) -> str:
-    """How tiles of q's dtype multiply: for fp32 three products of tensor cores are nearly as exact, and faster."""
+    """tl.dot's input_precision: for fp32 on NVIDIA tf32x3, which is nearly as exact as fp32, and faster."""
     nvidia = q.device.type == "cuda" and torch.version.cuda is not None
     return "tf32x3" if nvidia and q.dtype == torch.float32 else "ieee"
 
 
 _SMALL = 2**33
-"""Multiplications below which the host's time for descriptors, 40 us and more, exceeds what they save."""
+"""q.numel() * keys below which TMA saves less than the 40 us and more that the host takes to make descriptors."""
 
 
 def _tma_takes(q: Tensor, num_keys: int, *tensors: Tensor) -> bool:
-    """True if the copy engine can read these, and it pays: half precision, every row on a border of 16 bytes."""
+    """True if TMA can read these tensors and is faster: 2-byte dtypes, rows at multiples of 16 bytes, and enough
+    work."""
     if not torch.compiler.is_compiling() and q.numel() * num_keys < _SMALL:
         return False
     for x in tensors:
-        if x.element_size() != 2 or x.device.type != "cuda" or not data_centre(x.device.index):
+        if x.element_size() != 2 or x.device.type != "cuda" or not is_datacenter(x.device.index):
             return False
         if any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
             return False
@@ -366,7 +341,7 @@ def _tma_takes(q: Tensor, num_keys: int, *tensors: Tensor) -> bool:
 
 
 def _streamed(rows: int, widths: tuple[int, int], tma: bool, *tensors: Tensor) -> tuple[Any, ...]:
-    """For each of `tensors` [B, S, H, D], from what a kernel reads the parts of `rows` tokens of one head."""
+    """The sources of a kernel's pairs of tiles, of `rows` tokens, for each of `tensors` [B, S, H, D]."""
     if not tma:
         return tuple(x for x in tensors for _ in widths)
     parts = widths[0], widths[1] or widths[0]
@@ -378,9 +353,9 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _statistics(q: Tensor, batch_size: int) -> Tensor:
-    """Memory for a number per row and head, [B, HQ, S and up to 3 more]: rows start on a border of 16 bytes.
+    """Memory for one number per row and head, [B, HQ, S rounded up to 4]: rows start at multiples of 16 bytes.
 
-    fp64 for fp32 inputs: exp(score - lse) is as exact as fp32 only if lse is more so.
+    fp64 for fp32 inputs: exp(score - lse) has fp32's precision only if lse has more.
     """
     dtype = torch.float64 if q.element_size() > 2 else torch.float32
     return torch.empty(batch_size, q.shape[2], (q.shape[1] + 3) // 4 * 4, dtype=dtype, device=q.device)
@@ -391,7 +366,7 @@ def _forward(
     causal: bool, window: int | None, softcap: float | None, scale: float, pairs: bool = False,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """o and lse; with splits those of each part of the keys, [B * splits, ...], o in fp32."""
+    """(o, lse); with splits those of each part of the keys, [B * splits, ...], with o in fp32."""
     batch_size, length = q.shape[:2]
     num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
     rows = batch_size * (splits or 1)
@@ -402,7 +377,7 @@ def _forward(
     block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), narrow, tma)
     if splits is not None:
         block_m = 16
-    # exp2 of the bound, times a long sum of values, must fit: fp16 has not the exponents.
+    # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
     running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
     launch(
         _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
@@ -495,7 +470,7 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
     key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`ligermodels.kernels.attention.attention`, which says what the arguments are and checks them; D <= 256."""
+    """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))

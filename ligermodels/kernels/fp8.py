@@ -1,7 +1,7 @@
-"""Heads of tokens in fp8, as a KV cache may hold them: x = q * scale, q in e4m3, one bf16 scale for each head.
+"""Keys and values in fp8 for the KV cache: x = q * scale, q in e4m3, one bf16 scale per token and head.
 
-The largest of a head becomes 448. The scale is rounded before it divides: so it costs 2 bytes and errs as little as one
-of fp32, by 2.1 % of the keys (rms) and 2.4 % of the values of SmolLM2-135M, where a power of two errs by 2.6 % of both.
+The largest |x| of a head becomes 448. The scale is rounded to bf16 before x is divided by it, so that 2 bytes are as
+exact as 4: the rms error is 2.1 % of the keys and 2.4 % of the values of SmolLM2-135M; with powers of two it is 2.6 %.
 """
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from ligermodels.kernels._triton import tl, triton
 
 DTYPE, SCALE_DTYPE = torch.float8_e4m3fn, torch.bfloat16
-_TINY = 1e-30  # in place of the largest of a head of zeros
+_TINY = 1e-30  # replaces the maximum of a head of zeros
 
 
 def are_scales(scales: tuple[Tensor, Tensor], of: Tensor) -> bool:
-    """Whether these are scales of keys and of values that have the shape of `of` [B, C, HK, D], in the same strides."""
+    """True if these are scales of keys and values of the shape of `of` [B, C, HK, D], both with the same strides."""
     a, b = scales
     return (
         a.shape == b.shape == of.shape[:3] and a.dtype == b.dtype == SCALE_DTYPE and a.device == b.device == of.device
@@ -23,7 +23,7 @@ def are_scales(scales: tuple[Tensor, Tensor], of: Tensor) -> bool:
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """q [..., D] and scale [...] of x [..., D]. A head with an infinity becomes NaN."""
+    """(q [..., D], scale [...]) of x [..., D]. A head with an infinity becomes NaN."""
     scale = (x.abs().amax(-1).float().clamp_min(_TINY) / 448).to(SCALE_DTYPE)
     return (x / scale[..., None].float()).to(DTYPE), scale
 
@@ -35,7 +35,8 @@ def dequantize_heads(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit
 def store_heads(q_ptr, scale_ptr, x, heads, dims, H: tl.constexpr, D: tl.constexpr):
-    """Writes x [heads, dims] in fp8, 0 past H and D; heads [N, 1] of the output lie D apart."""
+    """Writes x [heads, dims], which is 0 past H and D, in fp8, with its scales; heads [N, 1] of the output are D
+    apart."""
     x = x.to(tl.float32)
     scale = (tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 448.0).to(tl.bfloat16)[:, None]
     tl.store(scale_ptr + heads, scale, mask=heads < H)
@@ -46,20 +47,23 @@ def store_heads(q_ptr, scale_ptr, x, heads, dims, H: tl.constexpr, D: tl.constex
 
 @triton.jit
 def to_fp32(scale):
-    """bf16 in fp32, by its bits. After a conversion, LLVM makes a product in fp16 of one in fp32 with what comes from
-    fp16 and becomes fp16 again, and there a small scale is rounded."""
+    """A bf16 scale in fp32, by its bits.
+
+    With a conversion, LLVM would turn fp16 -> fp32 * scale -> fp16 into a multiplication in fp16, which rounds small
+    scales.
+    """
     return (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
-# For Hopper, e4m3 is compiled to bf16 by way of fp16, and from there number by number. In PTX below, bits take the
-# places of the same bits of a number of 16 bits, whose exponent counts from elsewhere, which a product mends: on an
-# H200, attention of an 8B layer to 32,768 tokens takes 34 us in place of 48. NaN becomes 480; where quantize_heads
-# writes it, the scale is not finite either.
+# Triton compiles e4m3 -> bf16 for Hopper by way of fp16, one element at a time. The PTX below shifts the bits of e4m3
+# into the places of a 16-bit float, whose exponent has another bias, and multiplies by the power of two between the two
+# biases: on an H200, attention of an 8B layer to 32,768 tokens takes 34 us instead of 48. NaN becomes 480, which is
+# harmless: `quantize_heads` writes NaN only beside a scale that is not finite.
 
 
 @triton.constexpr_function
 def _halves(dtype: str) -> str:
-    """The low and the high e4m3 of two words of 16 bits."""
+    """PTX: the low and the high e4m3 of two int16."""
     kind, left, right, mask, factor = {
         "bf16": ("bf16x2", 4, 4, 0x07F007F0, 0x7B807B80),  # 2 ** 120
         "fp16": ("f16x2", 7, 1, 0x3F803F80, 0x5C005C00),  # 2 ** 8
@@ -74,8 +78,8 @@ def _halves(dtype: str) -> str:
 
 
 @triton.jit
-def halves(x, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The two e4m3 that int16 x holds, the first in its low byte, as bf16 or fp16."""
+def unpack_pairs(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The two e4m3 in each int16 x, low byte first, as `dtype`. PTX: where inline PTX may be used."""
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _halves("bf16"), "=r,=r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -92,7 +96,7 @@ def halves(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.constexpr_function
 def _four() -> str:
-    """Four e4m3 in bf16."""
+    """PTX: four e4m3 in bf16."""
     pairs = " ".join(
         f"prmt.b32 a, $2, 0, {bytes_of}; shr.u32 b, a, 4; and.b32 b, b, 0x07f007f0; "
         f"lop3.b32 a, a, 0x80008000, b, 0xea; fma.rn.bf16x2 {to}, a, factor, none;"
@@ -105,8 +109,8 @@ def _four() -> str:
 
 
 @triton.jit
-def converted(x, dtype: tl.constexpr, PTX: tl.constexpr):
-    """x.to(dtype), fast of e4m3."""
+def convert(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """x.to(dtype), faster for e4m3 to bf16."""
     if PTX and x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(_four(), "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:

@@ -283,7 +283,7 @@ def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation
 
 def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
     """True if quantized.py has kernels for the MLP of a single row, and no gradient is wanted."""
-    if not (use_quantized(x, w1, b1, most=1) and use_quantized(x, (w2,), (b2,), most=1, columns=w2.shape[1])):
+    if not (use_quantized(x, w1, b1, max_rows=1) and use_quantized(x, (w2,), (b2,), max_rows=1, columns=w2.shape[1])):
         return False
     if len({w.kind for w in w1}) > 1:
         return False

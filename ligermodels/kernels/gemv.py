@@ -1,23 +1,21 @@
-"""Linear layers of a single row, as in decoding: products that read the weights at the memory's speed.
+"""GEMV: linear layers of a single row, as in decoding, at the speed of the memory. Without autograd.
 
     gemv:  y = x W^T + b          gemv_glu:  h = act(x Wg^T + bg) * (x Wu^T + bu), in one launch
 
-A program multiplies a few rows of the weights with x, element by element in fp32, and sums at the end: for one row
-tensor cores save nothing, and what decides is how many loads of 16 bytes are in flight. On an H200, in bf16 and a CUDA
-graph, [28672, 4096] takes 55 us (4.26 TB/s; cuBLAS 64), [4096, 4096] 9.5 us (13.6), [2048, 8192] 9.4 us (13.6). Of two
-rows cuBLAS is as fast, of three faster.
+Each program multiplies a few rows of W with x element by element in fp32, and sums at the end: with one row tensor
+cores save nothing, and the speed depends on the number of 16-byte loads in flight. Bytes: each weight once; every
+program reads x from the cache.
 
-Weights of 8 bits (see quantized.py) take as many instructions for half the bytes: the next tiles are copied into shared
-memory while one is multiplied. An 8B layer's products take 71 us in int8 and 69 in fp8, without that 82 and 79.
-
-On Hopper the launch overlaps the end of the kernel before it, see `overlaps_launches`: 3 % of a chain of products of
-an 8B, 9 % of a 1B's.
-
-On a CPU with AMX the product in bf16 is torch.mv, where oneDNN gets the weight as its left matrix; F.linear gives it as
-the right one, transposed. The products of SmolLM2-135M's layers take 25 ms of CPU time for a token so, on one thread,
-and 36 by F.linear. With oneDNN held to AVX512_BF16 it is 52 to 36, so that other CPUs keep F.linear.
-
-Bytes: each weight once; x is read by every program from the cache. Without autograd.
+- Measured on an H200 in bf16 and a CUDA graph: [28672, 4096] takes 55 us (4.26 TB/s; cuBLAS 64 us), [4096, 4096] 9.5 us
+  (13.6), [2048, 8192] 9.4 us (13.6). With two rows cuBLAS is as fast, with three faster.
+- Weights of 8 bits (quantized.py) need as many instructions for half the bytes, so the next tiles are copied into
+  shared
+  memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
+- On Hopper a launch overlaps the end of the kernel before it (`overlaps_launches`): 3 % of the GEMVs of an 8B, 9 % of
+  a 1B's.
+- On a CPU with AMX bf16 runs as torch.mv, which gives oneDNN the weight as its left matrix, where F.linear gives it the
+  transposed weight as the right one: a token of SmolLM2-135M takes 25 ms of CPU time on one thread, by F.linear 36 ms.
+  With AVX512_BF16 alone torch.mv is slower (52 ms), so other CPUs run F.linear.
 """
 
 import functools
@@ -63,7 +61,7 @@ def _linear_kernel(
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of y [N]. EVEN: BK divides K."""
+    """BN elements of y [N]. s_ptr: one scale per row of w, or None. EVEN: BK divides K."""
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
@@ -73,7 +71,7 @@ def _linear_kernel(
         w = _load(w_ptr + k, (cols < K - k)[None, :], EVEN, PTX)
         total += w * _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
     y = _scaled(tl.sum(total, 1), s_ptr, at, N)
-    tl.store(y_ptr + at, _with_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
+    tl.store(y_ptr + at, add_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def _glu_kernel(
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of h [N]. Both weights are read in one loop, so that loads of both are in flight."""
+    """BN elements of h [N]. One loop reads both weights, so that loads of both are in flight."""
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
@@ -97,16 +95,16 @@ def _glu_kernel(
         x = _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
         gate += w * x
         up += v * x
-    gate = _with_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
+    gate = add_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
     h, _ = activation_of(gate, NAME, h_ptr.dtype.element_ty == tl.float32)
-    h *= _with_bias(_scaled(tl.sum(up, 1), up_s_ptr, at, N), up_b_ptr, at, N)
+    h *= add_bias(_scaled(tl.sum(up, 1), up_s_ptr, at, N), up_b_ptr, at, N)
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.constexpr_function
 def _four_int8() -> str:
-    """Four q in fp32, in PTX: q + 128 takes its place in the mantissa of 2 ** 23. Conversions would be slower: on an
-    H200 the 8B decodes 283 tokens/s with them, and 318 so."""
+    """PTX that makes fp32 of four int8 q: q + 128 becomes the low mantissa bits of 2 ** 23, and 2 ** 23 + 128 is
+    subtracted. Conversion instructions are slower: an H200 decodes 283 tokens/s of an 8B with them, 318 without."""
     numbers = " ".join(
         f"prmt.b32 t, w, 0x4B000000, {0x7440 + i}; mov.b32 a, t; sub.f32 a, a, 0f4B000080; mov.b32 ${i}, a;"
         for i in range(4)
@@ -116,7 +114,7 @@ def _four_int8() -> str:
 
 @triton.jit
 def _load(ptr, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """In fp32."""
+    """Loads a tile as fp32."""
     if EVEN:  # noqa: SIM108  # else both are compiled
         x = tl.load(ptr)
     else:
@@ -135,7 +133,7 @@ def _scaled(y, s_ptr, at, N):
 
 
 @triton.jit
-def _with_bias(y, b_ptr, at, N):
+def add_bias(y, b_ptr, at, N):
     if b_ptr is not None:
         y += tl.load(b_ptr + at, mask=at < N, other=0.0).to(tl.float32)
     return y
@@ -144,12 +142,10 @@ def _with_bias(y, b_ptr, at, N):
 def use_gemv(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, columns: int | None = None
 ) -> bool:
-    """True if the kernels here run the linear layers of `weights` [N, K] and `biases` on x [..., K]: one row, and no
-    gradient.
+    """True if `gemv` can run linear layers of weights [N, K] and biases on x [..., K]: x is one row without a gradient.
 
-    columns: K, where it is not that of x: the layers read what others have made of x. False for what torch has to see:
-    tensor subclasses, transforms, autocast, torch.compile, shapes that do not fit, and gaps between the numbers of a
-    bias or of a row of a weight.
+    columns: K where it is not x's, for layers that read the result of others. False for tensor subclasses, transforms,
+    autocast, torch.compile, shapes that do not fit, and strided biases or rows of weights, which are left to torch.
     """
     if torch.compiler.is_compiling() or x.numel() != x.shape[-1] or not x.numel():
         return False
@@ -161,7 +157,7 @@ def use_gemv(
     if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
         return False
     columns = x.shape[-1] if columns is None else columns
-    for w in weights:  # loops: in decoding, generators would take longer than what they ask
+    for w in weights:  # loops, not generators, which would take most of the host time
         if len(w.shape) != 2 or w.shape[1] != columns or not w.shape[0]:
             return False
     for w, b in zip(weights, biases, strict=False):
@@ -185,11 +181,10 @@ def _has_amx() -> bool:
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
 ) -> Tensor:
-    """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
+    """F.linear(x, weight, bias): [..., N] from x [..., K] of one row, weight [N, K] and bias [N] or None.
 
-    Neither the bias nor a row of the weight has gaps. out: [..., N], contiguous, where the result is written. scale:
-    fp32 [N], by which the rows of the weight, then of any dtype that Triton knows, are multiplied; see quantized.py.
-    The caller has asked `use_gemv`: it computes no gradients.
+    The caller has checked `use_gemv`. out: [..., N], contiguous, where the result is written. scale: fp32 [N] of a
+    quantised weight, which may have any dtype of Triton's; see quantized.py.
     """
     n, k = weight.shape
     if not use_triton(x):
@@ -210,10 +205,10 @@ def gemv_glu(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
     activation: str, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
-    """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] of x [..., K] with one row.
+    """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] from x [..., K] of one row.
 
-    gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. Gate and up are not rounded in between. The
-    caller has asked `use_gemv`.
+    gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. The results of gate and up are not rounded in between.
+    The caller has checked `use_gemv`.
     """
     n, k = gate.shape
     h = x.new_empty(*x.shape[:-1], n)
@@ -227,22 +222,22 @@ def gemv_glu(
     return h
 
 
-_AT_ONCE = 528
+_RESIDENT = 528
 """Programs of four warps and 4 x 2048 weights that an H200 runs at a time."""
 
 
 def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
-    """Numbers of y, columns of the weight at a time, warps of a program, and how many such tiles are on their way."""
+    """(elements of y, columns of the weight per tile, warps, tiles in flight) of a program."""
     if itemsize == 1:
         return 4, 1024, 2, 3
-    rounds = cdiv(n, 4 * _AT_ONCE)
-    if rounds * 4 * _AT_ONCE > 1.25 * n:  # the last round would be half empty: fewer, larger ones
+    rounds = cdiv(n, 4 * _RESIDENT)
+    if rounds * 4 * _RESIDENT > 1.25 * n:  # the last wave of programs would be half empty: fewer, larger programs
         return 8, 1024, 8, 1
     return 4, 2048, 4, 1
 
 
 def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
-    """As `_tile`, of each weight."""
+    """As `_tile`, for each of the two weights."""
     if itemsize == 1:
         return 2, 512, 1, 4
     return (2, 1024, 4, 1) if k % 1024 == 0 else (2, 512, 2, 1)

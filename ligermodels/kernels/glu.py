@@ -30,15 +30,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
-from ligermodels.kernels._triton import (
-    accumulator,
-    as_rows,
-    cdiv,
-    once_differentiable,
-    tl,
-    triton,
-    use_triton,
-)
+from ligermodels.kernels._triton import accumulator, as_rows, cdiv, once_differentiable, tl, triton, use_triton
 from ligermodels.kernels.linear import autocast_dtype, matmul
 from ligermodels.kernels.low_bit import LowBitWeight
 

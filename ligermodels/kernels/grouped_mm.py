@@ -12,7 +12,6 @@ bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), 
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
-import functools
 import operator
 
 import torch
@@ -20,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, last_dim_contiguous, next_power_of_2, tl, triton
+from ligermodels.kernels._triton import cdiv, is_datacenter, last_dim_contiguous, next_power_of_2, tl, triton
 
 
 @triton.jit
@@ -263,26 +262,23 @@ def _outer_kernel(
     tl.store(c, acc.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@functools.cache
-def _is_datacenter(index: int | None) -> bool:
-    """True on Hopper and datacenter Blackwell: elsewhere torch's grouped matmul synchronises and loops."""
-    return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
-
-
 def _cutlass(a: Tensor, b: Tensor) -> bool:
-    """True if torch's grouped matmul is to be taken: it is made for bf16 and rows of whole 16 bytes."""
+    """True if torch's grouped matmul (CUTLASS) runs: for bf16, with rows of whole 16 bytes.
+
+    On other GPUs it synchronises with the host and loops over the groups.
+    """
     return (
         a.dtype == torch.bfloat16
         and a.device.type == "cuda"
         and b.shape[-1] % 8 == 0  # or the rows of the result are padded
         and all(max(t.stride()[-2:]) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (a, b))
-        and _is_datacenter(a.device.index)
+        and is_datacenter(a.device.index)
     )
 
 
 def _options(a: Tensor) -> dict:
     cuda = a.device.type == "cuda"
-    datacenter = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
+    datacenter = cuda and a.element_size() == 2 and is_datacenter(a.device.index)
     block_m, block_n, block_k, warps, stages = _DATACENTER_TILE if datacenter else _TILES[a.element_size()]
     return dict(
         TF32=cuda and torch.backends.cuda.matmul.allow_tf32,

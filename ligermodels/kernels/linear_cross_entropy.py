@@ -27,10 +27,9 @@ from ligermodels.kernels._chunks import (
     CHUNK_BYTES,
     Chunks,
     Gradients,
+    Opaque,
     Settings,
-    call_opaque,
     check_head,
-    present,
     release,
     stash,
 )
@@ -116,22 +115,8 @@ def _run(
     )
 
 
-@torch.library.custom_op(
-    "ligermodels::linear_cross_entropy", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, Tensor? num_items, "
-    "int ignore_index, float label_smoothing, float z_loss, float? softcap, str reduction, bool token_scaling, "
-    "bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, "
-    "SymInt? num_valid, int workspace_bytes, ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, "
-    "bool need_bias) -> Tensor[]",
-)  # fmt: skip
-def _run_op(x, weight, bias, labels, class_weight, num_items, *scalars):
-    options, settings, needs = Options(*scalars[:10]), Settings(*scalars[10:14]), scalars[14:]
-    return present(_run(x, weight, bias, labels, class_weight, num_items, options, settings, needs))
-
-
-def _like(x, weight, bias, labels, class_weight, num_items, *scalars):
-    """Empty tensors like the results of `_run_op`."""
-    options, settings, needs = Options(*scalars[:10]), Settings(*scalars[10:14]), scalars[14:]
+def _like(x, weight, bias, labels, class_weight, num_items, options, settings, needs):
+    """Empty tensors like the results of `_run`."""
     dtype, undivided = accumulator(settings.dtype), _undivided(options, settings, needs)
     dweight_dtype = settings.sum_dtype(weight) if undivided else weight.dtype
     dbias_dtype = dtype if undivided or bias is None else bias.dtype
@@ -148,7 +133,7 @@ def _like(x, weight, bias, labels, class_weight, num_items, *scalars):
     )
 
 
-_run_op.register_fake(lambda *args: present(_like(*args)))
+_run_opaque = Opaque("linear_cross_entropy", _run, _like)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -157,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         tensors = x, weight, bias, labels, class_weight, num_items
         if torch.compiler.is_compiling():
-            out: Any = call_opaque(_run_op, _like, *tensors, *options, *settings, *needs)
+            out: Any = _run_opaque(*tensors, options, settings, needs)
         else:
             out = _run(*tensors, options, settings, needs, is_marked(weight) and weight.grad is not None)
         stash(ctx, out[5:], weight)

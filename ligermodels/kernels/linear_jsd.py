@@ -34,11 +34,10 @@ from ligermodels.kernels._chunks import (
     CHUNK_BYTES,
     Chunks,
     Gradients,
+    Opaque,
     Settings,
-    call_opaque,
     check_head,
     gather,
-    present,
     release,
     stash,
 )
@@ -187,23 +186,11 @@ def _run(
     return _Results(loss, soft_loss, hard_loss, dx, dweight, dbias, factor)
 
 
-@torch.library.custom_op(
-    "ligermodels::linear_jsd", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, "
-    "Tensor? labels, Tensor? upstream, bool parts, ScalarType teacher_dtype, float beta, int ignore_index, "
-    "str reduction, float temperature, float weight_hard, float weight_soft, float? student_softcap, "
-    "float? teacher_softcap, SymInt? num_valid, int workspace_bytes, "
-    "ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, bool need_bias) -> Tensor[]",
-)  # fmt: skip
-def _run_op(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, *scalars):
-    options, settings, needs = JSDOptions(*scalars[:8]), Settings(*scalars[8:12]), scalars[12:]
-    return present(_run(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype,
-                        options, settings, needs))  # fmt: skip
-
-
-def _like(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, *scalars):
-    """Empty tensors like the results of `_run_op`."""
-    options, settings, needs = JSDOptions(*scalars[:8]), Settings(*scalars[8:12]), scalars[12:]
+def _like(
+    x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, options, settings,
+    needs,
+):  # fmt: skip
+    """Empty tensors like the results of `_run`."""
     undivided, forward = _undivided(options, settings, needs), upstream is None
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
     loss_shape = x.shape[:1] if options.reduction == "none" else ()
@@ -221,15 +208,7 @@ def _like(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upst
     )
 
 
-_run_op.register_fake(lambda *args: present(_like(*args)))
-
-
-def _dispatch(*args):
-    """`_run`, which torch.compile sees as one opaque op."""
-    if not torch.compiler.is_compiling():
-        return _run(*args)
-    *others, options, settings, needs = args
-    return call_opaque(_run_op, _like, *others, *options, *settings, *needs)
+_run_opaque = Opaque("linear_jsd", _run, _like)
 
 
 class _LinearJSD(torch.autograd.Function):
@@ -239,7 +218,7 @@ class _LinearJSD(torch.autograd.Function):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         ctx.how = teacher_dtype, options, settings
         later = options.reduction == "none"
-        out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
+        out = _run_opaque(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
         if later:
             ctx.needs = needs
             ctx.save_for_backward(x, weight, bias, *tensors)
@@ -252,7 +231,7 @@ class _LinearJSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         if ctx.how[1].reduction == "none":
-            gradients = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)[3:6]
+            gradients = _run_opaque(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)[3:6]
         else:
             gradients = release(ctx, upstream, "linear_jsd")
         return *gradients, *(None,) * 9

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_labels
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, call_opaque, check_head, present
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Opaque, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import accumulate_grad, target
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
@@ -68,9 +68,9 @@ def linear_logprobs_reference(
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, options: Options,
-    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, saved_bytes: int,
-) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
-    """(results per token, stats of the rows, the logits of all of them where these fit into saved_bytes)."""
+    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, saved_bytes: int = 0,
+) -> list[Tensor | None]:  # fmt: skip
+    """Results per token, as `Rows`; stats of the rows; the logits of all rows where these fit into saved_bytes."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     chunks.limit(settings.workspace_bytes, saved_bytes)
     workspace = chunks.workspace()
@@ -85,7 +85,7 @@ def _forward(
                     temperature=temperature)  # fmt: skip
     logits = workspace if saved_bytes and chunks.rows == len(chunks.labels) else None
     fills = Rows(0, 0, 0, -1, 0, 0)  # type: ignore[arg-type]
-    return Rows._make(map(chunks.per_token, rows, fills)), stats, logits  # type: ignore[arg-type]
+    return [*map(chunks.per_token, rows, fills), stats, logits]  # type: ignore[arg-type]
 
 
 def _backward(
@@ -115,60 +115,23 @@ def _backward(
     return [dx, gradients.take_dweight(), dbias]
 
 
-_SCALARS = (
-    "int ignore_index, float label_smoothing, float z_loss, float? softcap, str reduction, bool token_scaling, "
-    "bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, "
-    "SymInt? num_valid, int workspace_bytes, ScalarType dtype, bool accumulate_fp32, float temperature"
-)
-
-
-def _unpack(scalars):
-    return Options(*scalars[:10]), Settings(*scalars[10:14]), *scalars[14:]
-
-
-@torch.library.custom_op(
-    "ligermodels::linear_logprobs", mutates_args=(),
-    schema=f"(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, {_SCALARS}, "
-    "bool return_mean, bool backward_follows) -> Tensor[]",
-)  # fmt: skip
-def _forward_op(x, weight, bias, labels, class_weight, *scalars):
-    options, settings, temperature, return_mean, follows = _unpack(scalars)
-    rows, stats, _ = _forward(x, weight, bias, labels, class_weight, options, settings, temperature, return_mean,
-                              follows, 0)  # fmt: skip
-    return present((*rows, stats))
-
-
-def _like(x, weight, bias, labels, class_weight, *scalars):
-    """Empty tensors like the results of `_forward_op`."""
-    options, settings, _, return_mean, backward_follows = _unpack(scalars)
+def _like_forward(
+    x, weight, bias, labels, class_weight, options, settings, temperature, return_mean, backward_follows
+):  # fmt: skip
+    """Empty tensors like the results of `_forward`."""
     like = x.new_empty(0, dtype=settings.dtype)
     rows = empty_rows(labels.new_empty(x.shape[:1], device=x.device), like, options)
     mean = rows.loss.new_empty(x.shape[0]) if return_mean else None
-    return *rows[:5], mean, rows.loss.new_empty(x.shape[0], 2) if backward_follows else None
+    return *rows[:5], mean, rows.loss.new_empty(x.shape[0], 2) if backward_follows else None, None
 
 
-_forward_op.register_fake(lambda *args: present(_like(*args)))
+def _like_backward(x, weight, bias, *others):
+    *_, needs = others
+    return [t.new_empty(t.shape) if need else None for t, need in zip((x, weight, bias), needs, strict=True)]
 
 
-@torch.library.custom_op(
-    "ligermodels::linear_logprobs_backward", mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, Tensor stats, "
-    f"Tensor? entropy, Tensor upstream, Tensor? upstream_entropy, {_SCALARS}, bool need_x, bool need_weight, "
-    "bool need_bias) -> Tensor[]",
-)  # fmt: skip
-def _backward_op(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
-    options, settings, temperature, *needs = _unpack(scalars)
-    found = _backward(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, None,
-                      options, settings, temperature, needs)  # fmt: skip
-    return [t.to(weight.dtype) if i == 1 else t for i, t in enumerate(found) if t is not None]
-
-
-def _like_backward(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
-    needed = zip((x, weight, bias), scalars[-3:], strict=True)
-    return [t.new_empty(t.shape) if need else None for t, need in needed]
-
-
-_backward_op.register_fake(lambda *args: present(_like_backward(*args)))
+_forward_opaque = Opaque("linear_logprobs", _forward, _like_forward)
+_backward_opaque = Opaque("linear_logprobs_backward", _backward, _like_backward)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -182,15 +145,14 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.how, ctx.logits = (options, settings, temperature), None
         follows = any(ctx.needs)
         tensors = x, weight, bias, labels, class_weight
+        scalars = options, settings, temperature, return_mean, follows
         if torch.compiler.is_compiling():
-            *found, stats = call_opaque(_forward_op, _like, *tensors, *options, *settings, temperature, return_mean,
-                                        follows)  # fmt: skip
-            rows = Rows._make(found)
+            *found, stats, _ = _forward_opaque(*tensors, *scalars)
         else:
             ctx.set_materialize_grads(False)
             saved_bytes = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
-            rows, stats, ctx.logits = _forward(*tensors, options, settings, temperature, return_mean, follows,
-                                               saved_bytes)  # fmt: skip
+            *found, stats, ctx.logits = _forward(*tensors, *scalars, saved_bytes)
+        rows = Rows._make(found)
         ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
         metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
         ctx.mark_non_differentiable(*(t for t in metrics if t is not None))
@@ -202,18 +164,14 @@ class _LinearLogprobs(torch.autograd.Function):
         x, weight, bias, labels, class_weight, stats, entropy = ctx.saved_tensors
         options, settings, temperature = ctx.how
         grad_loss = stats.new_zeros(x.shape[0]) if grad_loss is None else grad_loss.contiguous()
-        grads = grad_loss, None if grad_entropy is None or entropy is None else grad_entropy.contiguous()
-        if torch.compiler.is_compiling():
-            gradients = call_opaque(_backward_op, _like_backward, x, weight, bias, labels, class_weight, stats, entropy,
-                                    *grads, *options, *settings, temperature, *ctx.needs)  # fmt: skip
-        else:
-            # The first backward writes over the logits that forward saved; a later one computes them again.
-            logits, ctx.logits = ctx.logits, None
-            gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, logits, options,
-                                  settings, temperature, ctx.needs)  # fmt: skip
-            del logits
-            if gradients[1] is not None:
-                gradients[1] = accumulate_grad(weight, gradients[1])
+        grad_entropy = None if grad_entropy is None or entropy is None else grad_entropy.contiguous()
+        # The first backward writes over the logits that forward saved; a later one computes them again.
+        logits, ctx.logits = ctx.logits, None
+        gradients = _backward_opaque(x, weight, bias, labels, class_weight, stats, entropy, grad_loss, grad_entropy,
+                                     logits, options, settings, temperature, ctx.needs)  # fmt: skip
+        del logits
+        if not torch.compiler.is_compiling() and gradients[1] is not None:
+            gradients[1] = accumulate_grad(weight, gradients[1])
         return *gradients, *(None,) * 7
 
 

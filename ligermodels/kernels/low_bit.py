@@ -1,11 +1,11 @@
-"""Frozen weights in few bits as operands of products, and the memory in which they are dequantised.
+"""Frozen weights of 4 or 8 bits as operands of linear layers, dequantised into a buffer that is reused.
 
     y = x @ w.T + bias, dx = dy @ w          w = weight.dequantize(dtype)
 
-`LowBitWeight` is what ops take for a tensor: nf4.py and quantized.py hold the formats. A weight is dequantised for each
-product and multiplied by cuBLAS, in memory that is reused (`dequantized`): between two products no dequantised weight
-exists. Weights of one input are made one behind the other, and are one matrix to the product. Per stream of a GPU there
-is one such buffer, as large as any product has needed; it stays until `release_buffers()`.
+nf4.py and quantized.py have the formats, as subclasses of `LowBitWeight`. A weight is dequantised before each matmul,
+which cuBLAS computes; between two matmuls no dequantised weight exists. Weights of one input are dequantised side by
+side, so that one matmul reads all of them. Each stream of a GPU has one buffer, as large as its largest matmul needed,
+until `release_buffers()`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ligermodels.kernels.linear import autocast_dtype
 
 
 class LowBitWeight:
-    """A frozen weight [N, K] that holds few bits for each number."""
+    """A frozen weight [N, K] of 4 or 8 bits; ops take it in place of a tensor."""
 
     __slots__ = ()
     requires_grad: ClassVar[bool] = False
@@ -39,12 +39,13 @@ class LowBitWeight:
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K] without autograd, into `out` where given, which is contiguous; dtype: by default that of
-        `out`, or of the weight that was quantised."""
+        """The weight [N, K], without autograd. out: contiguous, where it is written. dtype: by default out's, or that
+        of
+        the weight that was quantised."""
         raise NotImplementedError
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        """Its tensors, and the options by which `of` makes it of them again."""
+        """(tensors, options), from which `unflatten` makes the weight again."""
         raise NotImplementedError
 
     @classmethod
@@ -53,19 +54,36 @@ class LowBitWeight:
 
 
 Weight = Tensor | LowBitWeight
-"""A weight that a product reads."""
+
+
+def output_for(
+    where: str, out: Tensor | None, dtype: torch.dtype | None, shape: tuple[int, ...], default: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Where a weight is dequantised: `out`, checked, or a new tensor of `dtype`, or of the default one."""
+    if out is None:
+        out = torch.empty(shape, dtype=dtype or default, device=device)
+    elif out.shape != shape or out.device != device or not out.is_contiguous() or dtype not in (None, out.dtype):
+        raise InputError(
+            f"{where}: out has {describe(out)}; expected contiguous {shape} on {device}, "
+            f"of {dtype or 'a floating point dtype'}"
+        )
+    if not out.is_floating_point() or out.requires_grad:
+        raise InputError(f"{where}: the result has {describe(out)}; expected floating point without a gradient")
+    return out
+
 
 _FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""Buffers that nobody uses, by device and stream; bytes."""
+"""(device, stream) -> byte buffers that are not in use."""
 
 
 def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """`with dequantized(weights, x.dtype) as tensors:` the weights for products with x, packed ones dequantised.
+    """`with dequantized(weights, x.dtype) as tensors:` the weights as tensors, those of low bits dequantised.
 
-    These lie one behind the other (`joint`), in memory that is other weights' afterwards. Without autograd. Two blocks,
-    one inside the other, have two buffers. Streams share none, so that whatever the block has launched on the current
-    stream reads its weights before the next are written there. While a CUDA graph is captured, and on devices other
-    than the CPU and CUDA, the memory is the block's own.
+    The dequantised ones are `joint`, without autograd, and valid inside the block: other weights overwrite them later.
+    Nested blocks have buffers of their own. So have streams, hence kernels that the block launched have read the buffer
+    before the next kernel of the stream writes it. During CUDA graph capture, and on devices other than the CPU and
+    CUDA, the block allocates its memory.
     """
     if not any(isinstance(weight, LowBitWeight) for weight in weights):
         return contextlib.nullcontext(weights)
@@ -76,7 +94,7 @@ def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.Abs
 def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list[Tensor]]:
     found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
     sizes = [math.prod(weight.shape) for weight in found]
-    with _borrowed(dtype.itemsize * sum(sizes), found[0].device) as buffer:
+    with _buffer(dtype.itemsize * sum(sizes), found[0].device) as buffer:
         parts = iter(buffer.view(dtype).split(sizes))
         yield [
             weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
@@ -85,8 +103,8 @@ def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list
 
 
 @contextlib.contextmanager
-def _borrowed(size: int, device: torch.device) -> Iterator[Tensor]:
-    """Memory of `size` bytes, for a block."""
+def _buffer(size: int, device: torch.device) -> Iterator[Tensor]:
+    """`size` bytes for the time of a block."""
     stream = 0
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -108,12 +126,12 @@ def _borrowed(size: int, device: torch.device) -> Iterator[Tensor]:
 
 
 def release_buffers() -> None:
-    """Frees the memory in which weights are dequantised; the next product allocates it again."""
+    """Frees the buffers of `dequantized`; the next matmul allocates one again."""
     _FREE.clear()
 
 
 def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors of the weights, for ctx.save_for_backward, and what `unflatten_weights` needs beside them."""
+    """The tensors of all weights, for ctx.save_for_backward, and the rest that `unflatten_weights` needs."""
     tensors: list[Tensor | None] = []
     rest: list[Any] = []
     for weight in weights:
@@ -128,7 +146,7 @@ def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], lis
 
 
 def unflatten_weights(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weight]:
-    """The weights that were `flatten_weights`, of their tensors, which are the next ones."""
+    """The weights again, from the rest and the next of `tensors`, which `flatten_weights` returned."""
     found: list[Weight] = []
     for known in rest:
         if known is None:
@@ -139,16 +157,17 @@ def unflatten_weights(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weigh
     return found
 
 
-def _with_weight(weight: LowBitWeight, dtype: torch.dtype, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """product(the dequantised weight)."""
-    if torch.compiler.is_compiling():  # the compiler places it
-        return product(weight.dequantize(dtype))
+def _with_weight(weight: LowBitWeight, dtype: torch.dtype, matmul: Callable[[Tensor], Tensor]) -> Tensor:
+    """matmul(the dequantised weight)."""
+    if torch.compiler.is_compiling():  # the compiler allocates its memory
+        return matmul(weight.dequantize(dtype))
     with dequantized([weight], dtype) as (found,):
-        return product(found)
+        return matmul(found)
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """x: [..., K]; kind, options, tensors: of a packed weight [N, K]; bias: [N] or None -> [..., N]. Frozen but x."""
+    """x: [..., K]; kind, options, tensors: of a LowBitWeight [N, K]; bias: [N] or None -> [..., N]. Only x is
+    trained."""
 
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor | None, kind: type[LowBitWeight], options: tuple[Any, ...], *tensors):
@@ -166,9 +185,9 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, the weight [N, K], bias), of which nothing of x is saved.
+    """F.linear(x, weight, bias) for a frozen weight [N, K]; the backward needs the weight, but not x.
 
-    x: [..., K]; bias: [N] or None, frozen, of any dtype. Returns [..., N] of x's dtype, under autocast of autocast's.
+    x: [..., K]; bias: [N] or None, frozen, of any dtype. Returns [..., N] of x's dtype, or of autocast's.
     Raises InputError for an x that does not fit, and for a bias that requires a gradient.
     """
     if x.shape[-1] != weight.shape[1] or not x.is_floating_point() or x.device != weight.device:
@@ -177,7 +196,7 @@ def frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -
         )
     if bias is not None and bias.requires_grad:
         raise InputError(
-            "frozen_linear: its bias requires a gradient, and it computes none: bias.requires_grad_(False)"
+            "frozen_linear: the bias requires a gradient, which is not computed; call bias.requires_grad_(False)"
         )
     x = x.to(autocast_dtype(x) or x.dtype)
     bias = None if bias is None else bias.to(x.dtype)

@@ -1,25 +1,24 @@
-"""NF4: a frozen weight in 4 bits, in the bytes that bitsandbytes writes, quantised and dequantised.
+"""NF4: frozen weights of 4 bits, in the bytes of bitsandbytes; quantised and dequantised.
 
-    absmax[b] = max |w| of block b, of 64 weights in row-major order
-    index = that of the code nearest to w / absmax[b]; two to a byte, the first one in the high bits
-    w = code[index] * absmax[b]
+    absmax[b] = max |w| over block b of 64 weights in row-major order
+    index     = argmin_i |code[i] - w / absmax[b]|, two to a byte, the first in the high bits
+    w         = code[index] * absmax[b]
 
-`code` holds 16 quantiles of a normal distribution, scaled to [-1, 1]. With double quantisation absmax is itself stored
-as 8 bits, in blocks of 256 around its mean, by a code of 256 whose steps are finer near zero:
+`code` has 16 quantiles of a normal distribution, scaled to [-1, 1]. Double quantisation stores absmax in 8 bits, in
+blocks of 256 around its mean, by a code of 256 values with finer steps near zero:
 
     absmax[b] = nested_code[absmax8[b]] * nested_absmax[b // 256] + offset
 
-Bits per weight: 4 + 32 / 64 = 4.5, and 4 + 8 / 64 + 32 / (64 * 256) = 4.127 with double quantisation.
-Dequantising is one kernel, absmax included: it reads those bits and writes the weight, 2.52 bytes per weight in 16
-bits, which is the minimum. Math in fp32, one rounding to the dtype of the output.
+Bits per weight: 4 + 32 / 64 = 4.5, and 4 + 8 / 64 + 32 / (64 * 256) = 4.127 with double quantisation. One kernel
+dequantises weight and absmax: 2.52 bytes per weight in 16 bits, the minimum. Math in fp32, one rounding to the output.
 
-A weight is dequantised for each product and multiplied by cuBLAS. At training sizes that is the fast form: a step of an
-8B model reads and writes for 4 ms of its second, and a product that dequantises as it goes is several times slower.
-It is made in the forward, and again in the backward; see packed.py.
+A weight is dequantised before each matmul, which cuBLAS computes, in the forward and again in the backward (see
+low_bit.py). At training sizes this is fast: dequantising takes 4 ms of a step of 1 s of an 8B, while a matmul kernel
+that dequantises its operand is several times slower than cuBLAS.
 
 Source: T. Dettmers et al., QLoRA, arXiv 2305.14314; https://github.com/bitsandbytes-foundation/bitsandbytes, whose CPU
-code the tests compare with, bit for bit. Its CUDA code divides with less than fp32's precision: there, an index may
-differ where a weight lies between two codes.
+code the tests compare with, bit for bit. Its CUDA code divides less exactly than fp32, so that an index may differ
+where a weight lies between two codes.
 """
 
 import math
@@ -35,7 +34,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
-from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.low_bit import LowBitWeight, output_for
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -43,21 +42,21 @@ CODE = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-"""What the 16 indices stand for."""
+"""The weights of the 16 indices, relative to absmax."""
 NESTED_BLOCK = 256
-"""How many absmax share one nested_absmax."""
+"""absmax values that share one nested_absmax."""
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TINY = 2e-38  # in place of an absmax of 0, whose inverse would be infinite; smaller, Triton 3.6 takes it for fp64
+_TINY = 2e-38  # replaces an absmax of 0, whose inverse is infinite; Triton 3.6 takes smaller numbers for fp64
 _TILE = 4096  # weights per program
 
 
 class NF4State(NamedTuple):
-    """What a packed weight is dequantised with.
+    """What dequantising needs beside the packed indices.
 
-    absmax: fp32 [B] of B blocks or, with double quantisation, uint8 [B]. code: fp32 [16].
-    shape, dtype: those of the weight that was quantised. block: weights per block.
-    nested_absmax: fp32 [ceil(B / 256)], nested_code: fp32 [256], offset: fp32 []: of double quantisation, else None.
+    absmax: fp32 [B] of B blocks; uint8 [B] with double quantisation. code: fp32 [16].
+    shape, dtype: of the weight that was quantised. block: weights per block.
+    nested_absmax fp32 [ceil(B / 256)], nested_code fp32 [256], offset fp32 []: with double quantisation, else None.
     """
 
     absmax: Tensor
@@ -71,7 +70,7 @@ class NF4State(NamedTuple):
 
 
 def nested_code() -> Tensor:
-    """The 256 codes of absmax, fp32, ascending: seven decades of means of ever more equal parts, 0 and 1."""
+    """The 256 codes of absmax, fp32, ascending: 0, 1, and in each of seven decades the midpoints of 2^decade parts."""
     positive = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
@@ -82,19 +81,19 @@ def nested_code() -> Tensor:
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
-    """The values in rows of a block, the last one filled up with zeros."""
+    """The values as rows of `block`, padded with zeros."""
     return F.pad(values, (0, -values.numel() % block)).view(-1, block)
 
 
 def _indices(blocks: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
-    """For rows of fp32: of each element the index of its code, uint8; and absmax [B]."""
+    """(index of the nearest code of each element, uint8; absmax [B]) of blocks [B, N] in fp32."""
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1.0 / absmax.clamp(min=_TINY))[:, None]
     return torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8), absmax
 
 
 def _nest(absmax: Tensor, state: NF4State) -> NF4State:
-    """The state with absmax in 8 bits."""
+    """The state with absmax quantised to 8 bits."""
     code, offset = nested_code().to(absmax.device), absmax.mean()
     index, nested = _indices(_blocks(absmax - offset, NESTED_BLOCK), code)
     return state._replace(
@@ -111,7 +110,7 @@ def quantize_nf4_reference(weight: Tensor, *, block: int = 64, double: bool = Tr
 
 
 def absmax_of(state: NF4State) -> Tensor:
-    """absmax in fp32 [B], whether it was quantised or not."""
+    """absmax in fp32 [B], dequantised if need be."""
     if state.nested_absmax is None or state.nested_code is None or state.offset is None:
         return state.absmax
     values = state.nested_code[state.absmax.int()]
@@ -157,10 +156,11 @@ def _dequantize_kernel(
     absmax = tl.load(absmax_ptr + rows, mask=inside, other=0)
     if nested_absmax_ptr is not None:
         nested = tl.load(nested_absmax_ptr + rows // NESTED_BLOCK, mask=inside, other=0.0)
-        product = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested
-        # Rounded before it is added to, as the reference does: a compiler that knew of `zero` would fuse the two.
-        product = (product.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
-        absmax = product + tl.load(offset_ptr)
+        scaled = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested
+        # xor with 0, an argument, keeps the compiler from fusing multiplication and addition: the reference rounds
+        # twice.
+        scaled = (scaled.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
+        absmax = scaled + tl.load(offset_ptr)
     byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     packed = tl.load(packed_ptr + byte, mask=byte < n_bytes, other=0).to(tl.int32)
     w = tl.interleave(tl.load(code_ptr + (packed >> 4)), tl.load(code_ptr + (packed & 15))) * absmax[:, None]
@@ -169,7 +169,7 @@ def _dequantize_kernel(
 
 
 def _grid(n: int, block: int) -> tuple[tuple[int], int]:
-    """The grid, and the blocks of each program."""
+    """(grid, blocks per program)."""
     rows = max(1, _TILE // block)
     return (cdiv(n, block * rows),), rows
 
@@ -177,16 +177,16 @@ def _grid(n: int, block: int) -> tuple[tuple[int], int]:
 def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> tuple[Tensor, NF4State]:
     """The weight in 4 bits: (packed, state).
 
-    weight: any shape, bf16, fp16 or fp32, without a gradient. block: how many weights share an absmax, a power of two
-    from 32 to 4096. double: absmax is quantised too.
-    Returns packed, uint8 [ceil(n / 2), 1] for n weights, and what `dequantize_nf4` needs beside it.
-    Synchronises, to see that the weight is finite. Raises InputError for other weights and blocks.
+    weight: any shape, bf16, fp16 or fp32, without a gradient. block: weights that share an absmax, a power of two from
+    32 to 4096. double: double quantisation.
+    Returns packed, uint8 [ceil(n / 2), 1] for n weights, and the state that `dequantize_nf4` takes.
+    Synchronises to check that the weight is finite. Raises InputError for other weights and blocks.
     """
     if weight.dtype not in _DTYPES or not weight.numel():
         raise InputError(f"quantize_nf4: weight has {describe(weight)}; expected elements of bf16, fp16 or fp32")
     if weight.requires_grad:
         raise InputError(
-            "quantize_nf4: the weight requires a gradient, and 4 bits cannot be trained. Freeze it first: "
+            "quantize_nf4: the weight requires a gradient, but 4 bits cannot be trained. Freeze it first: "
             "weight.requires_grad_(False), or pass weight.detach()"
         )
     if block not in BLOCKS:
@@ -208,11 +208,10 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> tup
 def dequantize_nf4(
     packed: Tensor, state: NF4State, *, out: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The weight that `quantize_nf4` has packed, without autograd.
+    """The weight that `quantize_nf4` packed, without autograd.
 
-    dtype: of the result, by default that of the weight that was quantised. out: contiguous, of the weight's shape; it
-    is written and returned, and its dtype is the result's.
-    Raises InputError where packed, state and out do not belong together.
+    dtype: of the result; default: out's, or that of the weight that was quantised. out: contiguous, of the weight's
+    shape, where the result is written. Raises InputError where packed, state and out do not fit together.
     """
     n = math.prod(state.shape)
     if packed.dtype != torch.uint8 or packed.numel() != cdiv(n, 2) or type(packed) not in (Tensor, nn.Parameter):
@@ -225,20 +224,7 @@ def dequantize_nf4(
             f"dequantize_nf4: absmax has {describe(state.absmax)}; expected {cdiv(n, state.block)} elements on "
             f"{packed.device}"
         )
-    if out is None:
-        out = torch.empty(state.shape, dtype=dtype or state.dtype, device=packed.device)
-    elif (
-        out.shape != tuple(state.shape)
-        or out.device != packed.device
-        or not out.is_contiguous()
-        or dtype not in (None, out.dtype)
-    ):
-        raise InputError(
-            f"dequantize_nf4: out has {describe(out)}; expected contiguous {tuple(state.shape)} on {packed.device}, "
-            f"of {dtype or 'a floating point dtype'}"
-        )
-    if not out.is_floating_point() or out.requires_grad:
-        raise InputError(f"dequantize_nf4: the result has {describe(out)}; expected floating point without a gradient")
+    out = output_for("dequantize_nf4", out, dtype, tuple(state.shape), state.dtype, packed.device)
     if not use_triton(packed):
         return out.copy_(dequantize_nf4_reference(packed, state, out.dtype))
     grid, rows = _grid(n, state.block)
@@ -251,7 +237,7 @@ def dequantize_nf4(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NF4Weight(LowBitWeight):
-    """What `quantize_nf4` returns of a weight [N, K], as one operand: ops of frozen layers take it for a tensor."""
+    """The result of `quantize_nf4` of a weight [N, K], as an operand of linear layers."""
 
     packed: Tensor
     state: NF4State

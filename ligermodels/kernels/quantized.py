@@ -1,23 +1,21 @@
-"""Weights of 8 or 4 bits for inference, and products of up to 64 rows that read them as they are.
+"""Weights of 8 or 4 bits for inference, and linear layers of up to 64 rows that read them without dequantising.
 
     int8: w = q * scale[row], q from -127 to 127             fp8: w = q * scale[row], q in e4m3
     int4: w = (n - 8) * scale[row, group], n from 0 to 15, groups of 128 columns; scale may be negative
 
-Bytes per weight: 1 and, of int4, 0.5 + 2 / 128.
+Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel runs depends on the number of rows of x:
 
-One row, as in decoding: int8 and fp8 by the kernels of gemv.py. Of int4 a word of 32 bits holds 8 columns. An H200
-reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and converts 64 integers:
-so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the bits below,
-1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all rows. Sums are in fp32.
+- 1 row, int8 and fp8: the kernels of gemv.py.
+- 1 row, int4: `_int4_kernel`. An H200 reads 36 weights per clock and multiprocessor, which issues 128 operations in
+  that time but converts only 64 integers. So no integer is converted: the bits n of a nibble are put into the mantissa
+  of 1.0, which gives 1 + n / 16 or, four bits lower, 1 + n / 256. The 1 and the 8 add the same number to the sum of
+  every row, `less`, which is subtracted.
+- 2 to 64 rows: `_rows_kernel`, on tensor cores. The weight is the left operand, so that few rows of x fill them. q and
+  n - 8 are exact in x's dtype, and scales multiply the sums. On an H200 the linear layers of an 8B layer with 8 rows
+  take 72 us in int8, 78 in fp8, 83 in int4, and 125 in bf16 by cuBLAS.
+- More rows: the weight is dequantised into a reused buffer for cuBLAS (low_bit.py), and so rounded to x's dtype.
 
-2 to 64 rows: one kernel on tensor cores, to which the weight is the left operand, so that few rows fill them. q and
-n - 8 are exact in any dtype of x, and scales come after the products. On an H200 the products of an 8B's layer with 8
-rows take 72 us in int8, 78 in fp8, 83 in int4, and 125 in bf16 by cuBLAS.
-
-More rows: the weight is dequantised in reused memory, for cuBLAS, see packed.py. There products read round(w); else
-only the result is rounded.
-
-Without autograd but for `frozen_linear` of packed.py.
+Without autograd; `frozen_linear` of low_bit.py has the gradient of x.
 """
 
 from collections.abc import Sequence
@@ -29,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import gemv
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation as activation_of
@@ -44,22 +41,23 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.fp8 import converted
-from ligermodels.kernels.linear import joint
-from ligermodels.kernels.low_bit import LowBitWeight, Weight
+from ligermodels.kernels.fp8 import convert
+from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
+from ligermodels.kernels.linear import as_one_layer, joint
+from ligermodels.kernels.low_bit import LowBitWeight, Weight, output_for
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
 WORDS = 16
-"""Words of a group. Word j holds, from its lowest bits on, n of columns j, 16 + j, 32 + j, ..."""
+"""int32 words of a group. Word j has n of columns j, 16 + j, 32 + j, ..., from its lowest bits on."""
 MAX_ROWS = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONE = 0x3F800000  # 1.0 in fp32
-_CHUNK = 1 << 24  # weights that are quantised at a time
+_CHUNK = 1 << 24  # weights quantised at a time
 
 
 class Format(NamedTuple):
-    """packed: the dtype of the weights. scale: that of the scales. largest: what the largest of a row becomes."""
+    """dtypes of the packed weights and of the scales; largest: what the largest |w| of a row or group becomes."""
 
     packed: torch.dtype
     scale: torch.dtype
@@ -75,10 +73,10 @@ FORMATS = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class QuantizedWeight(LowBitWeight):
-    """A weight [N, K] of a kind of FORMATS, as one operand of products.
+    """A weight [N, K] of one of FORMATS.
 
     int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
-    groups; columns past K are of any value. dtype: of the weight that was quantised.
+    groups, where columns past K may have any value. dtype: of the weight that was quantised.
     """
 
     kind: str
@@ -107,7 +105,7 @@ class QuantizedWeight(LowBitWeight):
         return cls(kind, *tensors, *rest)
 
     def halves(self) -> tuple["QuantizedWeight", "QuantizedWeight"]:
-        """Those of its rows."""
+        """The upper and the lower half of the rows."""
         (a, b), (c, d) = self.packed.chunk(2), self.scale.chunk(2)
         rest = self.columns, self.dtype
         return QuantizedWeight(self.kind, a, c, *rest), QuantizedWeight(self.kind, b, d, *rest)
@@ -117,16 +115,16 @@ class QuantizedWeight(LowBitWeight):
 
 
 def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
-    """The weight [N, K] in `kind`: int8, fp8 or int4. weight: bf16, fp16 or fp32, finite, without a gradient.
+    """The weight [N, K] (bf16, fp16 or fp32, finite, without a gradient) as int8, fp8 or int4.
 
-    Synchronises, to see that the weight is finite. Raises InputError for other weights and kinds.
+    Synchronises to check that the weight is finite. Raises InputError for other weights and kinds.
     """
     if kind not in FORMATS:
         raise InputError(f"quantize: kind={kind!r}; expected one of {', '.join(FORMATS)}")
     if weight.dtype not in _DTYPES or weight.dim() != 2 or not weight.numel():
         raise InputError(f"quantize: weight has {describe(weight)}; expected [N, K] of bf16, fp16 or fp32")
     if weight.requires_grad:
-        raise InputError(f"quantize: the weight requires a gradient, and {kind} is frozen: pass weight.detach()")
+        raise InputError(f"quantize: the weight requires a gradient, but {kind} is frozen; pass weight.detach()")
     if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
         raise InputError(f"quantize: the weight holds NaN or infinity, which {kind} cannot represent")
     n, k = weight.shape
@@ -147,7 +145,7 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
 
 
 def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]: the largest of a group becomes -8."""
+    """Words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]; the largest |w| of a group becomes -8."""
     form = FORMATS["int4"]
     scale = (values.gather(-1, values.abs().argmax(-1, keepdim=True)) / -form.largest).to(form.scale).float()
     found = (values / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
@@ -159,7 +157,7 @@ def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty(kind: str, rows: int, columns: int, device: Any) -> tuple[Tensor, Tensor]:
-    """packed and scale of a weight, without values."""
+    """Uninitialised packed and scale of a weight [rows, columns]."""
     form, groups = FORMATS[kind], cdiv(columns, GROUP)
     sizes = ((rows, groups * WORDS), (rows, groups)) if kind == "int4" else ((rows, columns), (rows,))
     packed = torch.empty(sizes[0], dtype=form.packed, device=device)
@@ -181,7 +179,7 @@ def dequantize_reference(weight: QuantizedWeight, dtype: torch.dtype | None = No
 def _dequantize_kernel(
     out_ptr, w_ptr, s_ptr, K, W, GROUPED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK words, or numbers, of a row of W."""
+    """BLOCK of the W words (GROUPED: int4) or elements of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     w = tl.load(w_ptr + row * W + at, mask=at < W, other=0.0)
@@ -199,17 +197,12 @@ def _dequantize_kernel(
 
 
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """The weight [N, K], rounded once to `dtype`, by default that of the weight that was quantised, or out's.
+    """The weight [N, K], rounded once to `dtype`; default: out's dtype, or that of the weight that was quantised.
 
-    out: contiguous [N, K]; it is written and returned. Raises InputError where it does not fit.
+    out: contiguous [N, K], where the result is written. Raises InputError where it does not fit.
     """
     n, k = weight.shape
-    if out is None:
-        out = torch.empty(n, k, dtype=dtype or weight.dtype, device=weight.device)
-    elif (
-        out.shape != (n, k) or out.device != weight.device or not out.is_contiguous() or dtype not in (None, out.dtype)
-    ):
-        raise InputError(f"dequantize: out has {describe(out)}; expected contiguous {(n, k)} on {weight.device}")
+    out = output_for("dequantize", out, dtype, (n, k), weight.dtype, weight.device)
     if not use_triton(out) or out.dtype == torch.float64:
         return out.copy_(dequantize_reference(weight, out.dtype))
     words = weight.packed.shape[1]
@@ -220,7 +213,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: T
     return out
 
 
-# ---- Products ----
+# ---- Linear layers ----
 
 
 @triton.jit
@@ -229,9 +222,12 @@ def _int4_kernel(
     BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN numbers of y [N], or with a weight `up` of act(w x) * (up x). W: words of a row. EVEN: no masks are needed.
-    EXACT: n is taken from the bits before it is multiplied, which costs an instruction and saves 3 bits of the sums.
-    one: 1.0 as bits, an argument: of a constant, the compiler would make a copy for half of its uses."""
+    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
+
+    W: words of a row. EVEN: no masks are needed. EXACT: the 1 is subtracted before the multiplication, which costs an
+    instruction and saves 3 bits of the sums. one: the bits of 1.0, an argument because the compiler would copy a
+    constant for half of its uses.
+    """
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
@@ -265,10 +261,10 @@ def _int4_kernel(
         total += _by_group(sums - less[None, :], BN, BW, WORDS) * s.to(tl.float32)
         if up_ptr is not None:
             up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
-    y = _with_bias(16 * tl.sum(total, 1), b_ptr, at, N)
+    y = add_bias(16 * tl.sum(total, 1), b_ptr, at, N)
     if up_ptr is not None:
         y, _ = activation_of(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-        y *= _with_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
+        y *= add_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
@@ -304,16 +300,9 @@ def _load(ptr, mask, EVEN: tl.constexpr):
         return tl.load(ptr, mask=mask, other=0.0)
 
 
-@triton.jit
-def _with_bias(y, b_ptr, at, N):
-    if b_ptr is not None:
-        y += tl.load(b_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-    return y
-
-
 @triton.constexpr_function
-def _taken(i: int, dtype: str) -> str:
-    """n - 8 of nibble i of two words, in PTX: n takes its place in the mantissas of two numbers at once."""
+def _nibble_ptx(i: int, dtype: str) -> str:
+    """PTX: n - 8 of nibble i of two words; the bits of n are put into the mantissas of two 16-bit floats at once."""
     kind, base, less, one = {
         "bf16": ("bf16x2", 0x43004300, 0xC308C308, 0x3F803F80),  # 128 + n, -136 and 1
         "fp16": ("f16x2", 0x64006400, 0xE408E408, 0x3C003C00),  # 1024 + n, -1032 and 1
@@ -330,9 +319,9 @@ def _taken(i: int, dtype: str) -> str:
 def _nibble(w, i: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
     """n - 8 of nibble i of each word."""
     if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_taken(i, "bf16"), "=r,r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(_nibble_ptx(i, "bf16"), "=r,r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif PTX and dtype == tl.float16:
-        return tl.inline_asm_elementwise(_taken(i, "fp16"), "=r,r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(_nibble_ptx(i, "fp16"), "=r,r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
     else:
         return (((w >> (4 * i)) & 15) - 8).to(dtype)
 
@@ -343,8 +332,11 @@ def _rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
     GROUP: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of y [M, N], M <= BM. PARTS: warps that each have another group of the weight's columns, where N alone
-    is too small for the GPU, or 1. W: words, or numbers, of a row of the weight. EVEN: no masks are needed."""
+    """BN columns of y [M, N], M <= BM.
+
+    PARTS: groups of the weight's columns that run in parallel, one per warp, where N alone does not fill the GPU.
+    W: words (GROUPED: int4) or elements of a row of the weight. EVEN: no masks are needed.
+    """
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     STEP: tl.constexpr = WORDS if GROUPED else GROUP  # of the weight
@@ -381,29 +373,27 @@ def _rows_kernel(
             total += sums * tl.expand_dims(scale.to(tl.float32), -1)
         else:
             x = _load(x_ptr + g * GROUP, columns < K - g * GROUP, EVEN)
-            total = tl.dot(converted(w, dtype, PTX), x, total, input_precision="ieee")
+            total = tl.dot(convert(w, dtype, PTX), x, total, input_precision="ieee")
     if PARTS > 1:
         total = tl.sum(total, 0)
     if not GROUPED:
         total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
-    total = _with_bias(total, b_ptr, n[:, None], N)
+    total = add_bias(total, b_ptr, n[:, None], N)
     y_ptr += m.to(tl.int64)[None, :] * y_stride + n[:, None]
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 def use_quantized(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], *, most: int = MAX_ROWS,
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], *, max_rows: int = MAX_ROWS,
     columns: int | None = None,
 ) -> bool:  # fmt: skip
-    """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most.
-
-    columns: as in `use_gemv`. Biases have no gaps.
-    """
+    """True if the kernels here run linear layers of these weights and biases on x [..., K]: all are QuantizedWeights,
+    and x has at most max_rows rows. columns: as in `use_gemv`."""
     columns = x.shape[-1] if columns is None else columns
     if not all(type(weight) is QuantizedWeight and weight.shape[1] == columns for weight in weights):
-        return False  # what does not fit is for torch to say
+        return False  # torch's error says what does not fit
     return (
-        0 < x.numel() <= most * x.shape[-1]
+        0 < x.numel() <= max_rows * x.shape[-1]
         and x.dtype in _DTYPES
         and all(bias is None or bias.stride(0) == 1 for bias in biases)
         and not torch.compiler.is_compiling()
@@ -415,9 +405,9 @@ def use_quantized(
 def quantized_linear(
     x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], out: Tensor | None = None
 ) -> Tensor:
-    """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given, without autograd.
+    """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given, without autograd.
 
-    It is one launch where the weights are `joint`. The caller has asked `use_quantized`.
+    One launch where the weights are `joint`. The caller has checked `use_quantized`.
     """
     whole = _as_one(weights, biases)
     if whole is not None:
@@ -433,10 +423,10 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`gemv_glu` of quantised weights of one kind. The caller has asked `use_quantized` for one row."""
+    """`gemv_glu` for quantised weights of one kind. The caller has checked `use_quantized` for one row."""
     if gate.kind != "int4":
         scales = gate.scale, up.scale
-        return gemv.gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
+        return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
     h = x.new_empty(*x.shape[:-1], gate.shape[0])
     _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
     return h
@@ -445,26 +435,22 @@ def quantized_glu(
 def _as_one(
     weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
 ) -> tuple[QuantizedWeight, Tensor | None] | None:
-    """The weight and the bias of the one linear layer that these are; None where they lie apart."""
+    """`as_one_layer` for quantised weights."""
     first = weights[0]
     if len(weights) == 1:
         return first, biases[0]
-    if any(weight.kind != first.kind for weight in weights) or 0 < sum(b is None for b in biases) < len(biases):
+    if any(weight.kind != first.kind for weight in weights):
         return None
-    packed, scale = joint([weight.packed for weight in weights]), joint([weight.scale for weight in weights])
-    if packed is None or scale is None:
+    layer, scale = as_one_layer([w.packed for w in weights], biases), joint([w.scale for w in weights])
+    if layer is None or scale is None:
         return None
-    whole = QuantizedWeight(first.kind, packed, scale, first.columns, first.dtype)
-    if biases[0] is None:
-        return whole, None
-    bias = joint(biases)  # type: ignore[arg-type]
-    return whole, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
+    return QuantizedWeight(first.kind, layer[0], scale, first.columns, first.dtype), layer[1]
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     rows, (n, k), grouped = x.shape[0], weight.shape, weight.kind == "int4"
     if rows == 1 and not grouped:
-        return gemv.gemv(x, weight.packed, bias, out, scale=weight.scale)
+        return gemv(x, weight.packed, bias, out, scale=weight.scale)
     y = x.new_empty(rows, n) if out is None else out
     if rows == 1:
         _launch_int4(y, x, weight, bias)
@@ -481,10 +467,10 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
 
 
 def _rows_tile(rows: int, n: int, k: int, itemsize: int, grouped: bool) -> tuple[int, int, int, int]:
-    """Columns of y, parts of the weight's columns, warps and stages of a program.
+    """(columns of y, PARTS, warps, stages) of a program.
 
-    The best of some that were measured on an H200 for the products of an 8B with 8, 16 and 64 rows in bf16, but for
-    those that need more shared memory than the 99 KiB of other GPUs.
+    The fastest measured on an H200 for an 8B with 8, 16 and 64 rows in bf16, among those that fit the 99 KiB of shared
+    memory of other GPUs.
     """
     if itemsize == 4:
         return 64, 1, 4, 2
@@ -513,9 +499,9 @@ def _launch_int4(
 
 
 def _tile(n: int, words: int, glu: bool) -> tuple[int, int, int]:
-    """Numbers of y, words of the weight at a time, and warps of a program: a thread has 4 words of each row.
+    """(elements of y, words of the weight per tile, warps) of a program; a thread has 4 words of each row.
 
-    The best of those that were measured on an H200 for the matmuls of an 8B.
+    The fastest measured on an H200 for the linear layers of an 8B.
     """
     warps = 1 if words <= 128 else 2 if glu or words <= 256 else 4
     return 4 if glu else 16 if words <= 512 else 8, 128 * warps, warps

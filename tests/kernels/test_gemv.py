@@ -7,13 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ligermodels.kernels.gemv as gemv_file
 from ligermodels.kernels import gated_mlp
-from ligermodels.kernels.gemv import (
-    gemv,
-    gemv_glu,
-    gemv_glu_reference,
-    gemv_reference,
-    use_gemv,
-)
+from ligermodels.kernels.gemv import gemv, gemv_glu, gemv_glu_reference, gemv_reference, use_gemv
 from ligermodels.kernels.linear import joint_linear, linear
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -40,7 +34,7 @@ def assert_close(found, exact, dtype, device):
 @pytest.mark.parametrize(("n", "k"), [(9, 96), (2, 1100), (1, 2048)])
 @pytest.mark.parametrize("at_once", [1, 528])
 def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, at_once):
-    monkeypatch.setattr(gemv_file, "_AT_ONCE", at_once)
+    monkeypatch.setattr(gemv_file, "_RESIDENT", at_once)
     x, gate, up, b1, b2 = operands(device, dtype, n, k)
     exact = [t.double() for t in (x, gate, up, b1, b2)]
     assert_close(gemv(x, gate), gemv_reference(*exact[:2]), dtype, device)

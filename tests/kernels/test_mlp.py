@@ -5,10 +5,7 @@ import functools
 import pytest
 import torch
 
-from ligermodels.kernels import (
-    gated_mlp,
-    mlp,
-)
+from ligermodels.kernels import gated_mlp, mlp
 from ligermodels.kernels.linear import joint, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits

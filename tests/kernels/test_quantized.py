@@ -164,8 +164,8 @@ def test_the_mlp(device, kind, rows, packed):
 def test_what_it_takes(device):
     (weight,) = weights(device, "int8", [4], 128)
     x = torch.randn(64, 128, device=device)
-    assert use_quantized(x, [weight], [None]) and use_quantized(x[:1], [weight], [None], most=1)
-    assert not use_quantized(x, [weight], [None], most=1)
+    assert use_quantized(x, [weight], [None]) and use_quantized(x[:1], [weight], [None], max_rows=1)
+    assert not use_quantized(x, [weight], [None], max_rows=1)
     for other in (x.repeat(2, 1), x[:0], x.double()):
         assert not use_quantized(other, [weight], [None])
     assert not use_quantized(x, [weight, dequantize(weight)], [None, None])
