@@ -3,21 +3,21 @@
     gated_mlp:  z = x Wgu^T + bgu = [gate | up]     h = act(gate) * up     y = h Wd^T + bd
     mlp:        z = x W1^T + b1                     h = act(z)             y = h W2^T + b2
 
-What differs from the layers one by one:
-- Wgu is one matrix [2F, H], or two [F, H], of gate and of up. z is one buffer in either case, and so are the gradients
-  of the two. Two that are `joint` are one matrix here too; see linear.py.
-- It saves x and z, never h: the kernels of glu.py recompute it as they read z for the gradient. Where x is a norm's
-  output, it saves the inputs of the norm instead (`_recompute`).
-- recompute=True saves x alone, or only the inputs of the norm. Forward and backward then take the tokens in chunks, and
-  z and h exist for one chunk at a time: that allows 40 % longer texts at 131,072 tokens.
-- In the backward the gradient of z is written over z, and dx over a recomputed x, unless someone may read a saved z
-  again: under retain_graph, and in a CUDA graph, which may be replayed.
-- Nothing is computed or saved for a frozen weight or input.
-- Under activation checkpointing the second run of a region that ends with this op ends with z, or with recompute=True
-  before z.
+What differs from separate layers:
+- Wgu is one matrix [2F, H], or two [F, H] for gate and up. z is one buffer in either case, and so is its gradient. Two
+  weights that are `joint` are read as one matrix (see linear.py).
+- x and z are saved, never h: the kernels of glu.py recompute h while they read z for the gradient. If a norm computed
+  x, the norm's inputs are saved instead (`_recompute`).
+- recompute=True does not save z either. Forward and backward then run over chunks of tokens, with z and h of one chunk
+  in memory at a time: sequences may be 40 % longer at 131,072 tokens.
+- The gradient of z is written over z, and dx over a recomputed x, except where z may be read again: under retain_graph
+  and in CUDA graphs.
+- A frozen weight or input costs nothing.
+- Activation checkpointing ends the second run of a region that ends with this op after z, or with recompute=True before
+  z.
 
-Bytes per token at 2-byte dtypes for the intermediate size I, gated (plain): 4 I (2 I) of z are saved, and none with
-recompute=True, for one more matmul with the first weight. Element-wise: as in glu.py.
+Saved bytes per token at 2-byte dtypes for the intermediate size I: 4 I gated, 2 I plain, 0 with recompute=True, which
+takes one more matmul with the first weight. Element-wise bytes: as in glu.py.
 
 Source: as glu.py. Recomputation: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
@@ -45,10 +45,10 @@ from ligermodels.kernels.linear import (
     as_one_layer,
     autocast_dtype,
     bias_gradients,
+    cat_linear,
     input_gradient,
+    joint_matmul,
     matmul,
-    pack,
-    side_by_side,
     weight_gradients,
 )
 from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
@@ -63,32 +63,32 @@ def gated_mlp_reference(
 ) -> Tensor:  # fmt: skip
     weights = _several(gate_up_weight)
     biases = [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias)
-    return _reference(x, weights, down_weight, biases, down_bias, packed=True, activation=activation)
+    return _reference(x, weights, down_weight, biases, down_bias, gated=True, activation=activation)
 
 
 def mlp_reference(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str,
 ) -> Tensor:  # fmt: skip
-    return _reference(x, [fc1_weight], fc2_weight, [fc1_bias], fc2_bias, packed=False, activation=activation)
+    return _reference(x, [fc1_weight], fc2_weight, [fc1_bias], fc2_bias, gated=False, activation=activation)
 
 
 def _reference(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, packed: bool,
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, gated: bool,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    z = side_by_side(x, w1, b1)
-    return F.linear((glu_reference if packed else activate_reference)(z, activation=activation), w2, b2)
+    z = cat_linear(x, w1, b1)
+    return F.linear((glu_reference if gated else activate_reference)(z, activation=activation), w2, b2)
 
 
 def _several(tensors: Any) -> tuple:
-    """One tensor, or several, as several."""
+    """A tuple of one tensor, or of several."""
     return (tensors,) if isinstance(tensors, Weight) else tuple(tensors)
 
 
 class _Gradients:
-    """The gradients of weights [N_i, K] that need one, dy^T x of dy [T, sum N_i] and x [T, K]; of several chunks their
-    sum in fp32, in one buffer where all need it."""
+    """dy^T x, the gradients of the weights [N_i, K] that need one, from dy [T, sum N_i] and x [T, K]; summed in fp32 if
+    there are several chunks, in one buffer if all weights need one."""
 
     def __init__(self, weights: Sequence[Tensor], needs: Sequence[bool], several: bool):
         self.weights, self.needs, self.several = weights, needs, several
@@ -111,7 +111,7 @@ class _Gradients:
             accumulate(total, dy[:, part], x, first)
 
     def take(self) -> list[Tensor | None]:
-        """Each weight's, or None where it was added to its .grad."""
+        """The gradient of each weight, or None where it was added to .grad."""
         if not self.sums:
             return self.found
         totals = [total for _, total in self.sums]
@@ -122,30 +122,30 @@ class _Gradients:
 
 
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; first: `count` weights w1 of [F, H] together, or [2F, H] if packed, and to each its bias b1 or None;
+    """x: [..., H]; first: `count` weights w1, together [F, H] or, gated, [2F, H], then the bias b1 of each, or None;
     w2: [N, F]; z: x w1^T + b1 -> y [..., N].
 
-    handle: of x, or None. rows: of a chunk, for which z is computed where it is read; None: z is given, and saved.
-    Run eagerly it leaves y to `_apply`, which writes it after all is saved: see GLULinear in glu.py.
+    handle: x's, or None. rows: tokens per chunk, of which z is recomputed; None: z is given and saved.
+    Run eagerly, it returns empty memory that `_apply` fills after everything is saved: see GLULinear in glu.py.
     """
 
     @staticmethod
-    def forward(ctx, x, z, handle, packed, activation, rows, w2, b2, count, *first):
+    def forward(ctx, x, z, handle, gated, activation, rows, w2, b2, count, *first):
         need_x, need_w2, _, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
         reads_z = need_x or need_w2 or any(need_w1) or any(need_b1)
         make_x, inputs = (None, (x,)) if handle is None else handle
         if not (any(need_w1) or (reads_z and z is None)):
             make_x, inputs = None, ()
         ctx.save_for_backward(w2, z if reads_z else None, *first, *inputs)
-        ctx.options = make_x, packed, activation, rows, count
+        ctx.options = make_x, gated, activation, rows, count
         if torch.compiler.is_compiling():
-            return F.linear(glu_forward(z, None, packed, activation), w2, b2)
+            return F.linear(glu_forward(z, None, gated, activation), w2, b2)
         return x.new_empty((*x.shape[:-1], w2.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, packed, activation, rows, count = ctx.options
+        make_x, gated, activation, rows, count = ctx.options
         w2, saved, *rest = ctx.saved_tensors
         w1, b1, inputs = rest[:count], rest[count : 2 * count], rest[2 * count :]
         need_x, need_w2, need_b2, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
@@ -171,7 +171,7 @@ class _MLP(torch.autograd.Function):
             else:
                 z = matmul(x[chunk], w1, b1, out=workspace[: len(dy_chunk)])
             needs = dict(need_x=need_z, need_h=need_w2)
-            dz, _, h = glu_linear_backward(dy_chunk, z, None, w2, packed, activation, overwrite=overwrite, **needs)
+            dz, _, h = glu_linear_backward(dy_chunk, z, None, w2, gated, activation, overwrite=overwrite, **needs)
             if need_w2:
                 of_w2.add(dy_chunk, h)
             del h
@@ -193,85 +193,84 @@ class _MLP(torch.autograd.Function):
 
 
 def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, tuple[bool, ...], tuple[bool, ...]]:
-    """Of ctx.needs_input_grad of _MLP: x's, w2's, b2's, those of each w1 and of each b1."""
+    """ctx.needs_input_grad of _MLP: x's, w2's, b2's, each w1's, each b1's."""
     return needs[0], needs[6], needs[7], needs[9 : 9 + count], needs[9 + count :]
 
 
 def _apply(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, packed: bool,
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, gated: bool,
     activation: str, rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     with torch.no_grad():
-        z = pack(x, w1, b1) if rows is None else None
+        z = joint_matmul(x, w1, b1) if rows is None else None
     if z is not None and not torch.is_grad_enabled():
-        return F.linear(glu_forward(z, None, packed, activation), w2, b2)
-    y = _MLP.apply(x, z, handle_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
+        return F.linear(glu_forward(z, None, gated, activation), w2, b2)
+    y = _MLP.apply(x, z, handle_of(x), gated, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, packed, activation, rows)
+            _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, gated, activation, rows)
     return y
 
 
 def _write(
     y: Tensor, x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None,
-    z: Tensor | None, packed: bool, activation: str, rows: int | None,
+    z: Tensor | None, gated: bool, activation: str, rows: int | None,
 ) -> None:  # fmt: skip
     if z is not None:
-        matmul(glu_forward(z.view(-1, z.shape[-1]), None, packed, activation), [w2], [b2], out=y)
+        matmul(glu_forward(z.view(-1, z.shape[-1]), None, gated, activation), [w2], [b2], out=y)
         return
     x = x.reshape(-1, x.shape[-1])
     for chunk in slices(len(x), rows):
-        matmul(glu_forward(matmul(x[chunk], w1, b1), None, packed, activation), [w2], [b2], out=y[chunk])
+        matmul(glu_forward(matmul(x[chunk], w1, b1), None, gated, activation), [w2], [b2], out=y[chunk])
 
 
 def _mlp(
-    where: str, layers: Sequence[str], packed: bool, x: Tensor, w1: Sequence[Weight], w2: Weight,
+    where: str, layers: Sequence[str], gated: bool, x: Tensor, w1: Sequence[Weight], w2: Weight,
     b1: Sequence[Tensor | None], b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
     adapters: Adapters | None,
 ) -> Tensor:  # fmt: skip
-    """Checks and dispatches; layers: how the names of the weight and bias of each begin, those of w1 and of w2."""
+    """Checks and dispatches. layers: prefixes of the names of the weight and bias of each of w1 and of w2."""
     hidden = check_glu(where, "x", x, activation)
     adapted = adapters is not None and any(adapters)
-    if packed and not adapted and _takes_one_row(x, w1, w2, b1, b2):  # first, since decoding waits for the host
-        return _one_row(x, w1, w2, b1, b2, activation)
+    if gated and not adapted and _use_gemv(x, w1, w2, b1, b2):  # first, since decoding is bound by the host
+        return _gemv_mlp(x, w1, w2, b1, b2, activation)
     each = zip(w1, b1, layers, strict=False)
     operands = [linear_operands(where, "x", x, hidden, weight, bias, layer) for weight, bias, layer in each]
     w1, b1 = [weight for weight, _ in operands], [bias for _, bias in operands]
     inner = sum(operator.index(w.shape[0]) for w in w1)
-    if inner == 0 or (packed and inner % 2) or workspace_bytes <= 0:
+    if inner == 0 or (gated and inner % 2) or workspace_bytes <= 0:
         raise InputError(
             f"{where}: {layers[0]}weight has {w1[0].shape[0]} rows and workspace_bytes is {workspace_bytes}; expected "
-            f"{'an even number of' if packed and len(w1) == 1 else 'some'} rows and a positive number of bytes."
+            f"{'an even number of' if gated and len(w1) == 1 else 'some'} rows and a positive number of bytes."
         )
-    w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[-1])
+    w2, b2 = linear_operands(where, "x", x, inner // 2 if gated else inner, w2, b2, layers[-1])
     x = x.to(autocast_dtype(x) or x.dtype)
     triton = use_triton(x)
-    run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
-    if packed and not adapted and _are_quantized(x, w1, w2, b1, b2):
-        return _one_quantized_row(x, w1, w2, b1, b2, activation)
+    run: Any = functools.partial(_apply if triton else _reference, gated=gated, activation=activation)
+    if gated and not adapted and _use_quantized(x, w1, w2, b1, b2):
+        return _quantized_mlp(x, w1, w2, b1, b2, activation)
     if adapted or any(isinstance(w, LowBitWeight) for w in (*w1, w2)):
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
-        run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
+        run = functools.partial(run, adapters=adapters, gated=gated, activation=activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
-        one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
+        one = tokens * row_bytes <= 2 * workspace_bytes  # two chunks would save little memory for the time of fp32 sums
         return run(x, w1, w2, b1, b2, rows=tokens if one else chunk_rows(tokens, row_bytes, workspace_bytes))
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, w1, w2, b1, b2, use_reentrant=False, preserve_rng_state=False)
     return run(x, w1, w2, b1, b2)
 
 
-def _takes_one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None) -> bool:
-    """True if gemv.py runs the gated MLP: of a single row, without gradients, and with operands that fit."""
+def _use_gemv(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None) -> bool:
+    """True if gemv.py can run the gated MLP."""
     if not use_gemv(x, w1, b1):
         return False
     inner = sum(w.shape[0] for w in w1)
     return inner % 2 == 0 and use_gemv(x, (w2,), (b2,), columns=inner // 2)
 
 
-def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
-    """`gated_mlp` where `_takes_one_row`."""
+def _gemv_mlp(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
     if not use_triton(x):
         layer = as_one_layer(w1, b1)
         z = map(gemv, (x, x), w1, b1) if layer is None else (gemv(x, *layer),)
@@ -281,8 +280,8 @@ def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation
     return gemv(gemv_glu(x, *w1, *b1, activation=activation), w2, b2)
 
 
-def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
-    """True if quantized.py has kernels for the MLP of a single row, and no gradient is wanted."""
+def _use_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
+    """True if the GEMV kernels for quantised weights can run the gated MLP, and nothing needs a gradient."""
     if not (use_quantized(x, w1, b1, max_rows=1) and use_quantized(x, (w2,), (b2,), max_rows=1, columns=w2.shape[1])):
         return False
     if len({w.kind for w in w1}) > 1:
@@ -290,7 +289,7 @@ def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *b1, b2)))
 
 
-def _one_quantized_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+def _quantized_mlp(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
     if len(w1) == 1:
         w1, b1 = w1[0].halves(), (None, None) if b1[0] is None else b1[0].chunk(2)
     h = quantized_glu(x, *w1, *b1, activation=activation)
@@ -307,14 +306,14 @@ def gated_mlp(
 
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
-    activation: as in `glu`. A weight may be a `LowBitWeight`; then all weights and biases are frozen, or torch runs it.
-    recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
-        The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
-    workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
-        takes half as much beside it.
-    adapters: to each weight of gate and up, and to that of down, an `Adapter` or None; see lora.py.
-    Returns [..., N] of x's dtype; under torch.autocast of the autocast dtype, to which all inputs are cast as F.linear
-    would cast them.
+    activation: as in `glu`. A weight may be a `LowBitWeight`; unless all weights and biases are then frozen, the
+    PyTorch formula runs. recompute: gate_up = [gate | up] is not saved; the backward recomputes it from x, a chunk of
+    tokens at a time. Weight
+        gradients are summed over the chunks in fp32, and so differ by rounding from those of one chunk.
+    workspace_bytes: maximum size of gate_up of a chunk (which has 128 tokens at least), or half that of a single chunk;
+        h takes half as much beside it.
+    adapters: an `Adapter` or None for each weight of gate and up, and for that of down; see lora.py.
+    Returns [..., N] of x's dtype; under torch.autocast of autocast's, to which all inputs are cast as by F.linear.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     weights = _several(gate_up_weight)

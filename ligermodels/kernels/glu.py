@@ -1,18 +1,18 @@
-"""Gated linear unit on a packed projection or on two tensors, alone or together with the linear layer that reads it.
+"""Gated linear unit, alone or fused with the linear layer that reads it.
 
-    h = act(gate) * up           for rows [gate | up] of gate_up
+    h = act(gate) * up           for rows [gate | up] of gate_up, or gate and up as two tensors
 
 What differs from a plain fused GLU:
-- gate and up may be the halves of one row, as one GEMM wrote it, and their gradients go back into one row, which
-  one GEMM reads for dX. No half is ever copied out.
-- `glu_linear` is down_proj(h) that saves gate_up alone, or gate and up. Its backward computes dh = dy W, and one kernel
-  reads (gate_up, dh), writes d_gate_up, and leaves h where dh was, for dW = dy^T h: a third of the saved activations
-  of glu and a linear apart, for 2 bytes more per element.
-- Tiles are 1024 elements of one row, or of several where rows are short; no row is padded to a power of two.
+- gate and up may be the halves of the rows that one GEMM wrote, and their gradients go into the halves of the rows that
+  one GEMM reads for dX. No half is copied.
+- `glu_linear` is down_proj(h) that saves gate and up, not h. Its backward computes dh = dy W; then one kernel reads
+  (gate_up, dh), writes d_gate_up, and overwrites dh with h for dW = dy^T h. This saves a third of the activations of
+  separate ops, for 2 bytes more per element.
+- Tiles are 1024 elements of one row, or of several short rows; no row is padded to a power of two.
 
-An activation without a gate is the same less `up`, and `GLU` and `GLULinear` serve both: see activation.py.
+`GLU` and `GLULinear` also serve activations without a gate (activation.py).
 
-Bytes per element of h at 2-byte dtypes, which are the minimum: forward 6, backward 10 (12 where h is left).
+Bytes per element of h at 2-byte dtypes, the minimum: forward 6, backward 10 (12 where h is written).
 Math in fp32 (fp64 for fp64), one rounding.
 
 Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; activations as torch.nn.functional's silu and gelu.
@@ -68,10 +68,10 @@ def _backward_kernel(
     EMIT: tl.constexpr, UP_AT: tl.constexpr, NAME: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients that have a place to go to; EMIT: also h, where dh was. Each program touches its own tile only.
+    """Writes the gradients whose pointer is not None; EMIT: overwrites dh with h. A program touches only its own tile.
 
-    Of packed rows, whose up halves begin at UP_AT, one pointer has both: torch.compile loses what is written through
-    the first of two pointers to the same memory.
+    Joint rows, whose up halves begin at UP_AT, have one pointer for both halves: torch.compile loses what is written
+    through the first of two pointers to the same memory.
     """
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
@@ -80,8 +80,8 @@ def _backward_kernel(
     dh = tl.load(dh_ptr + rows * dh_stride + cols, mask=mask, other=0.0).to(ACC)
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
-    # h does not depend on the dh in its place, nor d_up on up: without a barrier one warp may write what another, whose
-    # threads hold other columns in loads than in stores, has yet to read.
+    # The barrier: threads store other columns than they load, so that one warp could overwrite what another has yet to
+    # load. No data dependency prevents it, since h does not depend on the dh it overwrites, nor d_up on up.
     tl.debug_barrier()
     h, slope = activation(gate, NAME, dtype == tl.float32)
     target = rows * (WIDTH + UP_AT) + cols
@@ -98,22 +98,22 @@ def _backward_kernel(
         tl.store(dh_ptr + rows * dh_stride + cols, h.to(dh_ptr.dtype.element_ty), mask=mask)
 
 
-def _inputs(x: Tensor, up: Tensor | None, packed: bool) -> tuple[Tensor, Tensor | None, int, int, int, int]:
-    """gate, up, how many rows, their strides, and where in its row up starts."""
+def _inputs(x: Tensor, up: Tensor | None, joint: bool) -> tuple[Tensor, Tensor | None, int, int, int, int]:
+    """(gate, up, number of rows, strides of gate and up, offset of up in its row)."""
     x, n_rows, stride = as_rows(x)
-    if packed:
+    if joint:
         return x, x, n_rows, stride, stride, operator.index(x.shape[-1]) // 2
     up, _, up_stride = (None, 0, 0) if up is None else as_rows(up)
     return x, up, n_rows, stride, up_stride, 0
 
 
 def glu_forward(
-    x: Tensor, up: Tensor | None, packed: bool, activation: str, *, dtype: torch.dtype | None = None
+    x: Tensor, up: Tensor | None, joint: bool, activation: str, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """act(x) * up; packed: x is [gate | up]; act(x) where there is no up."""
-    width = operator.index(x.shape[-1]) // (2 if packed else 1)
+    """act(x) * up; joint: x is [gate | up]; act(x) where there is no up."""
+    width = operator.index(x.shape[-1]) // (2 if joint else 1)
     h = x.new_empty((*x.shape[:-1], width), dtype=dtype)
-    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
+    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, joint)
     if n_rows:
         block, rows, blocks = tile(width)
         launch(
@@ -124,16 +124,15 @@ def glu_forward(
 
 
 def glu_backward(
-    dh: Tensor, x: Tensor, up: Tensor | None, packed: bool, activation: str, *, need_x: bool = True,
+    dh: Tensor, x: Tensor, up: Tensor | None, joint: bool, activation: str, *, need_x: bool = True,
     need_up: bool = False, emit: bool = False, overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx and d_up. emit: leaves h in the place of dh [T, F], which the caller owns. overwrite: dx is written over x,
-    which is contiguous, the caller's own, and not read again.
-    """
+    """(dx, d_up). emit: overwrites dh [T, F] with h. overwrite: writes dx over x, which is contiguous and not read
+    again."""
     width = operator.index(dh.shape[-1])
     dx = x if overwrite else torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     d_up = torch.empty_like(up, memory_format=torch.contiguous_format) if need_up and up is not None else None
-    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
+    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, joint)
     dh, _, dh_stride = as_rows(dh)
     if n_rows:
         block, rows, blocks = tile(width)
@@ -146,7 +145,7 @@ def glu_backward(
 
 
 class GLU(torch.autograd.Function):
-    """x: [..., F], or [..., 2F] if packed; up: [..., F] or None -> h [..., F]."""
+    """x: [..., F], or [..., 2F] if joint; up: [..., F] or None -> h [..., F]."""
 
     @staticmethod
     def forward(ctx, x, up, *options):
@@ -163,18 +162,18 @@ class GLU(torch.autograd.Function):
 
 
 class GLULinear(torch.autograd.Function):
-    """x: [..., F], or [..., 2F] if packed; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
+    """x: [..., F], or [..., 2F] if joint; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
 
-    Saves x and up, never h. Run eagerly, it returns empty memory, into which `apply_glu_linear` writes the result after
-    they are saved: activation checkpointing reruns a region only until its last tensor is saved, before h.
+    Saves x and up, never h. Run eagerly, it returns empty memory that `apply_glu_linear` fills afterwards: activation
+    checkpointing reruns a region only until its last tensor is saved, and so does not compute h again.
     """
 
     @staticmethod
-    def forward(ctx, x, up, weight, bias, packed, activation):
+    def forward(ctx, x, up, weight, bias, joint, activation):
         ctx.save_for_backward(x, up, weight)
-        ctx.options = packed, activation
+        ctx.options = joint, activation
         if torch.compiler.is_compiling():
-            return F.linear(glu_forward(x, up, packed, activation, dtype=weight.dtype), weight, bias)
+            return F.linear(glu_forward(x, up, joint, activation, dtype=weight.dtype), weight, bias)
         return weight.new_empty((*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
@@ -185,33 +184,33 @@ class GLULinear(torch.autograd.Function):
         dy = dy.reshape(-1, dy.shape[-1])
         needs = dict(need_x=need_x, need_up=need_up, need_h=need_weight)
         dx, d_up, h = glu_linear_backward(dy, x, up, weight, *ctx.options, **needs)
-        del x, up  # under activation checkpointing, the last that hold their memory
+        del x, up  # under activation checkpointing, the last references
         d_weight = None if h is None else weight_gradient(weight, dy, h)
         return dx, d_up, d_weight, dy.sum(0) if need_bias else None, None, None
 
 
 def glu_linear_backward(
-    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, packed: bool, activation: str, *, need_x: bool,
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, joint: bool, activation: str, *, need_x: bool,
     need_h: bool, need_up: bool = False, overwrite: bool = False,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """For dy: [T, N]: dx, over x if `overwrite`, d_up, and h [T, F] for the weight's gradient."""
+    """(dx, d_up, h) for dy [T, N]: dx over x if `overwrite`; h [T, F] for the weight's gradient."""
     if need_x or need_up:
-        h = dy @ weight  # dh, until the kernel leaves h in its place
+        h = dy @ weight  # dh, which the kernel overwrites with h
         needs = dict(need_x=need_x, need_up=need_up, emit=need_h, overwrite=overwrite)
-        dx, d_up = glu_backward(h, x, up, packed, activation, **needs)
+        dx, d_up = glu_backward(h, x, up, joint, activation, **needs)
         return dx, d_up, h if need_h else None
     if not need_h:
         return None, None, None
-    return None, None, glu_forward(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
+    return None, None, glu_forward(x, up, joint, activation, dtype=weight.dtype).view(-1, weight.shape[1])
 
 
 def apply_glu_linear(
-    x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
+    x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, joint: bool, activation: str
 ) -> Tensor:
-    y = GLULinear.apply(x, up, weight, bias, packed, activation)
+    y = GLULinear.apply(x, up, weight, bias, joint, activation)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            h = glu_forward(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
+            h = glu_forward(x, up, joint, activation, dtype=weight.dtype).view(-1, weight.shape[1])
             matmul(h, [weight], [bias], out=y.detach().view(-1, weight.shape[0]))
     return y
 
@@ -219,10 +218,9 @@ def apply_glu_linear(
 def linear_operands(
     where: str, name: str, x: Tensor, width: int, weight: Any, bias: Tensor | None, layer: str = ""
 ) -> tuple[Any, Tensor | None]:
-    """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does.
+    """(weight, bias) of a linear layer of `width` inputs, checked, and cast under autocast as by F.linear.
 
-    weight: a tensor or a LowBitWeight, which stays as it is; then the bias is cast to x's dtype. layer: how the names
-    of its weight and its bias begin.
+    A LowBitWeight is not cast; its bias is cast to x's dtype. layer: prefix of the names of weight and bias.
     """
     if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
         raise InputError(
@@ -246,15 +244,15 @@ def linear_operands(
     return weight, bias
 
 
-def check_glu(where: str, name: str, x: Tensor, activation: str, *, packed: bool = False) -> int:
-    """F, a constexpr of the kernels, which Dynamo must take for a constant from here on."""
+def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool = False) -> int:
+    """Checks x, and returns F, as an int because it is a constexpr of the kernels."""
     if activation not in ACTIVATIONS:
         raise InputError(f"{where}: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
     width = x.shape[-1] if x.dim() else 0
-    if width == 0 or (packed and width % 2) or not x.is_floating_point():
-        expected = "[..., 2F], the halves [gate | up] of one projection" if packed else "[..., F], F >= 1"
+    if width == 0 or (joint and width % 2) or not x.is_floating_point():
+        expected = "[..., 2F], the halves [gate | up] of one projection" if joint else "[..., F], F >= 1"
         raise InputError(f"{where}: {name} has {describe(x)}; expected floating point {expected}.")
-    return operator.index(width) // (2 if packed else 1)
+    return operator.index(width) // (2 if joint else 1)
 
 
 def _check_up(where: str, gate_up: Tensor, up: Tensor | None) -> None:
@@ -268,13 +266,13 @@ def _check_up(where: str, gate_up: Tensor, up: Tensor | None) -> None:
 def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     """act(gate) * up.
 
-    gate_up: [..., 2F], gate in the first half of the last dim, up in the second; or gate alone, [..., F], with up of
-    its shape and dtype as a tensor of its own. Strides are free, but for a copy where the last dim has gaps.
+    gate_up: [..., 2F], rows [gate | up]; or the gate [..., F] beside an up of its shape and dtype. Any strides; copied
+    where the last dim is not contiguous.
     activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf) or "quick_gelu".
     Returns [..., F] of gate_up's dtype.
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
-    check_glu("glu", "gate_up", gate_up, activation, packed=up is None)
+    check_glu("glu", "gate_up", gate_up, activation, joint=up is None)
     _check_up("glu", gate_up, up)
     if not use_triton(gate_up):
         return glu_reference(gate_up, up, activation=activation)
@@ -292,7 +290,7 @@ def glu_linear(
     cast as F.linear would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    width = check_glu("glu_linear", "gate_up", gate_up, activation, packed=up is None)
+    width = check_glu("glu_linear", "gate_up", gate_up, activation, joint=up is None)
     _check_up("glu_linear", gate_up, up)
     weight, bias = linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     if not use_triton(gate_up):

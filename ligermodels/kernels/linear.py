@@ -1,17 +1,17 @@
-"""Linear layers of one input as one op: their outputs side by side in one buffer, from separate weights.
+"""Linear layers of one input as one op, with their outputs side by side in one buffer.
 
     y = [x @ weights[0].T + biases[0] | x @ weights[1].T + biases[1] | ...]
 
-What differs from the layers one by one, and a copy that joins their outputs:
-- Weights that follow each other in one storage (`joint`, which `make_joint` brings about) are one matrix: one matmul
-  computes y, one dx, and one the gradients of all weights, which are views of one buffer. Decoding takes 25 to 35 %
-  longer without. Of other weights, each matmul writes its columns of y, and adds to dx in its epilogue.
-- Where a norm has just computed x, the op saves the norm's inputs instead, and recomputes x for the gradients of the
-  weights (`_recompute`): 2 H bytes per token are not saved in 16 bits, for one more run of the norm's kernel.
-- The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
+What differs from separate layers and torch.cat:
+- Weights that follow each other in one storage (`joint`; `make_joint` puts them there) are read as one matrix: one
+  matmul for y, one for dx, one for all weight gradients, which are views of one buffer. Decoding takes 25 to 35 %
+  longer without. With other weights, each matmul writes its own columns of y, and adds to dx in its epilogue.
+- If a norm computed x, the op saves the norm's inputs instead of x, and recomputes x for the weight gradients
+  (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's kernel.
+- Gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
 
-`linear` is the same of one weight. Where there is nothing to gain, both are F.linear, and of a single row without a
-gradient the kernel of gemv.py.
+`linear` does this for one weight. Both are F.linear where there is nothing to gain, and `gemv` for a single row without
+a gradient.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ _OF_LAYERS = frozenset((*_PLAIN, type(None)))
 
 
 def joint(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors [N_i, ...] as one [sum N_i, ...] over the same memory, or None where they do not lie so.
+    """The tensors [N_i, ...] as one view [sum N_i, ...] of their memory; None if they are not joint.
 
-    They do where each begins in the storage at which the one before ends, all are contiguous, of one dtype and of one
-    shape but for N_i; never under torch.compile, nor for subclasses and meta tensors. The result has no gradient, and
-    is a view that must not outlive the call: FSDP frees and refills storages.
+    Joint: each tensor starts where the previous one ends in one storage; all are contiguous, of one dtype, and of one
+    shape apart from N_i. Always None under torch.compile, and for subclasses and meta tensors. The view has no gradient
+    and must not outlive the call, since FSDP frees and refills storages.
     """
     if torch.compiler.is_compiling():
         return None
@@ -57,18 +57,18 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         rows += t.shape[0]
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # tensors of two storages may be neighbours in memory
+    if end > storage.data_ptr() + storage.nbytes():  # two storages may be neighbours in memory
         return None
-    # Not the strides of the first: a dim of one row may have any.
+    # first.stride(0) may be anything if first has one row.
     return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
 
 
 def make_joint(parameters: Sequence[nn.Parameter]) -> None:
-    """Gives the parameters [N_i, ...] one storage, so that they are `joint`; their values stay as they are, to the bit.
+    """Moves the parameters [N_i, ...] into one storage, so that they are `joint`, without changing a bit of them.
 
-    Each stays the object that it is, with its gradient and what an optimizer holds of it. Nothing happens where they
-    are joint already, or cannot be: where one is not exactly an nn.Parameter, is on meta, is mapped from a file, shares
-    its storage with something else, or differs from the others in dtype, device or the dims after the first.
+    The parameter objects stay, with their gradients and optimizer states. Nothing happens where they are joint already,
+    or cannot be: where one is not exactly an nn.Parameter, is on meta, is mapped from a file, shares its storage with
+    another tensor, or differs from the others in dtype, device or the dims after the first.
     """
     first = parameters[0]
     if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
@@ -77,7 +77,7 @@ def make_joint(parameters: Sequence[nn.Parameter]) -> None:
         return
     if any(p.numel() == 0 or (p.device.type == "cpu" and _is_foreign(p)) for p in parameters):
         return
-    left: dict[int, int] = {}  # of each storage, the bytes that are not those of the parameters
+    left: dict[int, int] = {}  # bytes of each storage that belong to no parameter
     for p in parameters:
         storage = p.untyped_storage()
         left[storage._cdata] = left.get(storage._cdata, storage.nbytes()) - p.nbytes
@@ -90,12 +90,12 @@ def make_joint(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def _is_foreign(x: Tensor) -> bool:
-    """True for memory on the CPU that other processes see, or that torch did not allocate, as that of a mapped file."""
+    """True for CPU memory that is shared with other processes or not allocated by torch, as that of a mapped file."""
     return x.is_shared() or not x.untyped_storage().resizable()
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """`joint`, which one tensor of any layout is."""
+    """`joint`, or the tensor itself, of any layout, where there is only one."""
     return tensors[0] if len(tensors) == 1 else joint(tensors)
 
 
@@ -104,7 +104,7 @@ def _sizes(weights: Sequence[Tensor]) -> list[int]:
 
 
 def matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
-    """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
+    """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given; without autograd."""
     whole = as_one_layer(weights, biases)
     if whole is not None:
         return (gemv if use_gemv(x, whole[:1], whole[1:]) else _by_torch)(x, *whole, out)
@@ -120,7 +120,7 @@ def _one_by_one(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
 
 
 def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-    """The weight and the bias of the one linear layer that these are; None where they lie apart."""
+    """(weight, bias) of one linear layer equal to all of these; None where the weights are not joint."""
     weight = _as_one(weights)
     if weight is None or len(weights) == 1:
         return None if weight is None else (weight, biases[0])
@@ -132,8 +132,8 @@ def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> 
     return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias), by the kernel for a single row where it takes them."""
+def linear_or_gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), by `gemv` where it can run."""
     return gemv(x, weight, bias) if use_gemv(x, (weight,), (bias,)) else F.linear(x, weight, bias)
 
 
@@ -143,13 +143,13 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """`matmul` of an x [..., K]: [..., sum N_i], contiguous."""
+def joint_matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """`matmul` for x [..., K]: [..., sum N_i], contiguous."""
     if torch.compiler.is_compiling():
-        return side_by_side(x, weights, biases)
+        return cat_linear(x, weights, biases)
     whole = as_one_layer(weights, biases)
     if whole is not None:
-        return product(x, *whole)
+        return linear_or_gemv(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
     _one_by_one(_rows(x), weights, biases, _rows(y))
     return y
@@ -159,13 +159,13 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
 
-def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def cat_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     found = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """dx [T, K] of dy [T, sum N_i], into `out` where given."""
+    """dx [T, K] from dy [T, sum N_i], into `out` where given."""
     whole = _as_one(weights)
     if whole is not None:
         return torch.mm(dy, whole, out=out)
@@ -177,10 +177,10 @@ def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = N
 
 
 def weight_gradients(weights: Sequence[Tensor], needs: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
-    """`weight_gradient` of each weight [N_i, K] that needs one, for dy [T, sum N_i] and x [T, K].
+    """`weight_gradient` of each weight [N_i, K] that needs one, from dy [T, sum N_i] and x [T, K].
 
-    It is one matmul where all need one: the gradients are views of one buffer, and so are they in the .grad of weights
-    to which it is added in place. Where each .grad exists, and they lie apart, it is a matmul for each.
+    One matmul if all need one: the gradients are then views of one buffer, also as the .grad of weights whose gradients
+    are added in place. One matmul each if every .grad exists and they are not joint.
     """
     sizes = _sizes(weights)
     if len(weights) > 1 and all(needs):
@@ -195,7 +195,7 @@ def weight_gradients(weights: Sequence[Tensor], needs: Sequence[bool], dy: Tenso
 
 
 def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
-    """True after the gradients of all leaves were added to their .grad, or were written there, by one matmul."""
+    """Adds the gradients to the .grad of all leaves, or sets them, by one matmul; False if that is not possible."""
     found = [leaf for leaf in leaves if leaf is not None and leaf.dtype == dy.dtype == x.dtype]
     grads = [leaf.grad for leaf in found if leaf.grad is not None]
     if len({id(leaf) for leaf in found}) < len(leaves) or len(grads) not in (0, len(leaves)):
@@ -213,22 +213,22 @@ def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
 
 
 def bias_gradients(total: Tensor, weights: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    """Of the sum [sum N_i] of dy over all tokens, what belongs to each bias that needs it."""
+    """The gradient of each bias that needs one, from the sum [sum N_i] of dy over all tokens."""
     return [part if need else None for part, need in zip(total.split(_sizes(weights)), needs, strict=True)]
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; handle: that of x, or None; parameters: `count` weights [N_i, K], and to each a
-    bias [N_i] or None -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; handle: x's, or None; parameters: `count` weights [N_i, K], then a bias [N_i]
+    or None for each -> [..., sum N_i]."""
 
     @staticmethod
     def forward(ctx, x: Tensor, handle: Handle | None, count: int, *parameters):
         weights, biases = parameters[:count], parameters[count:]
         ctx.function, made_of = (None, (x,)) if handle is None else handle
         ctx.count = count
-        # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
+        # The weights themselves, not their joint view: FSDP may move them before the backward.
         ctx.save_for_backward(*weights, *(made_of if any(ctx.needs_input_grad[3 : 3 + count]) else ()))
-        return pack(x, weights, biases)
+        return joint_matmul(x, weights, biases)
 
     @staticmethod
     @once_differentiable
@@ -239,7 +239,7 @@ class _Linear(torch.autograd.Function):
         rows = dy.flatten(0, -2)
         nothing: list[Tensor | None] = [None] * count
         dx, dweights, dbiases = None, nothing, nothing
-        if made_of:  # first, so that x and dx are never there together
+        if made_of:  # before dx, so that x and dx are not in memory together
             dweights = weight_gradients(weights, needs[:count], rows, recomputed(ctx.function, made_of).flatten(0, -2))
         if need_x:
             dx = input_gradient(rows, weights).view(*dy.shape[:-1], weights[0].shape[1])
@@ -248,9 +248,8 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, *dweights, *dbiases
 
 
-def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """True where torch has to see each layer: it compiles or transforms them, casts for them, or others stand in for
-    their tensors."""
+def needs_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """True where torch must see each F.linear: under torch.compile, transforms and autocast, and for subclasses."""
     return (
         torch.compiler.is_compiling()
         or type(x) is not Tensor
@@ -262,37 +261,37 @@ def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What F.linear would cast x to; None where it would not."""
+    """The dtype to which autocast would cast x in F.linear, or None."""
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return None
     return torch.get_autocast_dtype(x.device.type)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, as F.linear, that does not save an x that a norm of this package has just computed.
+    """F.linear(x, weight, bias) that does not save an x that a norm of this package computed.
 
     x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N].
-    x is recomputed in the backward where gradients are on, the weight wants one, and nothing has happened to x since
-    the norm returned it. Under autocast and torch.compile, and for tensor subclasses, this is F.linear.
+    The backward recomputes x if the weight needs a gradient and x has not changed since the norm returned it. Under
+    autocast and torch.compile, and for tensor subclasses, this is F.linear.
     """
     handle = handle_of(x)
     if (
         (handle is not None or (is_marked(weight) and use_triton(x) and only_backward()))
         and weight.requires_grad
-        and not left_to_torch(x, (weight,), (bias,))
+        and not needs_torch(x, (weight,), (bias,))
     ):
         return _Linear.apply(x, handle, 1, weight, bias)
-    return product(x, weight, bias)
+    return linear_or_gemv(x, weight, bias)
 
 
 def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
-    """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
+    """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer.
 
-    x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
-    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and all or none have a bias. x is
-    saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under autocast,
-    torch.compile and transforms, and for tensor subclasses, this is that formula itself.
-    Raises InputError where there are not as many biases as weights, or no weight.
+    x: [..., K]; weights: [N_i, K] each; biases: [N_i] or None for each weight, or None.
+    Returns [..., sum N_i], contiguous. One matmul where the weights are `joint` and all or none have a bias. x is saved
+    as by `linear`, and only if a weight needs a gradient; there is no second derivative. Under autocast, torch.compile
+    and transforms, and for tensor subclasses, it runs the formula itself.
+    Raises InputError for no weight, or another number of biases.
     """
     biases = [None] * len(weights) if biases is None else biases
     if len(biases) != len(weights) or not weights:
@@ -302,8 +301,8 @@ def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         )
     if len(weights) == 1:
         return linear(x, weights[0], biases[0])
-    if left_to_torch(x, weights, biases):
-        return side_by_side(x, weights, biases)
+    if needs_torch(x, weights, biases):
+        return cat_linear(x, weights, biases)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
         return _Linear.apply(x, handle_of(x), len(weights), *weights, *biases)
-    return pack(x, weights, biases)
+    return joint_matmul(x, weights, biases)

@@ -1,19 +1,18 @@
-"""Frozen linear layers with low-rank adapters (LoRA), as one op for the layers of one input, and for a whole MLP.
+"""Frozen linear layers with LoRA adapters as one op: for all layers of one input, and for a whole MLP.
 
     y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T        for layers i side by side in one buffer, as in linear.py
 
-What differs from the modules one by one:
-- One matmul serves all W_i (see linear.py) and one all A_i; each B_i is added to its columns of y in a matmul's
-  epilogue, scaled there. Nothing of the size of y is written twice but for that.
-- W_i and b_i are frozen: their gradients are neither computed nor returned. So the backward reads x for A alone. Where
-  a norm has just computed x, the norm's inputs are saved instead (`_recompute`), and of the adapters H = x A^T, [T, r].
+What differs from separate modules:
+- One matmul for all W_i (see linear.py) and one for all A_i. The matmul with B_i adds to its columns of y, scaled, in
+  its epilogue, so that no other tensor of y's size is written.
+- W_i and b_i are frozen and get no gradient. The backward needs x for A alone; if a norm computed x, the norm's inputs
+  are saved instead (`_recompute`). H = x A^T, [T, r], is saved too.
 - The MLP saves what `gated_mlp` saves: x, or the inputs of the norm, and gate and up unless they are recomputed.
-- W_i may be of few bits (`LowBitWeight`): saved as it is, and dequantised for each product, or for all chunks of an
-  MLP. Kernels of quantized.py read some as they are where rows are few.
-- A and B may be fp32 beside low-precision layers: they are cast once per use, and their gradients are sums in fp32 that
-  are not rounded on the way.
+- W_i may be a `LowBitWeight`: saved as it is, and dequantised for each matmul, or once for all chunks of an MLP. With
+  few rows, the kernels of quantized.py read int8, fp8 and int4 directly.
+- A and B may be fp32 beside 16-bit layers: they are cast once per use, and their gradients are summed in fp32.
 
-Where a layer is not frozen, under torch.compile, and in transforms, torch sees the formula itself.
+Where a layer is not frozen, under torch.compile and in transforms, the PyTorch formula runs.
 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
@@ -33,7 +32,7 @@ from ligermodels.kernels._recompute import handle_of, in_transform, may_overwrit
 from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.glu import glu, glu_backward, glu_forward
-from ligermodels.kernels.linear import input_gradient, left_to_torch, matmul
+from ligermodels.kernels.linear import input_gradient, matmul, needs_torch
 from ligermodels.kernels.low_bit import (
     LowBitWeight,
     Weight,
@@ -54,13 +53,13 @@ class Adapter(NamedTuple):
 
 
 Adapters = Sequence[Adapter | None]
-"""To each layer its adapter, or None."""
+"""The adapter of each layer, or None."""
 
 
 class _Branch:
-    """The adapters of layers side by side, in the dtype of x: what they add, and the sums of their gradients.
+    """The adapters of layers side by side, in x's dtype: what they add to y, and the sums of their gradients.
 
-    weights: of the layers, [N_i, K]; a, b, scales: to each layer its own, or None. A layer without one adds nothing.
+    weights: of the layers, [N_i, K]; a, b, scales: of each layer, or None where it has no adapter.
     """
 
     def __init__(self, weights: Sequence[Weight], a: Sequence[Any], b: Sequence[Any], scales: Sequence[Any], x: Tensor):
@@ -78,7 +77,7 @@ class _Branch:
         self._db: list[Tensor] = []
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor | None:
-        """Adds to y [T, sum N_i] what the adapters make of x [T, K]. Returns H = x A^T."""
+        """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H = x A^T."""
         if self.a is None:
             return None
         h = x @ self.a.t()
@@ -88,7 +87,7 @@ class _Branch:
         return h
 
     def inner_gradient(self, dy: Tensor) -> Tensor | None:
-        """dH [T, sum r_i] of dy [T, sum N_i]."""
+        """dH [T, sum r_i] from dy [T, sum N_i]."""
         if self.a is None:
             return None
         dh = dy.new_empty(dy.shape[0], self.a.shape[0])
@@ -102,7 +101,7 @@ class _Branch:
             torch.addmm(dx, dh, self.a, out=dx)
 
     def add_gradients(self, dy: Tensor, h: Tensor | None, dh: Tensor | None, x: Tensor) -> None:
-        """Adds those of A and B for some tokens; x [T, K], h = x A^T or None, to be computed here."""
+        """Adds the gradients of A and B for some tokens; x [T, K]; h = x A^T, or None to compute it here."""
         if self.a is None or dh is None:
             return
         h = x @ self.a.t() if h is None else h
@@ -115,7 +114,7 @@ class _Branch:
             accumulate(db, dy[:, columns], h[:, ranks], first)
 
     def take(self, need_a: Sequence[bool], need_b: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """The gradients of each A and each B, in their dtypes; None where none is needed."""
+        """The gradients of each A and of each B, in their dtypes, or None."""
         da: list[Tensor | None] = [None] * len(self.given)
         db = list(da)
         at = 0
@@ -134,8 +133,8 @@ def lora_linear_reference(
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        packed = isinstance(weight, LowBitWeight)
-        y = frozen_linear(x, weight, bias) if packed else F.linear(x, weight, bias)  # type: ignore[arg-type]
+        low_bit = isinstance(weight, LowBitWeight)
+        y = frozen_linear(x, weight, bias) if low_bit else F.linear(x, weight, bias)  # type: ignore[arg-type]
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
@@ -144,16 +143,16 @@ def lora_linear_reference(
 
 
 class _LoRALinear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; handle: that of x, or None; weights [N_i, K], biases, scales: of each layer;
-    factors: of each its A, and then of each its B, or None -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; handle: x's, or None; weights [N_i, K], biases, scales: of each layer;
+    factors: the A of each layer, then the B of each, or None -> [..., sum N_i]."""
 
     @staticmethod
     def forward(ctx, x, handle, weights, biases, scales, *factors):
         count = len(weights)
-        y, h = _side_by_side(x, weights, biases, factors[:count], factors[count:], scales)
+        y, h = _forward(x, weights, biases, factors[:count], factors[count:], scales)
         ctx.function, made_of = (None, (x,)) if handle is None else handle
         trains = any(ctx.needs_input_grad[5:])
-        # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
+        # The weights themselves, not their joint view: FSDP may move them before the backward.
         tensors, ctx.weights = flatten_weights(weights)
         ctx.scales = scales
         ctx.save_for_backward(*factors, *tensors, h if trains else None, *(made_of if trains else ()))
@@ -170,7 +169,7 @@ class _LoRALinear(torch.autograd.Function):
         rows = dy.flatten(0, -2)
         branch = _Branch(weights, a, b, ctx.scales, rows)
         dh, dx = branch.inner_gradient(rows), None
-        if made_of:  # first, so that x and dx are never there together
+        if made_of:  # before dx, so that x and dx are not in memory together
             branch.add_gradients(rows, h, dh, recomputed(ctx.function, made_of).flatten(0, -2))
         if need_x:
             dx = _input_gradient(rows, weights)
@@ -184,10 +183,8 @@ def _next(tensors: Iterator[Any], count: int) -> list[Any]:
     return list(itertools.islice(tensors, count))
 
 
-def _product(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None
-) -> Tensor:
-    """`matmul` of weights that may be of few bits."""
+def _matmul(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+    """`matmul` with weights that may be LowBitWeights."""
     if use_quantized(x, weights, biases):
         return quantized_linear(x, weights, biases, out)  # type: ignore[arg-type]
     with dequantized(weights, x.dtype) as tensors:
@@ -195,21 +192,21 @@ def _product(
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
-    """`input_gradient` of weights that may be of few bits."""
+    """`input_gradient` with weights that may be LowBitWeights."""
     with dequantized(weights, dy.dtype) as tensors:
         return input_gradient(dy, tensors, out)
 
 
-def _side_by_side(x, weights, biases, a, b, scales) -> tuple[Tensor, Tensor | None]:
+def _forward(x, weights, biases, a, b, scales) -> tuple[Tensor, Tensor | None]:
     """y [..., sum N_i] and H [T, sum r_i], without autograd."""
     rows = x.reshape(-1, x.shape[-1])
-    y = _product(rows, weights, biases)
+    y = _matmul(rows, weights, biases)
     h = _Branch(weights, a, b, scales, x).add_to(y, rows)
     return y.view(*x.shape[:-1], y.shape[1]), h
 
 
 def _split(adapters: Adapters) -> tuple[list[Tensor | None], list[Tensor | None], tuple[float | None, ...]]:
-    """Each A, each B, each scale; None where there is no adapter."""
+    """(A of each layer, B of each, scale of each), None where there is no adapter."""
     a, b, scales = zip(*(adapter or (None, None, None) for adapter in adapters), strict=True)
     return list(a), list(b), scales
 
@@ -221,11 +218,11 @@ def _trains(tensors: Sequence[Weight | None]) -> bool:
 def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
     """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
 
-    weights: [N_i, K] each, a tensor or a LowBitWeight; biases, adapters: to each weight its own, or None. The result is
-    the caller's to overwrite.
+    weights: [N_i, K] each, a tensor or a LowBitWeight; biases, adapters: of each weight, or None. The caller may
+    overwrite the result.
     """
     a, b, scales = _split(adapters)
-    if _trains([*weights, *biases]) or left_to_torch(x, flatten_weights(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
+    if _trains([*weights, *biases]) or needs_torch(x, flatten_weights(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
         return lora_linear_reference(x, weights, biases, adapters)
     biases = [
         bias.to(x.dtype) if isinstance(weight, LowBitWeight) and bias is not None else bias
@@ -233,7 +230,7 @@ def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | 
     ]
     if _trains([x, *a, *b]):
         return _LoRALinear.apply(x, handle_of(x), weights, biases, scales, *a, *b)
-    return _side_by_side(x, weights, biases, a, b, scales)[0]
+    return _forward(x, weights, biases, a, b, scales)[0]
 
 
 # ---- The MLP ----
@@ -241,36 +238,36 @@ def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | 
 
 def lora_mlp_reference(
     x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
-    packed: bool, activation: str,
+    gated: bool, activation: str,
 ) -> Tensor:  # fmt: skip
     z = lora_linear_reference(x, w1, b1, adapters[:-1])
-    h = (glu if packed else activate)(z, activation=activation)
+    h = (glu if gated else activate)(z, activation=activation)
     return lora_linear_reference(h, [w2], [b2], adapters[-1:])
 
 
 class _LoRAMLP(torch.autograd.Function):
-    """As `_MLP` in gated_mlp.py, of frozen layers with adapters. weights, biases, scales: of the layers w1 and then of
-    w2; factors: of each its A, and then of each its B, or None.
+    """`_MLP` of gated_mlp.py for frozen layers with adapters.
 
-    H is not saved but computed again: x and h are there for the gradients of A anyway, and h is not before the end of
-    the forward, which activation checkpointing leaves out in its second run.
+    weights, biases, scales: of the layers w1, then of w2; factors: the A of each layer, then the B of each, or None.
+    H is recomputed rather than saved: the gradients of A need x and h anyway, and h exists only after the point where
+    activation checkpointing ends its second run.
     """
 
     @staticmethod
-    def forward(ctx, x, z, handle, weights, biases, scales, packed, activation, rows, *factors):
+    def forward(ctx, x, z, handle, weights, biases, scales, gated, activation, rows, *factors):
         need_first, *_ = _needs(ctx.needs_input_grad, len(weights))
         make_x, inputs = (None, (x,)) if handle is None else handle
         if not (need_first or z is None):
             make_x, inputs = None, ()
         tensors, ctx.weights = flatten_weights(weights)
         ctx.save_for_backward(z, *factors, *biases, *tensors, *inputs)
-        ctx.options = make_x, packed, activation, rows, scales
+        ctx.options = make_x, gated, activation, rows, scales
         return x.new_empty((*x.shape[:-1], weights[-1].shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, packed, activation, rows, scales = ctx.options
+        make_x, gated, activation, rows, scales = ctx.options
         count, tensors = len(scales), iter(ctx.saved_tensors)
         saved = next(tensors)
         a, b, biases = _next(tensors, count), _next(tensors, count), _next(tensors, count)
@@ -287,7 +284,7 @@ class _LoRAMLP(torch.autograd.Function):
         dx, dz, workspace = x, x, x
         if inputs:
             x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, hidden)
-        if need_x:  # over x where that was made here: of each chunk, x is read before dx is written
+        if need_x:  # dx is written over a recomputed x: of each chunk, x is read before dx is written
             dx = dy.new_empty(len(dy), hidden) if make_x is None else x
         if chunks and rows is not None:
             workspace = dy.new_empty(min(rows, len(dy)), width)
@@ -298,15 +295,15 @@ class _LoRAMLP(torch.autograd.Function):
                 if workspace is None:
                     z = saved.reshape(-1, width)
                 else:
-                    z = _product(x[chunk], w1, biases[:-1], out=workspace[: len(dy_chunk)])
+                    z = _matmul(x[chunk], w1, biases[:-1], out=workspace[: len(dy_chunk)])
                     inner = first.add_to(z, x[chunk])
                 d_inner = last.inner_gradient(dy_chunk)
                 if need_z:
                     h = _input_gradient(dy_chunk, [w2])  # dh, until the kernel leaves h in its place
                     last.add_input_gradient(h, d_inner)
-                    dz, _ = glu_backward(h, z, None, packed, activation, emit=need_last, overwrite=overwrite)
+                    dz, _ = glu_backward(h, z, None, gated, activation, emit=need_last, overwrite=overwrite)
                 else:
-                    h = glu_forward(z, None, packed, activation)
+                    h = glu_forward(z, None, gated, activation)
                 if need_last:
                     last.add_gradients(dy_chunk, None, d_inner, h)
                 del h
@@ -325,7 +322,7 @@ class _LoRAMLP(torch.autograd.Function):
 
 
 def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, tuple[bool, ...], tuple[bool, ...]]:
-    """Of ctx.needs_input_grad of `_LoRAMLP`: any of the first layers', any of the last's, each A's, each B's."""
+    """ctx.needs_input_grad of `_LoRAMLP`: any of the first layers', any of the last's, each A's, each B's."""
     a, b = needs[9 : 9 + count], needs[9 + count :]
     return any((*a[:-1], *b[:-1])), a[-1] or b[-1], a, b
 
@@ -335,44 +332,44 @@ def _for_chunks(
 ) -> contextlib.AbstractContextManager[Any]:
     """`dequantized` for all chunks of an MLP, where there are several.
 
-    Dequantising moves 2.5 bytes per weight, and a product of T tokens takes 2 T operations: on an H200 200 / T of its
-    time, so 2 % for chunks of 9000 tokens as the default workspace makes them for an 8B model, but more than all of it
-    for 128, the fewest. All weights of that MLP take 352 MB, gate and up alone 235: the workspaces of chunks take more.
-    A single chunk goes without: each weight is made where it is read, in the memory of the one before.
+    Dequantising costs 2.5 bytes per weight, a matmul of T tokens 2 T operations per weight: on an H200 dequantising
+    takes 200 / T of the matmul's time, 2 % for the default chunks of 9000 tokens of an 8B, and more than 100 % for 128
+    tokens. The weights of such an MLP take 352 MB in 16 bits, less than the workspaces. With a single chunk each weight
+    is dequantised where it is read, into the memory of the previous one.
     """
     return dequantized(weights, dtype) if len(chunks) > 1 else contextlib.nullcontext(weights)
 
 
 def lora_mlp(
     x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
-    packed: bool, activation: str, rows: int | None = None,
+    gated: bool, activation: str, rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The MLP of layers w1 and w2 with their adapters, on Triton's kernels; arguments as of `_MLP` in gated_mlp.py.
+    """The MLP of layers w1 and w2 with their adapters, on the Triton kernels; arguments as of `_MLP` in gated_mlp.py.
 
-    w1, w2: tensors, or LowBitWeights. adapters: to each of w1 and to w2 its own, or None.
+    w1, w2: tensors or LowBitWeights. adapters: of each of w1 and of w2, or None.
     """
     a, b, scales = _split(adapters)
     if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):
-        return lora_mlp_reference(x, w1, w2, b1, b2, adapters, packed=packed, activation=activation)
+        return lora_mlp_reference(x, w1, w2, b1, b2, adapters, gated=gated, activation=activation)
     with torch.no_grad():
-        z = _side_by_side(x, w1, b1, a[:-1], b[:-1], scales[:-1])[0] if rows is None else None
+        z = _forward(x, w1, b1, a[:-1], b[:-1], scales[:-1])[0] if rows is None else None
     if not _trains([x, *a, *b]):
         y = x.new_empty((*x.shape[:-1], w2.shape[0]))
     else:
         layers = (*w1, w2), (*b1, b2), scales
-        y = _LoRAMLP.apply(x, z, handle_of(x), *layers, packed, activation, rows, *a, *b)
+        y = _LoRAMLP.apply(x, z, handle_of(x), *layers, gated, activation, rows, *a, *b)
     out, x = y.detach().view(-1, w2.shape[0]), x.reshape(-1, x.shape[-1])
     chunks = slices(len(x), rows)
-    # after all is saved: see GLULinear in glu.py
+    # Written after everything is saved: see GLULinear in glu.py.
     with torch.no_grad(), _for_chunks([*w1, w2], x.dtype, chunks) as (*w1, w2):
         first = _Branch(w1, a[:-1], b[:-1], scales[:-1], x)
         last = _Branch([w2], a[-1:], b[-1:], scales[-1:], x)
         for chunk in chunks:
             if z is None:
-                z_chunk = _product(x[chunk], w1, b1)
+                z_chunk = _matmul(x[chunk], w1, b1)
                 first.add_to(z_chunk, x[chunk])
             else:
                 z_chunk = z.view(-1, z.shape[-1])
-            h = glu_forward(z_chunk, None, packed, activation)
-            last.add_to(_product(h, [w2], [b2], out=out[chunk]), h)
+            h = glu_forward(z_chunk, None, gated, activation)
+            last.add_to(_matmul(h, [w2], [b2], out=out[chunk]), h)
     return y

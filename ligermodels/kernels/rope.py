@@ -1,17 +1,17 @@
-"""Rotary position embedding on the packed output of the q, k, v projection, or on separate q and k.
+"""Rotary position embedding on the joint output of the q, k, v projection, or on separate q and k.
 
     (a, b) -> (a * cos - b * sin, b * cos + a * sin)     for a = head[i], b = head[i + R/2], 0 <= i < R/2
 
 What differs from a plain fused rope:
 - The angles come as half tables, cos and sin [1 or B, S, R/2]. Only the first R <= D dims of a head rotate.
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
-  strides and writes one packed gradient, which one GEMM reads for the projection's dX.
+  strides and writes one joint gradient, which one GEMM reads for the projection's dX.
 - One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
 - `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows, as they are
   or in fp8.
 
 Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
-Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and
+Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the joint gradient and
 nothing in the forward; dims past R cost 4 except in place, where they are not touched.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; pairs (i, i + R/2) as `rotate_half` of
@@ -109,14 +109,14 @@ def _rotate_heads_to_fp8(
 def _rope_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, S,
     out_b, out_s, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b,
-    BACKWARD: tl.constexpr, PACKED: tl.constexpr, COPY: tl.constexpr, V: tl.constexpr,
+    BACKWARD: tl.constexpr, JOINT: tl.constexpr, COPY: tl.constexpr, V: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One token per program: cos and sin are read once and stay in registers for all its heads.
 
-    Writes q, k (and v, with V) at out_ptr as one packed row. PACKED: they are read from such rows too, all three
+    Writes q, k (and v, with V) at out_ptr as one joint row. JOINT: they are read from such rows too, all three
     pointers being that of q. COPY: the output is not the input itself.
     """
     ACC: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -129,7 +129,7 @@ def _rope_kernel(
     sin = tl.load(sin_ptr + angles, mask=dims < HALF, other=0.0).to(ACC)[None, :]
     if BACKWARD:
         sin = -sin
-    if PACKED:
+    if JOINT:
         k_ptr += HQ * D
         v_ptr += (HQ + HK) * D
     out_ptr += b * out_b + s * out_s
@@ -150,10 +150,10 @@ def _rope_kernel(
             tl.store(out_ptr + (HQ + HK + heads) * D + dims, v, mask=mask)
 
 
-def _split(packed: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Views [B, S, heads, D] of the rows of packed [B, S, sum(counts) * D], one for each count of heads."""
+def _split(joint: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """Views [B, S, heads, D] of the rows of joint [B, S, sum(counts) * D], one for each count of heads."""
     heads = sum(counts)
-    rows = packed.view(packed.shape[0], packed.shape[1], heads, packed.shape[2] // heads)
+    rows = joint.view(joint.shape[0], joint.shape[1], heads, joint.shape[2] // heads)
     return tuple(rows.split_with_sizes(counts, 2))
 
 
@@ -161,17 +161,17 @@ def _rotate(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, counts: Sequence[int], *,
     backward: bool = False, copy: bool = True,
 ) -> None:  # fmt: skip
-    """Writes the rotated q and k, and v if it is given, into the packed rows of out [B, S, heads * D].
+    """Writes the rotated q and k, and v if it is given, into the joint rows of out [B, S, heads * D].
 
-    q, k, v: each [B, S, heads, D], or all of them the same packed [B, S, (HQ + 2 HK) * D]; of any strides.
+    q, k, v: each [B, S, heads, D], or all of them the same joint [B, S, (HQ + 2 HK) * D]; of any strides.
     """
     batch, length, *_ = shape = q.shape
     if not batch * length:
         return
     num_heads, num_kv_heads, half = counts[0], counts[1], operator.index(cos.shape[-1])
     q = last_dim_contiguous(q)
-    packed = len(shape) == 3
-    if packed:
+    joint = len(shape) == 3
+    if joint:
         head_dim, k, from_v = operator.index(shape[2]) // sum(counts), q, q
         strides: tuple[int, ...] = (q.stride(0), q.stride(1), head_dim) * 3
     else:
@@ -189,7 +189,7 @@ def _rotate(
         _rope_kernel, (batch * length,),
         out, q, k, from_v, cos, sin, length,
         out.stride(0), out.stride(1), *strides, 0 if cos.shape[0] == 1 else cos.stride(0),
-        backward, packed, copy, v is not None, num_heads, num_kv_heads, head_dim, half,
+        backward, joint, copy, v is not None, num_heads, num_kv_heads, head_dim, half,
         block_half, block_rest, block_d, block_q, block_k,
         num_warps=max(1, min(4, block_q * block_half // 256)),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def _rotate(
 def _rotate_back(
     grads: Sequence[Tensor | None], cos: Tensor, sin: Tensor, counts: Sequence[int]
 ) -> Tensor | None:  # fmt: skip
-    """The packed gradient [B, S, heads * D] of (dq, dk) or (dq, dk, dv), each of any strides or None."""
+    """The joint gradient [B, S, heads * D] of (dq, dk) or (dq, dk, dv), each of any strides or None."""
     known = next((g for g in grads if g is not None), None)
     if known is None:
         return None
@@ -207,9 +207,9 @@ def _rotate_back(
         known.new_zeros(dim).expand(batch, length, n, dim) if g is None else g
         for g, n in zip(grads, counts, strict=True)
     )
-    packed = known.new_empty(batch, length, sum(counts) * dim)
-    _rotate(packed, q, k, v[0] if v else None, cos, sin, counts, backward=True)
-    return packed
+    joint = known.new_empty(batch, length, sum(counts) * dim)
+    _rotate(joint, q, k, v[0] if v else None, cos, sin, counts, backward=True)
+    return joint
 
 
 # Under torch.compile a Function must return the buffer itself, not views of it, whose gradients are lost (torch 2.11).
@@ -218,29 +218,29 @@ def _rotate_back(
 class _Rope(torch.autograd.Function):
     """q [B, S, HQ, D] and k [B, S, HK, D], rotated: views of one buffer.
 
-    Without k, q is the packed qkv [B, S, (HQ + 2 HK) * D], and a view of its v is the third output. When compiling, the
+    Without k, q is the joint qkv [B, S, (HQ + 2 HK) * D], and a view of its v is the third output. When compiling, the
     output is the buffer itself, which then holds v as well.
     """
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, counts, inplace):
-        compiling, packed = torch.compiler.is_compiling(), k is None
+        compiling, joint = torch.compiler.is_compiling(), k is None
         if not compiling:  # Dynamo cannot trace it, and there no gradient is ever None
             ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.counts, ctx.packed = counts, packed
+        ctx.counts, ctx.joint = counts, joint
         if inplace and not compiling:
             views = _split(q, counts)
             _rotate(q, q, q, None, cos, sin, counts, copy=False)
             torch.autograd.graph.increment_version(q)
             return views
-        head_dim = q.shape[2] // sum(counts) if packed else q.shape[3]
+        head_dim = q.shape[2] // sum(counts) if joint else q.shape[3]
         written = counts if compiling else counts[:2]
         out = q.new_empty(*q.shape[:2], sum(written) * head_dim)
-        _rotate(out, q, q if packed else k, q if packed and compiling else None, cos, sin, counts)
+        _rotate(out, q, q if joint else k, q if joint and compiling else None, cos, sin, counts)
         if compiling:
             return out
-        return *_split(out, written), *(_split(q, counts)[2:] if packed else ())
+        return *_split(out, written), *(_split(q, counts)[2:] if joint else ())
 
     @staticmethod
     @once_differentiable
@@ -248,7 +248,7 @@ class _Rope(torch.autograd.Function):
         grads = grads if len(grads) > 1 else _split(grads[0], ctx.counts)
         cos, sin = ctx.saved_tensors
         d_rows = _rotate_back(grads, cos, sin, ctx.counts)
-        dq, dk = (d_rows, None) if ctx.packed or d_rows is None else _split(d_rows, ctx.counts)
+        dq, dk = (d_rows, None) if ctx.joint or d_rows is None else _split(d_rows, ctx.counts)
         return dq, dk, *[None] * 4
 
 
@@ -315,7 +315,7 @@ def rope(
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates q [B, S, HQ, D] and k [B, S, HK, D] of any strides, out of place; all else as in `rope`.
 
-    Returns both in their shapes, as views of one packed buffer (on the CPU: as new tensors).
+    Returns both in their shapes, as views of one joint buffer (on the CPU: as new tensors).
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
