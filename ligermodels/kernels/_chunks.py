@@ -15,13 +15,15 @@ from ligermodels.kernels._triton import accumulator
 
 CHUNK_BYTES = 512 * 2**20
 """The default workspace for the logits of a chunk."""
+CHUNK_MULTIPLE = 128
+"""The number of tokens of a chunk is a multiple of this."""
 
 
 def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
-    """Tokens per chunk: what workspace_bytes holds, in multiples of 128, so that all chunks are about equal."""
-    most = max(workspace_bytes // row_bytes // 128, 1) * 128
-    chunks = max(-(-tokens // most), 1)
-    return min(-(-tokens // (chunks * 128)) * 128, tokens)
+    """Tokens per chunk: at most what workspace_bytes can store, and about as many in each chunk."""
+    maximum = max(workspace_bytes // row_bytes // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
+    chunks = max(-(-tokens // maximum), 1)
+    return min(-(-tokens // (chunks * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE, tokens)
 
 
 def slices(tokens: int, rows: int | None) -> list[slice]:
@@ -86,7 +88,8 @@ class Chunks:
         self.labels = labels.to(x.device, non_blocking=True)
         self.source = self.place = None
         tokens, self.vocab = x.shape[0], weight.shape[0]
-        if num_valid is not None and (limit := max(-(-num_valid // 128), 1) * 128) <= 0.9 * tokens:
+        multiple = CHUNK_MULTIPLE
+        if num_valid is not None and (limit := max(-(-num_valid // multiple), 1) * multiple) <= 0.9 * tokens:
             self.labels, self.source, self.place = compact(self.labels, limit, ignore_index)
             x = gather(x, self.source)
         self.x, self.weight = x.to(dtype), weight.to(dtype)

@@ -4,7 +4,13 @@ of a function inside a kernel, which takes half of the time; here it does so onc
 import functools
 import inspect
 
+from ligermodels.kernels import _chunks
 from ligermodels.kernels._triton import INTERPRET, tl
+
+if INTERPRET:
+    _chunks.CHUNK_MULTIPLE = 16  # several chunks of few tokens
+CHUNK = _chunks.CHUNK_MULTIPLE
+"""Tokens of the smallest chunk."""
 
 
 @functools.cache

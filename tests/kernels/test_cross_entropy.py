@@ -53,18 +53,6 @@ def test_metrics_of_the_reference_by_hand():
     assert_same(results(out, logits), results(expected, logits), 1e-12, 1e-14)
 
 
-def test_micro_batches_add_up_to_the_batch(device):
-    """Where each divides by the number of items of the whole batch."""
-    logits = torch.randn(6, 9, device=device, requires_grad=True)
-    labels = torch.tensor([1, IGNORE, 3, 4, 5, 8], device=device)
-    whole = results(cross_entropy(logits, labels, z_loss=0.1), logits)
-    for count in (5, torch.tensor(5, device=device), torch.tensor([5.0], device=device), torch.tensor(5)):
-        options = dict(z_loss=0.1, num_items_in_batch=count)
-        loss = cross_entropy(logits[:3], labels[:3], **options) + cross_entropy(logits[3:], labels[3:], **options)
-        assert_same(results(loss, logits), whole, 1e-5, 1e-7)
-    assert cross_entropy(logits, labels, num_items_in_batch=0).item() == 0.0
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_ignored_rows(device, poison, reduction):
     """NaN logits at ignored labels reach nothing; when all labels are ignored, the loss is 0."""

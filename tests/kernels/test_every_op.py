@@ -134,7 +134,7 @@ def test_every_layout(device, poison, name, rows):
     op = OPS[name]
     dtype = torch.float32 if torch.float32 in op.dtypes else torch.float16
     with failures() as failed, torch.no_grad():
-        for layout, lay in LAYOUTS.items():
+        for layout, lay in list(LAYOUTS.items())[1:]:  # the first is contiguous
             torch.manual_seed(0)
             case = complete(name, Maker(random.Random(0), dtype, device), rows)
             for laid_out in (*([n] for n in case.tensors), list(case.tensors)):

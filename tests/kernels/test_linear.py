@@ -9,7 +9,6 @@ from torch.autograd import forward_ad
 import ligermodels.layers as L
 from ligermodels.kernels.linear import joint, joint_linear, linear, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
-from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.seen import Seen, adding_in_place, saved_by
 
 WIDTH, COLUMNS = 12, (5, 3, 4)
@@ -267,11 +266,3 @@ def test_laid_together_or_moved_between_forward_and_backward(device):
 
 
 # Of a GPU alone. `test_every_op.py` has weights that lie apart.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
-def test_joint_weights_on_a_gpu(check):
-    dtype = torch.float32 if check is assert_compiles else torch.bfloat16
-    x, weights, biases, dy = several("cuda", "joint", (2, 300), dtype, columns=(256, 64, 64), width=256)
-    check(lambda x, *rest: joint_linear(x, rest[:3], rest[3:]), [x, *weights, *biases], [dy])

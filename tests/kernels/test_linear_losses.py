@@ -12,7 +12,9 @@ from ligermodels.kernels import (
     linear_logprobs,
     linear_logprobs_reference,
 )
+from tests.kernels import CHUNK
 from tests.kernels.cases import IGNORE
+from tests.kernels.judge import as_dtype
 from tests.kernels.on_gpu import large
 from tests.kernels.oracle import assert_as_exact
 from tests.kernels.seen import Seen, adding_in_place
@@ -57,15 +59,13 @@ def results(op, call: dict, **options) -> dict[str, Tensor]:
     return found | dict(zip(trained, gradients, strict=True))
 
 
+def wide(call):
+    return {n: t.detach().requires_grad_(call[n].requires_grad) for n, t in as_dtype(call, torch.float64).items()}
+
+
 def metrics(name):
     hard = {"weight_hard": 0.5} if name == "jsd" else {}
     return dict.fromkeys(METRICS[name], True) | hard
-
-
-def wide(call):
-    return {
-        n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for n, t in call.items()
-    }
 
 
 def assert_same(actual, expected, rtol, atol):
@@ -83,22 +83,23 @@ def assert_same(actual, expected, rtol, atol):
 @each_op
 @pytest.mark.parametrize("grad", [False, True])
 def test_logits_are_never_whole(device, name, grad):
-    """All results of 300 tokens from 128 rows of logits at a time; rows start on multiples of 64 elements."""
-    call = problem(name, 300, 300, device, torch.float32, ignored=0.9, bias=False)
-    options = metrics(name) | {"workspace_bytes": 1, "num_valid": 300}
+    """The largest tensor has the logits of one chunk; rows start at multiples of 64 elements."""
+    tokens = 2 * CHUNK + 9
+    call = problem(name, tokens, 300, device, torch.float32, ignored=0.9, bias=False)
+    options = metrics(name) | {"workspace_bytes": 1, "num_valid": tokens}
     with Seen() as seen, torch.set_grad_enabled(grad):
         found = results(OPS[name][0], call, **options) if grad else {"output 0": OPS[name][0](**call, **options)}
-    assert seen.largest == 128 * 320 * 4
+    assert seen.largest == CHUNK * 320 * 4
     if grad:
         expected = results(OPS[name][1], call, **metrics(name))
-        assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums of 300 terms in another order
+        assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums in another order
 
 
 def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
-    """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, of 131 rows 128 and 3 are
-    summed apart, and rounded into the memory of the 128."""
+    """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, its first 128 of 131 rows are
+    summed apart from the others, and all are rounded into their memory."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    call = problem("cross entropy", 384, 131, device, dtype, 256, 0.0, 1 / 64**0.25, bias=False)
+    call = problem("cross entropy", 3 * CHUNK, 131, device, dtype, 64, 0.0, 1 / 64**0.25, bias=False)
     exact = results(linear_cross_entropy_reference, wide(call), reduction="sum")["weight"]
 
     def error(**options):
@@ -118,26 +119,27 @@ def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
 
 @each_op
 def test_ignored_rows_are_not_multiplied(device, poison, name):
-    """24 of 200 rows are valid: 128 rows enter the matmuls, and NaN in the others reaches nothing."""
-    call, (op, reference) = problem(name, 200, 30, device, ignored=0.0), OPS[name]
-    valid = torch.zeros(200, dtype=torch.bool, device=device)
-    valid[torch.randperm(200, device=device)[:24]] = True
+    """11 of the tokens are valid: one chunk enters the matmuls, and NaN in the others reaches nothing."""
+    tokens, (op, reference) = CHUNK + 19, OPS[name]
+    call = problem(name, tokens, 30, device, ignored=0.0)
+    valid = torch.zeros(tokens, dtype=torch.bool, device=device)
+    valid[torch.randperm(tokens, device=device)[:11]] = True
     call["labels"] = call["labels"].where(valid, IGNORE)
     per_token = [n for n in call if n.endswith("x")]
     kept = call | {n: call[n].detach()[valid].requires_grad_(call[n].requires_grad) for n in (*per_token, "labels")}
     expected = results(reference, kept, **({} if name == "logprobs" else {"reduction": "mean"}), **metrics(name))
     for n in per_token:
         call[n] = call[n].detach().masked_fill(~valid[:, None], torch.nan).requires_grad_(call[n].requires_grad)
-    for num_valid, labels in ((29, call["labels"]), (None, call["labels"].cpu())):
+    for num_valid, labels in ((14, call["labels"]), (None, call["labels"].cpu())):
         with Seen() as seen:
             actual = op(**call | {"labels": labels}, num_valid=num_valid, **metrics(name))
             first = actual[0] if isinstance(actual, tuple) else actual
             dx, *rest = torch.autograd.grad(
-                first[valid].dot((torch.cos(torch.arange(24, device=device)) + 1.5).double()) if first.dim()
+                first[valid].dot((torch.cos(torch.arange(11, device=device)) + 1.5).double()) if first.dim()
                 else first * 2.5,
                 [t for t in call.values() if t.requires_grad],
             )  # fmt: skip
-        assert all(128 in shape[:2] and 200 not in shape for shape in seen.matmuls)
+        assert all(CHUNK in shape[:2] and tokens not in shape for shape in seen.matmuls)
         assert not dx[~valid].any()
         names = [n for n, t in call.items() if t.requires_grad]
         for n, grad in zip(names, [dx[valid], *rest], strict=True):
@@ -146,12 +148,13 @@ def test_ignored_rows_are_not_multiplied(device, poison, name):
 
 @each_op
 def test_more_valid_labels_than_announced(device, name):
-    call = problem(name, 144, 30, device, ignored=0.0)
-    assert OPS[name][0](**call, num_valid=128).isnan().any()
-    torch.testing.assert_close(OPS[name][0](**call, num_valid=144), OPS[name][1](**call))
-    # 100 announces anything up to the next multiple of 128.
-    call["labels"] = call["labels"].masked_fill(torch.arange(144, device=device) >= 128, IGNORE)
-    torch.testing.assert_close(OPS[name][0](**call, num_valid=100), OPS[name][1](**call))
+    """A multiple of the smallest chunk is announced."""
+    tokens, (op, reference) = CHUNK + 9, OPS[name]
+    call = problem(name, tokens, 30, device, ignored=0.0)
+    assert op(**call, num_valid=CHUNK).isnan().any()
+    torch.testing.assert_close(op(**call, num_valid=tokens), reference(**call))
+    call["labels"] = call["labels"].masked_fill(torch.arange(tokens, device=device) >= CHUNK, IGNORE)
+    torch.testing.assert_close(op(**call, num_valid=CHUNK - 5), reference(**call))
 
 
 # The gradient of the weight.
@@ -160,20 +163,21 @@ def test_more_valid_labels_than_announced(device, name):
 @each_op
 def test_weight_grad_in_place(device, poison, name):
     """Micro-batches of 2 chunks add to one .grad, as exactly as autograd."""
-    call = problem(name, 130, 30, device, torch.float16, ignored=0.95, bias=False)
-    call["labels"][-1] = 3  # in the second chunk
+    tokens = CHUNK + 2
+    call = problem(name, tokens, 30, device, torch.float16, ignored=0.95, bias=False)
+    call["labels"][[0, -1]] = 3  # in both chunks
     weight = next(n for n in call if n in ("weight", "student_weight"))
     (marked,) = adding_in_place(call[weight])
-    options = {"workspace_bytes": 1, "num_valid": 130}
+    options = {"workspace_bytes": 1, "num_valid": tokens}
     inputs = wide(call)
     once = torch.autograd.grad(3 * OPS[name][1](**inputs).sum(), inputs[weight])[0]
     for w in (call[weight], marked, marked):
         (3 * OPS[name][0](**call | {weight: w}, **options).sum()).backward()
     # Autograd rounds more often: the sum, 3 times it, and that added to itself.
-    assert_as_exact(marked.grad, call[weight].grad * 2, 2 * once, terms=130)
+    assert_as_exact(marked.grad, call[weight].grad * 2, 2 * once, terms=tokens)
     before = marked.grad.clone()
     (grad,) = torch.autograd.grad(3 * OPS[name][0](**call | {weight: marked}, **options).sum(), marked)
-    assert_as_exact(grad, call[weight].grad, once, terms=130)
+    assert_as_exact(grad, call[weight].grad, once, terms=tokens)
     assert torch.equal(marked.grad, before)
 
 

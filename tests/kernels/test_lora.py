@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ligermodels.arch import ARCHS
-from ligermodels.errors import InputError
 from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, low_bit, mlp, nf4, quantize_nf4
 from ligermodels.kernels.linear import joint_linear, make_joint
 from ligermodels.kernels.lora import Adapter, lora_linear
@@ -22,6 +21,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.layers.lora import Adapted
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.training import adapters_off, add_lora
+from tests.kernels import CHUNK
 from tests.kernels.seen import Seen, saved_by
 from tests.quantized import quantized
 
@@ -63,7 +63,7 @@ def make(device, dtype, sizes, which, *, laid="joint", ranks=(R, R + 1, R)):
 def exact(adapters):
     """In fp64, as leaves of their own."""
     double = [None if one is None else [t.detach().double().requires_grad_() for t in one[:2]] for one in adapters]
-    return double, [None if one is None else Adapter(*one, 0.75) for one in double]
+    return [None if one is None else Adapter(*one, 0.75) for one in double]
 
 
 def dense(weight, dtype=torch.float64):
@@ -94,7 +94,7 @@ def test_layers_side_by_side(device, poison, dtype, laid, which):
     y = lora_linear(x, weights, biases, adapters)
     dy = torch.randn_like(y)
     found = torch.autograd.grad(y, [x, *leaves(adapters)], dy)
-    double, copies = exact(adapters)
+    copies = exact(adapters)
     x64 = x.detach().double().requires_grad_()
     y64 = torch.cat([formula(x64, *one) for one in zip(weights, biases, copies, strict=True)], -1)
     expected = torch.autograd.grad(y64, [x64, *leaves(copies)], dy.double())
@@ -102,7 +102,6 @@ def test_layers_side_by_side(device, poison, dtype, laid, which):
         close(one, other, dtype)
     with torch.no_grad():
         close(lora_linear(x, weights, biases, adapters), y64, dtype)
-    del double
 
 
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
@@ -126,7 +125,7 @@ def test_mlp(device, poison, laid, gated, which, mode, need_x):
         sizes, chosen = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)], WHICH[which]
     laid = ("joint" if gated else "apart") if laid == "dense" else laid
     weights, biases, adapters = make(device, dtype, sizes, chosen, laid=laid)
-    x = torch.randn(3, 100, HIDDEN, device=device, dtype=dtype, requires_grad=need_x)
+    x = torch.randn(3, CHUNK, HIDDEN, device=device, dtype=dtype, requires_grad=need_x)
     if gated:
         y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
     else:
@@ -209,7 +208,7 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
     monkeypatch.setattr(nf4, "dequantize_nf4", lambda *a, out, **k: made.append(out) or real(*a, out=out, **k))
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
     weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
-    x = torch.randn(300, HIDDEN, device=device, requires_grad=True)
+    x = torch.randn(2 * CHUNK + 4, HIDDEN, device=device, requires_grad=True)
     low_bit.release_buffers()
     with torch.inference_mode():
         gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
@@ -232,7 +231,9 @@ def test_four_bits_under_autocast(device, mode):
     low = [dense(w, torch.float16) for w in weights]
     results = []
     for used in (weights, low):
-        x = torch.randn(300, HIDDEN, device=device, generator=torch.Generator(device).manual_seed(3)).requires_grad_()
+        x = torch.randn(
+            CHUNK + 4, HIDDEN, device=device, generator=torch.Generator(device).manual_seed(3)
+        ).requires_grad_()
         with torch.autocast(device, torch.float16):
             y = lora_linear(x, used[:2], biases[:2], adapters[:2])
             z = gated_mlp(x, used[:2], used[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
@@ -240,12 +241,6 @@ def test_four_bits_under_autocast(device, mode):
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype
         close(one, other, torch.float16)
-
-
-def test_a_bias_beside_four_bits_is_frozen(device):
-    (weight,), (bias,), _ = make(device, torch.float32, [(OUT, HIDDEN)], (), laid="nf4")
-    with pytest.raises(InputError, match="requires a gradient"):
-        lora_linear(torch.randn(3, HIDDEN, device=device), [weight], [bias.requires_grad_()], [None])
 
 
 # ---- Models ----
@@ -273,19 +268,17 @@ class OneByOne(nn.Module):
     def forward(self, x):
         one = self.inner
         weight = one.dequantized_weight(x.dtype) if isinstance(one, NF4Linear) else one.weight
-        return F.linear(x, weight, None if one.bias is None else one.bias.to(x.dtype)) + one.scale * F.linear(
-            F.linear(x, one.lora_A.weight.to(x.dtype)), one.lora_B.weight.to(x.dtype)
-        )
+        h = F.linear(x, one.lora_A.weight.to(x.dtype))
+        bias = None if one.bias is None else one.bias.to(x.dtype)
+        return F.linear(x, weight, bias) + one.scale * F.linear(h, one.lora_B.weight.to(x.dtype))
 
 
-def a_model(family, device, dtype, bits=16, **options):
+def a_model(family, device, dtype, bits, **options):
     model = ARCHS[family].from_config({**SIZES, **FAMILIES[family]}, dtype=dtype, device=device, **options)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.2)
-    master = torch.promote_types(dtype, torch.float32)
-    add_lora(quantized(model) if bits == 4 else model, 4, 8, dtype=master)
-    torch.manual_seed(1)
+    add_lora(quantized(model) if bits == 4 else model, 4, 8, dtype=torch.promote_types(dtype, torch.float32))
     for module in model.modules():
         if isinstance(module, Adapted):
             nn.init.normal_(module.lora_B.weight, std=0.1)
@@ -295,23 +288,18 @@ def a_model(family, device, dtype, bits=16, **options):
 def gradients(model, ids):
     loss = model(ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), {
-        name.replace(".inner", ""): parameter.grad for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }  # fmt: skip
+    parameters = model.named_parameters()
+    return loss.detach(), {n.replace(".inner", ""): p.grad for n, p in parameters if p.grad is not None}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "bits"),
-    [(family, 16) for family in FAMILIES]
-    + [pytest.param(family, 4, marks=[pytest.mark.slow] * (family != "qwen2")) for family in FAMILIES],
+    [("llama", 16), ("qwen2", 4), *(pytest.param(name, 16, marks=pytest.mark.slow) for name in ("gemma2", "phi3"))],
 )
-def test_models(device, family, bits, dtype):
-    """Loss and gradients of A and B, under each way to recompute; of the base there are none."""
-    torch.manual_seed(0)
-    model = a_model(family, device, dtype, bits)
-    plain = copy.deepcopy(model).double()
+def test_models(device, family, bits):
+    """Loss and gradients of A and B, under each way to recompute; the base gets no gradient."""
+    model = a_model(family, device, torch.float64, bits)
+    plain = copy.deepcopy(model)
     for module in list(plain.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Adapted):
@@ -319,40 +307,21 @@ def test_models(device, family, bits, dtype):
     ids = torch.randint(37, (2, 9), device=device)
     loss, expected = gradients(plain, ids)
     assert all(".lora_" in name for name in expected)
-    rows = [row for row in model.fusion_report().rows if "proj" in row.part]
-    assert len(rows) == 2 and all(row.fused and row.runs.endswith("with LoRA") for row in rows)
     for recompute in ("none", "mlp", "block"):
         model.gradient_checkpointing_enable({"recompute": recompute})
         model.zero_grad()
         mine, found = gradients(model, ids)
-        close(mine, loss, dtype)
+        close(mine, loss, torch.float64)
         assert found.keys() == expected.keys()
         for name in expected:
-            close(found[name].to(expected[name].dtype), expected[name], dtype)
-
-
-@pytest.mark.parametrize("recompute", ["none", "mlp"])
-def test_a_model_saves_no_more_with_adapters(device, recompute):
-    """But for H of q, k and v and of o: (3 r + r) numbers per token and block. The base trains its norms alone."""
-    ids, saved = torch.randint(37, (2, 9), device=device), []
-    for adapted in (True, False):
-        model = a_model("llama", device, torch.float32, activation_checkpointing=recompute)
-        if not adapted:
-            model = ARCHS["llama"].from_config({**SIZES, **FAMILIES["llama"]}, device=device, dtype=torch.float32)
-            model.gradient_checkpointing_enable({"recompute": recompute})
-            for parameter in model.parameters():
-                parameter.requires_grad_()
-        given = list(model.parameters())
-        _, tensors = saved_by(lambda model=model: model.model(input_ids=ids), *given)
-        saved.append(sum(t.numel() for t in tensors if t.dim() > 1 and t.is_floating_point()))
-    assert saved[0] - saved[1] == 2 * 18 * (3 * 4 + 4)
+            close(found[name], expected[name], torch.float64)
 
 
 @pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "adapters off"])
 @pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
 def test_a_model_of_four_bits_saves_what_one_of_sixteen_saves(device, recompute, on):
-    """Nothing beside it but its packed weights, and no copy of these. The norms are trained too, so that without
-    adapters there is something to save."""
+    """Beside the quantised weights nothing, and no copy of these. The norms are trained too, so that without adapters
+    there is something to save."""
     ids, saved = torch.randint(37, (2, 9), device=device), []
     for bits in (4, 16):
         model = a_model("qwen2", device, torch.float16, bits, activation_checkpointing=recompute)
@@ -360,8 +329,6 @@ def test_a_model_of_four_bits_saves_what_one_of_sixteen_saves(device, recompute,
             parameter.requires_grad_(parameter.requires_grad or "norm" in name)
         given = [*model.parameters(), *model.buffers()]
         with contextlib.nullcontext() if on else adapters_off(model):
-            out, tensors = saved_by(lambda model=model: model.model(input_ids=ids), *given)
-            del out
+            tensors = saved_by(lambda model=model: model.model(input_ids=ids), *given)[1]
         saved.append(sorted((tuple(t.shape), str(t.dtype)) for t in tensors))
-        assert sum(t.nbytes for t in tensors) > 0
-    assert saved[0] == saved[1]
+    assert saved[0] == saved[1] and saved[0]

@@ -8,12 +8,12 @@ import torch
 from ligermodels.kernels import gated_mlp, mlp
 from ligermodels.kernels.linear import joint, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
-from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
+from tests.kernels import CHUNK
 from tests.kernels.seen import Seen, adding_in_place, saved_by
 
 HIDDEN, INNER, OUT = 6, 20, 5
 MODES = {"saved": {}, "recomputed": {"recompute": True}, "tiles": {"recompute": True, "workspace_bytes": 1}}
-"""The last: 128 tokens at a time, which is the least."""
+"""tiles: the smallest chunks, of CHUNK tokens."""
 FP32_SUMS = dict(rtol=1e-5, atol=5e-5)
 """Of 130 terms, added in another order: 130 roundings of either sign by half an ulp of numbers below 32, four times."""
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -88,7 +88,7 @@ TRAINED = {
 @each_mode
 @pytest.mark.parametrize("trained", TRAINED, ids=str)
 def test_what_is_frozen_costs_nothing(device, poison, mode, trained):
-    inputs, dy = make(device, True, 130)
+    inputs, dy = make(device, True, CHUNK + 2)
     whole = run(op_of(True, mode), inputs, dy)
     inputs = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
     y, saved = saved_by(lambda: op_of(True, mode)(*inputs))
@@ -100,22 +100,23 @@ def test_what_is_frozen_costs_nothing(device, poison, mode, trained):
     if mode != "saved":
         matmuls, kept = (matmuls + 1 if kept else 0), (["x"] if kept else [])
     assert len(backward.matmuls) == matmuls * (2 if mode == "tiles" else 1)
-    kinds = {(130, HIDDEN): "x", (130, 2 * INNER): "z"}
+    kinds = {(CHUNK + 2, HIDDEN): "x", (CHUNK + 2, 2 * INNER): "z"}
     assert sorted(kinds[tuple(t.shape)] for t in saved if tuple(t.shape) in kinds) == kept
 
 
 def test_tiles_bound_what_exists_at_once(device):
     """With recompute no tensor of all tokens is as wide as z or h; one tile where they fit twice."""
-    inputs, dy = make(device, True, 768, inner=100)
-    workspace = 256 * 2 * 100 * 4
+    inputs, dy = make(device, True, 6 * CHUNK, inner=100)
+    workspace = 2 * CHUNK * 2 * 100 * 4
     with Seen() as seen:
         torch.autograd.grad(gated_mlp(*inputs, recompute=True, workspace_bytes=workspace), inputs, dy)
     assert seen.largest == workspace and len(seen.matmuls) == 3 * (2 + 5)
-    inputs, _ = make(device, True, 300)
-    for workspace in (1, 150 * 160 - 1, 150 * 160, 10**9):  # a row of z takes 160 bytes
+    inputs, _ = make(device, True, 2 * CHUNK + 4)
+    fits = (CHUNK + 2) * 160  # a row of z takes 160 bytes
+    for workspace in (1, fits - 1, fits, 10**9):
         with Seen() as seen, torch.no_grad():
             gated_mlp(*inputs, recompute=True, workspace_bytes=workspace)
-        assert len(seen.matmuls) == 2 * (3 if workspace < 150 * 160 else 1)
+        assert len(seen.matmuls) == 2 * (3 if workspace < fits else 1)
 
 
 @each_mode
@@ -137,7 +138,7 @@ def test_the_last_backward_alone_writes_over_what_is_saved(device, poison, mode)
 @each_laid
 def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
     """Of weights that ask for it; several micro-batches give their sum in one place."""
-    (x, *parameters), dy = two_weights(device, "apart", 130)
+    (x, *parameters), dy = two_weights(device, "apart", CHUNK + 2)
     expected = run(of_two, [x, *parameters], dy)[2:]
     parameters = adding_in_place(*parameters)
     if laid == "joint":
@@ -152,16 +153,7 @@ def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
     assert joint([t.grad for t in parameters[:2]]) is not None
 
 
-# Of a GPU alone. `test_every_op.py` has tiles of 128 tokens, and weights that lie apart.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
-def test_joint_weights_on_a_gpu(check, mode):
-    small = dict(dtype=torch.float32) if check is assert_compiles else dict(dtype=torch.bfloat16)
-    inputs, dy = two_weights("cuda", "joint", 300, hidden=512, inner=1536, out=512, **small)
-    check(functools.partial(of_two, **MODES[mode]), inputs, [dy])
+# Of a GPU alone. `test_every_op.py` has tiles of few tokens, and weights that lie apart.
 
 
 @pytest.mark.gpu

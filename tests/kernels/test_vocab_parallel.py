@@ -23,6 +23,7 @@ from ligermodels.kernels import (
     vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy_reference,
 )
+from tests.kernels import CHUNK
 from tests.kernels.cases import IGNORE
 from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
 from tests.kernels.on_gpu import assert_never_waits
@@ -88,19 +89,20 @@ CASES = {
     "all ignored": Case(ignored=1.1),
     "all of one shard": Case(shards=(127, 1), ignored=0.0),
     "no tokens": Case(tokens=0),
-    # 256 rows of 64 logits fit, and 128 of 128: all ranks must go by the same length.
+    # Two chunks of 64 logits fit, and one of 128: all ranks must take the same length.
     "uneven shards of two lengths of chunk": Case(
-        dict(workspace_bytes=256 * 64 * 8), tokens=140, shards=(60, 68), ignored=0.8
+        dict(workspace_bytes=2 * CHUNK * 64 * 8), tokens=CHUNK + 12, shards=(60, 68)
     ),
-    "chunks": Case(dict(workspace_bytes=1), tokens=140, dtype=torch.float32, ignored=0.8),
-    "chunks without a gradient": Case(dict(workspace_bytes=1), tokens=140, trained=(), ignored=0.8),
+    "chunks": Case(dict(workspace_bytes=1), tokens=CHUNK + 12, dtype=torch.float32),
+    "chunks without a gradient": Case(dict(workspace_bytes=1), tokens=CHUNK + 12, trained=()),
     "of x alone": Case(trained=("x",)),
     "of weight alone": Case(trained=("weight",), shards=(60, 68)),
-    "ignored rows left out": Case(dict(num_valid=60), tokens=200, ignored=0.8),
+    "ignored rows dropped": Case(dict(num_valid=CHUNK), tokens=2 * CHUNK, ignored=0.8),
+    "three ranks": Case(dict(softcap=4.0), shards=(33, 32, 30)),
     "fp32": Case(dict(softcap=8.0), dtype=torch.float32, trained=("x", "weight")),
     "half precision": Case(dict(softcap=8.0), dtype=HALF, trained=("x", "weight")),
     "half precision, sums in chunks": Case(
-        dict(reduction="sum", workspace_bytes=1), tokens=140, dtype=HALF, trained=("x", "weight"), ignored=0.8
+        dict(reduction="sum", workspace_bytes=1), tokens=140, dtype=HALF, trained=("x", "weight")
     ),
 }
 each_case = pytest.mark.parametrize("name", CASES)
@@ -199,18 +201,14 @@ def test_as_in_one_process(on_ranks, device, poison, name):
     assert_right(CASES[name], on_ranks(CASES[name])[0], device)
 
 
-def test_three_ranks(on_ranks, device, poison):
-    case = Case(dict(softcap=4.0), shards=(33, 32, 30))
-    assert_right(case, on_ranks(case)[0], device)
-
-
 @pytest.mark.parametrize("trained, matmuls", [(("x", "weight"), 3), (("x",), 2), (("weight",), 2), ((), 1)], ids=str)
 def test_what_is_not_computed(on_ranks, trained, matmuls):
-    """Logits of 128 rows of the shard are the largest tensor there is; a gradient that none asks for costs nothing."""
-    case = Case(dict(workspace_bytes=1), tokens=140, trained=trained, dtype=torch.float32, ignored=0.8)
+    """The largest tensor has the shard's logits of one chunk; a gradient that nobody needs costs nothing."""
+    case = Case(dict(workspace_bytes=1), tokens=CHUNK + 12, trained=trained, dtype=torch.float32)
     _, seen = on_ranks(case)
     for one in seen:
-        assert len(one.matmuls) == 2 * matmuls and one.largest == 128 * 64 * 4
+        assert len(one.matmuls) == 2 * matmuls
+        assert one.largest == 4 * 64 * max(CHUNK, HIDDEN)  # or a view of the shard
 
 
 def test_fp16_gradients_do_not_underflow(on_ranks, device):
@@ -229,7 +227,7 @@ def test_a_label_in_no_shard(on_ranks, device):
         for one in on_ranks(Case(dict(reduction="sum"), shards=(60, 60), wrong_label=label))[0]:
             assert one["loss"].isnan() and one["x"][1, 3].isnan().all()
             assert not one["x"][0].isnan().any() and not one["x"][1, 4:].isnan().any()
-    more = Case(dict(num_valid=100), tokens=160, ignored=0.1, trained=())
+    more = Case(dict(num_valid=CHUNK), tokens=CHUNK + 32, ignored=0.1, trained=())
     assert all(one["loss"].isnan() for one in on_ranks(more)[0])
 
 
@@ -244,25 +242,9 @@ def test_a_label_in_two_shards(on_ranks, device):
         assert one["loss"].isnan() and one["x"].isnan().all()
 
 
-@pytest.mark.slow
-def test_fp32_accumulation_is_as_exact_as_one_chunk(on_ranks, device):
-    """Over 5 chunks; half precision is not."""
-
-    def error(**options):
-        case = Case(
-            dict(reduction="sum", num_valid=640) | options, 640, (64,), HALF, ("weight",), ignored=0.9, upstream=1.0
-        )
-        found, exact = on_ranks(case)[0][0]["weight"], case.whole(device, torch.float64)["weight"]
-        return (found.double() - exact).square().mean().sqrt()
-
-    once = error()
-    assert error(accum_dtype=torch.float32, workspace_bytes=1) <= 1.02 * once  # the order of sums inside the matmuls
-    assert error(accum_dtype=None, workspace_bytes=1) > 1.02 * once
-
-
 def test_weight_grad_in_place(on_ranks, device):
     """Two micro-batches of two chunks add to one .grad."""
-    case = Case(dict(workspace_bytes=1), 140, (60, 68), torch.float32, ("x", "weight"), ignored=0.8)
+    case = Case(dict(workspace_bytes=1), CHUNK + 12, (60, 68), torch.float32, ("x", "weight"))
 
     def twice(op, call, upstream):
         (marked,) = adding_in_place(call["weight"])
@@ -375,10 +357,11 @@ PLAIN_DTYPES = torch.float32, torch.bfloat16
 def test_two_processes(tmp_path):
     """The op, interpreted or without Triton, and its reference, over gloo."""
     fused = ["uneven shards of two lengths of chunk", "half precision, sums in chunks"]
-    assert_they_meet(tmp_path, "gloo", fused, [name for name in CASES if CASES[name].dtype == torch.float64])
+    plain = ["mean", "sum, capped, with z-loss", "items", "uneven shards", "all ignored", "no tokens", "of x alone"]
+    assert_they_meet(tmp_path, "gloo", fused, plain)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus(tmp_path):
-    assert_they_meet(tmp_path, "nccl", CASES)
+    assert_they_meet(tmp_path, "nccl", [name for name in CASES if len(CASES[name].shards) == 2])

@@ -147,7 +147,7 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         call, kernels.attention_reference, eager_attention, make,
         choices={
             "form": Sizes(forms, forms), "kv_heads": Sizes([1, 2, 4], [1, 2]), "heads": Sizes([1, 2, 3], [1, 2]),
-            "dim": Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 8, 24]),
+            "dim": Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 24]),
         },
         complete={"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask" if "key mask" in forms else forms[0]},
         row=lambda chosen: 2**12 * chosen["heads"] * chosen["kv_heads"],

@@ -217,7 +217,7 @@ def linear_jsd_op() -> Op:
     return Op(
         kernels.linear_jsd, no_chunks(kernels.linear_jsd_reference), eager_linear_jsd, make,
         choices=head_choices(
-            padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0, 0.7],
+            padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0],
             student_softcap=[None, None, 30.0], teacher_softcap=[None, None, 30.0],
         )
         | DIVERGENCE_CHOICES,

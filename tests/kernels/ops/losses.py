@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
+from tests.kernels import CHUNK
 from tests.kernels.cases import FEW_VOCABS, IGNORE, VOCABS, Case, Maker, Op, Sizes
 
 # Cross entropy.
@@ -167,8 +168,8 @@ def head_choices(**options) -> dict[str, Any]:
 
 
 MORE_OF_A_HEAD = {"accum_dtype": [None, torch.float32], "known": [False, True]}
-HEAD_ROWS = (0, 1, 5, 131)
-"""More than a chunk, of which 128 tokens are the least."""
+HEAD_ROWS = (0, 1, 5, CHUNK + 3)
+"""The last: two chunks."""
 
 
 def head_of_usual_size(chosen: dict[str, Any]) -> bool:

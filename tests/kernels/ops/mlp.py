@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
+from tests.kernels import CHUNK
 from tests.kernels.cases import FEW_WIDTHS, WIDTHS, Case, Op, Sizes
 from tests.kernels.ops.elementwise import row_noise
 
@@ -97,7 +98,7 @@ def activation_op(call, reference, eager, *, gated: bool, with_linear: bool, sep
 
 
 def mlp_op(call, reference, eager_activation, *, gated: bool, separate: bool = False) -> Op:
-    """An MLP with its linear layers; with recompute, in tiles of 128 tokens. separate: gate and up are two weights."""
+    """An MLP with its linear layers; with recompute, in the smallest chunks. separate: gate and up are two weights."""
     layers = ("gate", "up", "down") if separate else ("gate_up", "down") if gated else ("fc1", "fc2")
     names = GATED if gated else PLAIN
 
@@ -138,7 +139,7 @@ def mlp_op(call, reference, eager_activation, *, gated: bool, separate: bool = F
         complete={"width": 8, "inner": 4, "activation": names[0]},
         row=lambda chosen: chosen["width"] + chosen["out"] + 3 * chosen["inner"],
         more={"bias": ["some"]},
-        few_rows=(0, 1, 9, 300),
+        few_rows=(0, 1, 9, 2 * CHUNK + 5),
         edges={
             f"{what}, {name}": edge(scale, name)
             for name in names
