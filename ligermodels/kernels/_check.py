@@ -22,11 +22,24 @@ def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside
         )
 
 
+def check_label_tensor(where: str, labels: Tensor, tokens: Sequence[int], device: torch.device) -> None:
+    """Raises InputError unless labels are int64 or int32 of shape `tokens`, on `device` or on the CPU."""
+    if labels.shape != tokens:
+        raise InputError(
+            f"{where}: labels {tuple(labels.shape)} need one entry per token, {tuple(tokens)}; "
+            "if labels are shifted by one, the hidden states or logits lose their last position too."
+        )
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{where}: labels are {labels.dtype}; they are class indices (int64, int32).")
+    if labels.device != device and (labels.device.type != "cpu" or device.type == "meta"):
+        raise InputError(f"{where}: labels are on {labels.device}; they must be on {device} or on the CPU.")
+
+
 def check_labels(labels: Tensor, valid: Tensor, vocab: int, ignore_index: int) -> None:
     """Raises InputError for a valid label outside [0, vocab). For references only: it synchronises."""
     wrong = valid & ((labels < 0) | (labels >= vocab))
     if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
         raise InputError(
-            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
+            f"labels contain {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
             f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
         )

@@ -64,6 +64,11 @@ class Settings(NamedTuple):
         upcast = self.accumulate_fp32 or weight.dtype != self.dtype
         return torch.promote_types(weight.dtype, torch.float32) if upcast else weight.dtype
 
+    def leaves_divisor(self, reduction: str, needs: tuple[bool, bool, bool]) -> bool:
+        """True if the divisor of a mean is left to the backward: in fp16, where p / T underflows, and the factor of a
+        loss scaler comes with the upstream gradient."""
+        return self.dtype == torch.float16 and reduction == "mean" and any(needs)
+
     def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
         """What the logits of all tokens may take to be one chunk: workspace_bytes, and the memory beyond dweight of an
         fp32 sum of it, which a single chunk does without."""
@@ -139,7 +144,7 @@ class Chunks:
 class Gradients:
     """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
 
-    sum_dtype: in which dweight is summed; final: in which `take_dweight` returns it, when the chunks' workspace is free
+    sum_dtype: in which dweight is summed; final: in which `take` returns it, when the chunks' workspace is free
     again. Where the result does not fit into that, the fp32 sum is two tensors, each of half the rows, and the result
     takes the memory of the first.
     """
@@ -166,8 +171,7 @@ class Gradients:
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
 
-    def take_dweight(self) -> Tensor | None:
-        """dweight [V, H], once."""
+    def _take_dweight(self) -> Tensor | None:
         parts, self.parts = self.parts, []
         if len(parts) < 2:
             return parts[0][1].to(self.final) if parts else None
@@ -182,10 +186,14 @@ class Gradients:
         dweight[rows.stop :] = second
         return dweight
 
-    def finish(self, place: Tensor | None) -> None:
-        """dx back to the tokens, zeros at those left out."""
-        if place is not None and self.dx is not None:
-            self.dx = gather(self.dx, place)
+    def take(self, place: Tensor | None, x: Tensor, bias_dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
+        """(dx, dweight, dbias), once. dx: of all tokens, by `place` of `Chunks`, in x's dtype; bias_dtype None: dbias
+        is not rounded. The chunks' workspace should be free again: rounding dweight is a peak of memory."""
+        dx = self.dx if place is None or self.dx is None else gather(self.dx, place)
+        self.dx = None
+        dweight, dbias = self._take_dweight(), self.dbias
+        dbias = dbias if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
+        return None if dx is None else dx.to(x.dtype), dweight, dbias
 
 
 def stash(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """The kernel of cross entropy: rows of logits to losses, metrics and gradients, in one or two reads of each row.
 
-`cross_entropy` runs it over the logits it is given, `linear_cross_entropy` and `linear_logprobs` over their workspace.
-The formulas are theirs; the options are named as theirs are.
+`cross_entropy` runs it over its logits, `linear_cross_entropy` and `linear_logprobs` over their workspace. Formulas and
+options are documented there.
 
 Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax).
 """
@@ -16,7 +16,7 @@ from ligermodels.kernels._triton import accumulator, cuda_capability, num_sms, t
 
 
 class Rows(NamedTuple):
-    """Per-token results; what was not asked for is None."""
+    """Per-token results, None where not requested."""
 
     loss: Tensor
     z_loss: Tensor | None
@@ -42,13 +42,13 @@ class Options(NamedTuple):
 
     @property
     def extras(self) -> bool:
-        """Whether more than the loss is asked for."""
+        """True if more than the loss is requested."""
         return any(self[6:])
 
 
 @triton.jit
 def _tanh(u):
-    """(tanh u, 1 - tanh(u)^2), the latter without the cancellation of its formula."""
+    """(tanh u, 1 - tanh(u)^2), the latter without cancellation."""
     e = tl.exp(-2.0 * tl.abs(u))
     inverse = 1.0 / (1.0 + e)
     far = (1.0 - e) * inverse
@@ -56,7 +56,7 @@ def _tanh(u):
     slope = 4.0 * e * inverse * inverse
     if u.dtype == tl.float64:
         return far, slope
-    # 1 - exp() loses the low bits of a small argument; the minimax polynomial (2^-31 below 0.5) has them.
+    # 1 - exp() loses the low bits of a small argument; below 0.5 a minimax polynomial is used (2^-31).
     s = u * u
     p = -0.33333328 + s * (0.13332964 + s * (-0.05389919 + s * (0.02129799 - s * 0.00664748)))
     return tl.where(tl.abs(u) < 0.5, u + u * s * p, far), slope
@@ -64,7 +64,8 @@ def _tanh(u):
 
 @triton.jit
 def tile_columns(start, R: tl.constexpr, AXIS: tl.constexpr):
-    """Columns of a tile in strips of 8: side by side, [R, 8] and AXIS 1, or R apart, [8, R] and AXIS 0."""
+    """Columns of a tile of R strips of 8 columns: neighbouring columns, [R, 8] (AXIS 1), or R apart, [8, R] (AXIS
+    0)."""
     if AXIS == 1:
         columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
     else:
@@ -75,7 +76,7 @@ def tile_columns(start, R: tl.constexpr, AXIS: tl.constexpr):
 @triton.jit
 def load_capped(row, columns, V, END, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
                 EVICT: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
-    """Logits at `columns` of a row, capped and times SHARPEN, and the cap's slope; -inf past the row's end."""
+    """(logits at `columns` of a row, capped and times SHARPEN, -inf past the row's end; slope of the cap)."""
     z = tl.load(row + columns, mask=columns < END, other=-float("inf"), eviction_policy=EVICT).to(DTYPE)
     slope = z
     if SOFTCAP is not None:
@@ -91,7 +92,7 @@ def load_capped(row, columns, V, END, SOFTCAP: tl.constexpr, SHARPEN: tl.constex
 @triton.jit
 def _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope, hot, smooth, entropy, entropy_slope,
               SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr):  # fmt: skip
-    """d loss / d logits of any class but the label (hot = 0.0), or of the label, whose p - 1 is formed in fp32."""
+    """d loss / d logits of classes other than the label (hot = 0.0), or of the label."""
     LOG2E: tl.constexpr = 1.4426950408889634
     g = tl.exp2((z - maximum) * LOG2E)
     if entropy is None:
@@ -119,10 +120,9 @@ def write_gradient(row, out, class_weight, every_weight, label, is_class, z_labe
                    PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
     """out = d(ce_scale * ce + z_scale * z_part + entropy_scale * entropy)/d(row), the last unless entropy is None.
 
-    `out` may be `row`: a tile is read before it is written.
-
-    Tiles go from the last to the first, because the pass before this one left the last ones in the cache. The
-    label's own entry is p - 1 in fp32, rounded once: subtracting 1 from a stored bf16 p would cancel near 1.
+    `out` may be `row`: a tile is read before it is written. Tiles run from the last to the first, because the pass
+    before left the last ones in the cache. The label's entry is p - 1 in fp32, rounded once: subtracting 1 from a p
+    stored in bf16 would cancel near 1.
     """
     log_total = tl.log(total)
     hot = ce_scale * (1.0 - SMOOTHING) * label_weight
@@ -134,7 +134,7 @@ def write_gradient(row, out, class_weight, every_weight, label, is_class, z_labe
         entropy_slope = entropy_scale / total
     at_label = _gradient(z_label, cap_label, class_weight, label, V, maximum, log_total, slope, hot, smooth, entropy,
                          entropy_slope, SMOOTHING, SOFTCAP, SHARPEN)  # fmt: skip
-    tl.debug_barrier()  # every thread has read z_y before one writes over it
+    tl.debug_barrier()  # every thread has read z_y before it is overwritten
     tiles = tl.cdiv(V, R * 8)
     for i in tl.range(0, tiles, num_stages=STAGES):
         columns = tile_columns((tiles - 1 - i) * (R * 8), R, AXIS)
@@ -142,7 +142,7 @@ def write_gradient(row, out, class_weight, every_weight, label, is_class, z_labe
         g = _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope, 0.0, smooth, entropy,
                       entropy_slope, SMOOTHING, SOFTCAP, SHARPEN)  # fmt: skip
         tl.store(out + columns, g.to(out.dtype.element_ty), mask=columns < END)
-    tl.debug_barrier()  # all others are written before the label's entry is written over
+    tl.debug_barrier()  # the label's entry is written last
     tl.store(out + label, at_label.to(out.dtype.element_ty), mask=is_class)
 
 
@@ -157,10 +157,10 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
     GRADIENT: to `out`, which may be `logits`, from the stats that LOSS computes or, without LOSS, from `stats` and
     `entropies`.
 
-    Row r of `logits` and `out` is token first_row + r of all other tensors. Columns are read and written up to END,
-    which is V unless the rows are PADDED, and END the distance between them. Programs walk over the rows. One
-    maximum and one sum are stored per strip of 8 columns, which lie in one thread: threads meet once per row, at
-    its end, and rescaling the sums costs one exp in eight.
+    Row r of `logits` and `out` is token first_row + r of all other tensors. Columns are read and written up to END: V,
+    or the row stride if the rows are PADDED. Programs stride over the rows. Each strip of 8 columns, which belongs to
+    one thread, has its own maximum and sum: threads synchronise once per row, at its end, and rescaling the sums costs
+    one exp per eight columns.
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -176,7 +176,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
         guess = tl.full([], -1, tl.int64)
         entropy, mean = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
         if label != IGNORE:
-            # A label that is no class weighs NaN, and so its loss and gradient are NaN.
+            # A label outside [0, V) has weight NaN, and so its loss and gradient are NaN.
             is_class = (label >= 0) & (label < V)
             label_weight, every_weight = tl.full([], 1.0, DTYPE), tl.full([], 1.0, DTYPE) * V
             if class_weight is not None:
@@ -306,14 +306,14 @@ def _scales_kernel(labels, class_weight, num_items, scales, T, V, IGNORE: tl.con
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """x without gaps between its numbers, as kernels read it."""
+    """x, contiguous."""
     return None if x is None else x.contiguous()
 
 
 def divisors(
     labels: Tensor, class_weight: Tensor | None, num_items: Tensor | None, logits: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What rows need beside their logits: (`scales` [3] as _scales_kernel says, sum of the class weights)."""
+    """(scales [3], see _scales_kernel, or None where nothing is divided; sum of the class weights, or None)."""
     dtype = accumulator(logits.dtype)
     weight_sum = None if class_weight is None else class_weight.sum(dtype=dtype)
     if options.reduction == "none" or (
@@ -330,7 +330,7 @@ def divisors(
 
 
 def empty_rows(labels: Tensor, logits: Tensor, options: Options) -> Rows:
-    """Room for the per-token results: loss, z part, 1 where the argmax is the label, argmax, entropy."""
+    """Uninitialised per-token results: loss, z part, 1 where the argmax is the label, argmax, entropy."""
     loss = torch.empty(labels.shape, dtype=accumulator(logits.dtype), device=logits.device)
     return Rows(
         loss,
@@ -344,13 +344,12 @@ def empty_rows(labels: Tensor, logits: Tensor, options: Options) -> Rows:
 def row_tiling(
     logits: Tensor, row_stride: int, padded: bool, twice: bool, streams: int
 ) -> tuple[int, int, dict[str, int]]:
-    """(programs, END, tile): a tile is 32 KiB of a row in strips of 8 columns, or 16 KiB where rows are short.
+    """(programs, END, tiling): a tile is 32 KiB of a row, or 16 KiB for short rows, in strips of 8 columns.
 
-    A kernel that reads its rows twice keeps as many in flight as L2 holds (36 of the 50 MiB of an H100: one per
-    multiprocessor at 128k classes in bf16), so that the second read does not go to memory. Prefetching more than
-    one stream (class weights beside logits) would not fit the shared memory of most GPUs.
-
-    Rows that start on no multiple of 16 elements allow no wide loads: neighbours then go to neighbouring threads.
+    twice: the kernel reads its rows twice, so that only as many rows are in flight as fit the L2 cache (36 of the 50
+    MiB of an H100: one per multiprocessor at 128k classes in bf16). streams: prefetching class weights beside logits
+    would not fit the shared memory of most GPUs. Rows that do not start at multiples of 16 elements allow no vector
+    loads, and neighbouring columns then go to neighbouring threads.
     """
     num_rows, vocab = logits.shape
     size = logits.element_size()
@@ -379,13 +378,12 @@ def launch_rows(
     upstream_entropy: Tensor | None = None, entropy: Tensor | None = None, first_row: int = 0,
     temperature: float = 1.0, undivided: bool = False, padded: bool = False,
 ) -> None:  # fmt: skip
-    """Fills `rows` and `out`, where given, from logits [C, V], which belong to the tokens from first_row on.
+    """Fills `rows` and `out`, where given, from logits [C, V] of the tokens from first_row on.
 
-    out [C, V], contiguous or `logits` itself, receives the gradient; upstream, contiguous [T] or one
-    number, multiplies it; undivided leaves the factor scales[1] out of it. upstream_entropy [T] adds the gradient of
-    the entropy, which without `rows` is read from `entropy` [T]. row_stride is logits.stride(0), which
-    torch.compile does not know in backward; padded: what lies between the rows may be read, and written if out is
-    logits.
+    out: [C, V], contiguous or `logits` itself, gets the gradient, times upstream, contiguous [T] or one number;
+    undivided: without the factor scales[1]. upstream_entropy [T]: adds the gradient of the entropy, which without
+    `rows` is read from `entropy` [T]. row_stride: logits.stride(0), which torch.compile does not know in the backward.
+    padded: the memory between rows may be read, and written if out is logits.
     """
     streams = 2 if class_weight is not None and options.label_smoothing else 1
     programs, end, tiling = row_tiling(logits, row_stride, padded, rows is not None and out is not None, streams)

@@ -1,13 +1,12 @@
-"""The kernel of `jsd` and `linear_jsd`: rows of two log-probability tensors, or of the logits of both, to the
-divergence of each row and to its gradients.
+"""The kernel of `jsd` and `linear_jsd`: the divergence of each row of two tensors, and its gradients.
 
-Over logits it is one pass for both log-sum-exps, one for the loss and one for the gradient, as each needs a sum over
-the row from the one before (at beta = 0 the gradient does not, and comes with the loss). Over log-probabilities it is
-one pass, for loss or gradient.
+The tensors are log-probabilities, read in one pass for the loss or the gradient; or logits, read in one pass for both
+log-sum-exps, one for the loss and one for the gradient, because each pass needs a sum over the row from the one before
+(except at beta = 0, where the gradient comes with the loss).
 
-log M is formed from the difference of x and y: with h the larger, log M = h + log(1 + c (exp(-|x - y|) - 1)), c being
-the share of the smaller in M. So equal rows have a loss of 0, near ones lose no digits, and nothing underflows. At
-2-byte dtypes, arithmetic costs as much time as memory.
+log M = h + log(1 + c (exp(-|x - y|) - 1)), where h is the larger of x and y, and c the share of the smaller in M. So
+equal rows have a loss of 0, close rows lose no digits, and nothing underflows. At 2-byte dtypes, arithmetic takes as
+much time as memory.
 """
 
 from collections.abc import Sequence

@@ -52,11 +52,12 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """(rows, columns, mask) of this program's tile."""
+    """(rows, columns, rows that exist, elements that exist) of this program's tile."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    return rows, cols, (rows < n_rows) & (cols < WIDTH)
+    inside = rows < n_rows
+    return rows, cols, inside, inside & (cols < WIDTH)
 
 
 @assume_constant_result

@@ -1,7 +1,7 @@
-"""What `rms_norm` and `layer_norm` share on the host: sizes of tiles, launches, the autograd.Function, checks.
+"""The host side of `rms_norm` and `layer_norm`: tile sizes, launches, the autograd.Function, checks.
 
-y gets a recompute handle (see `_recompute`): the linear layer that reads y need not save it. A gradient that nobody
-needs is neither computed nor allocated. x is not reshaped where it is contiguous: views cost the host time.
+y gets a recompute handle (`_recompute`), so that the linear layer that reads y need not save it. A gradient that nobody
+needs is neither computed nor allocated. A contiguous x is not reshaped, because views cost host time.
 """
 
 import functools
@@ -25,28 +25,29 @@ from ligermodels.kernels._triton import (
 )
 
 MAX_WIDTH = 16384, 8192
-"""The widest rows that a program holds in registers, of RMSNorm and LayerNorm. Wider ones take the reference."""
+"""Maximum row width that fits a program's registers, of RMSNorm and LayerNorm; wider rows run the reference."""
 _FEW = 64
-"""Rows, as of a decoding step, up to which a launch overlaps the kernel before it."""
+"""Maximum number of rows, as in decoding, for which the launch overlaps the kernel before it."""
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
 def _forward_tile(width: int, centred: bool) -> tuple[int, int, int]:
-    """Columns, rows and warps of a program: 16 elements per thread; 32 where two sums make the threads synchronise."""
+    """(columns, rows, warps) of a program: 16 elements per thread, or 32 with LayerNorm's two synchronising sums."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, 2048 // block)
     return block, rows, min(16, rows * block // (1024 if centred else 512))
 
 
 def _backward_tile(width: int, loads: int) -> tuple[int, int, int, int, int]:
-    """Columns of the first and of the second piece, rows, warps, and programs per multiprocessor.
+    """(columns of the first and of the second tile of a row, rows, warps, programs per multiprocessor).
 
-    `loads` bytes per element must fit into shared memory. Between 1024 and 1536 columns two pieces waste less than one.
+    Shared memory has to hold `loads` bytes per element. Rows of 1025 to 1536 columns are two tiles, since one tile of
+    2048 would be mostly masked.
     """
     if 1024 < width <= 1536:
         return 1024, 512 if width > 1280 else 256, 1, 2, 6
     block = 1 << (width - 1).bit_length()
-    if block <= 2048:  # more rows than 32, and a thread adds up more than 8 one after the other
+    if block <= 2048:  # above 32 rows a thread would sum more than 8 one after the other
         return block, 0, min(32, 4096 // block), 4, 2
     return block, 0, max(1, min(8192, _PIPELINE_BYTES // loads) // block), 8 if block <= 8192 else 16, 1
 
@@ -55,7 +56,7 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     centred: bool, early: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y, x + residual (x, without one) and the statistics of each row."""
+    """(y, x + residual or x, statistics of each row)."""
     shape, dtype, width = x.shape, x.dtype, operator.index(x.shape[-1])
     x, n_rows, x_stride = as_rows(x)
     other, other_stride = x, x_stride
@@ -82,7 +83,7 @@ def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, stats: Tensor, offset: float, centred: bool,
     need_dx: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx, dw and db; a dtype that is None is a gradient that nobody needs."""
+    """(dx, dw, db); dw_dtype, db_dtype None: not needed."""
     shape, width = dy.shape, operator.index(dy.shape[-1])
     x, n_rows, x_stride = as_rows(x)
     dy, _, dy_stride = as_rows(dy)
@@ -151,10 +152,10 @@ class Norm(torch.autograd.Function):
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: float
 ) -> tuple[Tensor, Tensor]:
-    """y and the sum, or y and x without a residual; options: eps, offset, centred, early, as in `Norm`.
+    """(y, x + residual or x); options: eps, offset, centred, early, as in `Norm`.
 
-    The handle of y runs the kernel on the stored sum, which gives the same bits, except where x and the
-    residual differ in dtype, for which the compiler may add up a row in another order.
+    The handle of y runs the kernel on the stored sum, for the same bits; only where x and the residual differ in dtype
+    may the compiler sum a row in another order.
     """
     made = Norm.apply(x, residual, weight, bias, *options)
     y, total = (made, x) if residual is None else made

@@ -1,13 +1,13 @@
-"""The Triton kernels that `rms_norm` and `layer_norm` share; they differ in a few lines, under CENTRED.
+"""The Triton kernels of `rms_norm` and `layer_norm`, which differ in a few lines, under CENTRED (LayerNorm).
 
     y = (x - mean) * rstd * (offset + weight) + bias          over the last dim, of width N; mean is 0 in RMSNorm
 
-- A program holds whole rows in registers.
-- The backward is persistent: each program strides over tiles of rows with the loads of the next ones in flight, and
-  keeps its share of dweight and dbias in registers. A second kernel sums the shares in a fixed order (no atomics).
+- A program has whole rows in registers.
+- The backward is persistent: each program strides over tiles of rows, with the loads of the next tiles in flight, and
+  sums its part of dweight and dbias in registers. A second kernel sums these parts in a fixed order (no atomics).
 """
 
-# Triton's compiler knows no (*tiles, tile), and mypy no tuple that grows:
+# Triton's compiler has no (*tiles, tile), and mypy no tuple that grows:
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -16,7 +16,7 @@ from ligermodels.kernels._triton import tl, triton, wait_for_previous
 
 @triton.jit
 def _mean(total, count):
-    """total / count, right to the last bit: rsqrt(eps) times its error is the error of a row of equal numbers."""
+    """total / count, correctly rounded: in a row of equal numbers its error is multiplied by rsqrt(eps)."""
     if total.dtype == tl.float64:
         return total / count
     else:
@@ -25,9 +25,9 @@ def _mean(total, count):
 
 @triton.jit
 def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
-    """rsqrt(total / N + eps), one number per row, whose error the whole row inherits."""
+    """rsqrt(total / N + eps), whose error is that of the whole row."""
     mean_square = total * (1.0 / N)
-    if dtype == tl.float32:  # no later rounding hides the 2 ulp of the hardware's rsqrt
+    if dtype == tl.float32:  # the 2 ulp of the hardware's rsqrt would show in fp32
         return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
     elif dtype == tl.float64:
         return 1.0 / tl.sqrt(mean_square + eps)
@@ -37,7 +37,7 @@ def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, total_ptr, mask, ADD: tl.constexpr, ACC: tl.constexpr):
-    """A tile of x in ACC; with ADD that of x + residual, as rounded where it is stored."""
+    """A tile of x in ACC; with ADD that of x + residual, rounded as it is stored."""
     x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
     if ADD:
         residual = tl.load(residual_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -65,7 +65,7 @@ def _load_bias(b_ptr, cols, N: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constex
 
 @triton.jit
 def _scaled(x_hat, w, b, EARLY: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
-    """EARLY: rounded to OUT before the weight as well."""
+    """x_hat * w + b. EARLY: rounds x_hat to OUT first."""
     if WEIGHT:
         if EARLY:
             x_hat = x_hat.to(OUT).to(w.dtype)
@@ -109,7 +109,7 @@ def forward_kernel(
 
 @triton.jit
 def _columns(piece: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
-    """The columns of a row's first piece, BLOCK of them, or of its second, the REST more that a ragged width needs."""
+    """The columns of a row's first tile, BLOCK, or of its second, the next REST."""
     if piece == 0:
         return tl.arange(0, BLOCK)
     else:
@@ -118,7 +118,8 @@ def _columns(piece: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def _g(dy, w, CENTRED: tl.constexpr):
-    """dy * w; in LayerNorm rounded at once, not contracted with a subtraction: g - mean(g) of equal g is 0."""
+    """dy * w; for LayerNorm an fma with 0 rounds it, so that no fma with a later subtraction makes g - mean(g) != 0
+    for equal g."""
     if CENTRED:
         return tl.fma(dy, tl.broadcast_to(w, dy.shape), tl.zeros(dy.shape, dy.dtype))
     else:
@@ -134,8 +135,8 @@ def backward_kernel(
 ):  # fmt: skip
     """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
 
-    A row is one tile of BLOCK columns, or two, of BLOCK and of REST, where one of a power of two would be half empty.
-    This program's share of dw goes to row pid of parts, that of db as many rows later as there are shares of dw.
+    A row is one tile of BLOCK columns, or two, of BLOCK and REST columns.
+    This program's part of dw is row pid of parts; its part of db is row pid after all parts of dw, if there are any.
     """
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     PIECES: tl.constexpr = 2 if REST else 1
@@ -211,9 +212,9 @@ def backward_kernel(
 def sum_parts_kernel(
     first_ptr, second_ptr, parts_ptr, n_parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Sums n_parts rows of N into first, and as many more into second, for which the grid has a second dim of 2.
+    """Sums n_parts rows of N into first, and the next n_parts rows into second, if the grid's second dim is 2.
 
-    Not one tensor as both: torch.compile loses what is written through the first of two names.
+    first and second are two tensors: torch.compile loses what is written through the first of two names of one.
     """
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     parts_ptr += tl.program_id(1).to(tl.int64) * n_parts * N

@@ -1,19 +1,19 @@
-"""A step of AdamW on one parameter, in place: one launch that reads weight, gradient and moments once.
+"""A step of AdamW on one parameter, in place, in one launch that reads weight, gradient and moments once.
 
     m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2             g being the gradient times `factor`
     w = (1 - lr weight_decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-Math in fp32 (fp64 for fp64, which plain PyTorch computes on every device); weight and moments are rounded as they are
-written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is rounded:
+Math in fp32 (fp64 for fp64, by plain PyTorch on every device); weight and moments are rounded as they are written. What
+differs from torch's fused AdamW, beside `factor`, is the rounding of bf16:
 
-- "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
-- "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
-  bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and the element's place
-  in the whole parameter, and so are the same on every device, for every block size and sharding, and after a resume.
-  On the CPU they take most of the step's time.
-- `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
-  int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
-  16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
+- "nearest": as torch. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
+- "stochastic": up or down, such that the mean is the exact value: 16 random bits are added to the bits of the fp32
+  number, whose lower 16 bits are then cut off. The random bits come from Philox4x32-7 with seed, parameter, step and
+  the element's index in the whole parameter: they are the same on every device, for every block size and sharding, and
+  after a resume. On the CPU they take most of the step's time.
+- `remainder`: 2 bytes more make the weight an exact fp32 number: master's bits = (weight's bits << 16) + remainder,
+  int16. The weight is the master rounded to nearest, ties away from zero, since ties to even would need one value more
+  than 16 bits have. If the weight is set from outside, an old remainder adds half a step at most.
 
 Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28.
 
@@ -41,7 +41,7 @@ _CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32
 
 
 class Piece(NamedTuple):
-    """Which elements of a whole parameter a tensor holds: rows of `inner` elements, `stride` apart in the whole.
+    """The elements of a whole parameter that a tensor has: rows of `inner` elements, `stride` apart in the whole.
 
     Its element i is element first + i // inner * stride + i % inner of the whole, both counted in row-major order.
     Pieces are fastest where `first` is a multiple of 8, and inner == stride or both are as well: eight elements of the
@@ -137,9 +137,10 @@ def _adamw_on_cpu(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None, rounding: str, seed: int, number: int, piece: Piece,
 ) -> None:  # fmt: skip
-    """What `adamw_reference` computes, on contiguous tensors, by torch's fused step.
+    """`adamw_reference` on contiguous tensors, by torch's fused step.
 
-    What that cannot do is done around it, on fp32 copies of pieces that fit in a core's cache, one thread for each.
+    Other roundings, factors and remainders are computed around it, on fp32 copies of pieces that fit in a core's cache,
+    one thread each.
     """
 
     def fused(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:

@@ -1,12 +1,11 @@
 """Scaled dot-product attention: softmax(scale * q k^T + mask) v, by torch's engines or our own kernels.
 
-Added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
-causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed sequences; the choice of
-engine.
+What it adds to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
+causality aligned to the last key; windows; softcaps; padding without NaN; packed sequences; the choice of the engine:
 
 | case                                   | engine                                                            |
 |----------------------------------------|-------------------------------------------------------------------|
-| S = K causal, or nothing hidden        | torch's first choice. bf16, fp16: cuDNN on Hopper and later,      |
+| S = K causal, or no mask               | torch's first choice. bf16, fp16: cuDNN on Hopper and later,      |
 |                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
 | the same past 2^31 elements, where     | bf16, fp16: `flash_attention`, in Triton                          |
 | torch 2.11's gradients are wrong       |                                                                   |
@@ -14,18 +13,18 @@ engine.
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
 | padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
-| long packed sequences, their lengths   | a batch for each run of equal lengths, each as above, so that     |
-| known to the host                      | whole images and their frames get torch's first choice          |
+| long packed sequences, their lengths   | one batch per run of equal lengths, each as above, so that        |
+| known to the host                      | images and video frames get torch's first choice                  |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 
-Bytes: only the reference writes scores; the engines read q, k, v and write the output and one number per row and head.
-A boolean mask costs S * K elements per call, and as many of the inputs' dtype inside torch, held for the backward. With
-`head_chunks`, torch's engines take long texts in chunks of heads, from 2^27 elements of q on, so that what their
-backward needs beside its results stays below 1 GiB: that allows 10 % longer texts at 131,072 tokens.
+Bytes: the engines read q, k, v and write the output and one number per row and head; only the reference writes scores.
+A boolean mask has S * K elements, which torch also stores in the inputs' dtype for the backward. With `head_chunks`,
+torch's engines take q of 2^27 elements or more in chunks of heads, so that the workspace of their backward stays below
+1 GiB: sequences may be 10 % longer at 131,072 tokens.
 
-The gradients of torch's engines sum in no fixed order, unless `torch.use_deterministic_algorithms(True)`. Those of the
-Triton kernels always sum in one order.
+The Triton kernels sum gradients in a fixed order; torch's engines do so with
+`torch.use_deterministic_algorithms(True)`.
 
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
@@ -73,7 +72,7 @@ def _visible(
     q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None,
     padding: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Which query sees which key: bool [B or 1, 1, S, K], at least one True per row."""
+    """Which query attends to which key: bool [B or 1, 1, S, K], at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
     aligned = torch.arange(num_keys - length, num_keys, dtype=torch.int32, device=q.device)[:, None]
@@ -91,7 +90,7 @@ def _visible(
     if padding is not None:
         visible = visible & ~(padding[:, None, :, None] & padding[:, None, None])
     if key_mask is not None or padding is not None:
-        # A row of padding sees nothing, and the softmax of nothing is NaN both ways: let it see itself.
+        # The softmax over no key, and its gradient, would be NaN: a query without a visible key attends to itself.
         itself = keys == aligned.clamp(min=0)
         visible = visible | (itself & ~visible.any(-1, keepdim=True))
     return visible
@@ -102,29 +101,29 @@ def attention(
     scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None, padding: Tensor | None = None, head_chunks: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
+    """softmax(scale * q k^T) v over the keys that each query attends to: [B, S, HQ, D].
 
     q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views are fine.
     causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
-    window: tokens, counting itself: j > i + K - S - window.
+    window: number of tokens, the query included: j > i + K - S - window.
     softcap: scores become softcap * tanh(scores / softcap) before masking.
     scale: multiplies q k^T; positive, default D ** -0.5.
-    key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
-        own, so that the output of padding is finite; nothing else may be read into it.
-    cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
-        sequences which do not see each other. Values on a GPU are not checked, which would synchronise. It may be on
-        the CPU wherever q is: known lengths let few long sequences run as batches, which is faster.
+    key_mask: bool [B, K], False at keys that are padding. A query without a visible key attends to its own key, so that
+        its output is finite, but means nothing.
+    cu_seqlens: int32 [N + 1], ascending from 0 to S, with B = 1 and K = S: boundaries of N packed sequences, which do
+        not attend to each other. On a GPU its values are not checked, since that would synchronise. On the CPU, allowed
+        wherever q is, it lets long sequences run as batches, which is faster.
     max_seqlen: at least the longest packed sequence; no engine here needs it.
-    padding: bool [B, S] for K = S, True at tokens that do not see each other, nor themselves, but see, and are seen
-        by, all others. A query left without a key sees its own.
-    head_chunks: of a long text, heads may be computed in chunks, which needs less memory in the backward. Only for an
-        output that goes to `kernels.linear`, which saves the chunks; anything else would save them and the whole.
+    padding: bool [B, S] for K = S, True at tokens that do not attend to each other, nor to themselves; all other pairs
+        do. A query without a visible key attends to its own key.
+    head_chunks: compute the heads of a long sequence in chunks, for less memory in the backward. Only for an output
+        that goes to `kernels.linear`, which saves the chunks; anything else would save the whole output too.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
     _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, padding)
     length, num_keys = q.shape[1], k.shape[1]
-    if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # one sequence, which is all there is
+    if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # a single sequence
         cu_seqlens = None
     if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         runs = _runs(cu_seqlens)
@@ -160,12 +159,12 @@ def attention(
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
 
-# Tokens per run above which packed sequences run as batches on torch's engines, faster once launches are hidden.
+# Tokens per run from which packed sequences run as batches on torch's engines: enough work to hide the launches.
 _LONG = 1024
 
 
 def _runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """(count, length) of neighbouring packed sequences of one length; empty ones are left out."""
+    """(count, length) of runs of packed sequences of one length; empty sequences are dropped."""
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if end > start]
     return [(len(list(run)), length) for length, run in itertools.groupby(lengths)]
 
@@ -174,7 +173,7 @@ def _run_by_run(
     q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]],
     key_mask: Tensor | None, padding: Tensor | None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Each of `runs` as a batch of its own."""
+    """Attention of each run as one batch."""
     if not runs:
         return attention(q, k, v, key_mask=key_mask, padding=padding, **options)
     sizes = [count * length for count, length in runs]
@@ -188,14 +187,14 @@ def _run_by_run(
 
 
 def _triton_takes(q: Tensor, softcap: float | None) -> bool:
-    """True if our kernels run on tensors like q. For fp32 torch's are faster, but have no softcap."""
+    """True if `flash_attention` can run. In fp32 torch's engines are faster, but have no softcap."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and is_datacenter(q.device.index)
     return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
 
 
 def _not_by_triton(q: Tensor, softcap: float | None) -> str:
-    """Why `_triton_takes` says no."""
+    """Why `_triton_takes` is False."""
     if not use_triton(q):
         return "there is no GPU" if q.device.type == "cpu" else "Triton is not installed"
     if q.shape[-1] > 256:
@@ -205,10 +204,8 @@ def _not_by_triton(q: Tensor, softcap: float | None) -> str:
 
 
 def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None) -> tuple[str, str]:
-    """What `attention` runs on q [B, S, heads, D], causal and longer than the window; and why not its first choice.
-
-    The reason is "" where it is that.
-    """
+    """(engine, reason) of `attention` for q [B, S, heads, D], causal and longer than the window; the reason says why it
+    is not the first choice, "" if it is."""
     takes = _triton_takes(q, softcap)
     if takes and (softcap is not None or window is not None):
         return "flash_attention in Triton", ""
@@ -218,12 +215,12 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
     return name if softcap is None else "attention_reference, scores in memory", _not_by_triton(q, softcap)
 
 
-# Elements of q per chunk. In 16 bits cuDNN's backward holds 8 bytes for each, beside its inputs and results.
+# Elements of q per chunk. In 16 bits cuDNN's backward has a workspace of 8 bytes for each.
 _CHUNK_ELEMENTS = 2**26
 
 
 def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """`_sdpa`, of a long text in chunks of heads, since its backward needs memory for each head."""
+    """`_sdpa`, in chunks of heads if q is large, because the backward's workspace grows with the heads."""
     chunks = q.numel() // _CHUNK_ELEMENTS
     if chunks < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
         return _sdpa(q, k, v, None, causal, scale)
@@ -241,22 +238,22 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     groups = q.shape[2] // k.shape[2]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q.device.type == "cuda" and (mask is not None or not half or q.shape[-1] > 256):
-        # The engine for these knows no grouped heads; what torch takes in its place materialises the scores.
+        # The right engine has no grouped heads, and torch would take one that stores the scores.
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    grouped = {"enable_gqa": True} if groups > 1 else {}  # a comparison of symbolic sizes would be no bool
+    grouped = {"enable_gqa": True} if groups > 1 else {}  # `groups > 1` would not be a bool for symbolic sizes
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped).transpose(
         1, 2
     )
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One query per sequence: heads that share a key head become its queries, so no engine needs groups."""
+    """One query per sequence: query heads of one key head become queries, so that no engine needs grouped heads."""
     batch_size, _, num_heads, size = q.shape
     grouped = q.reshape(batch_size, k.shape[2], num_heads // k.shape[2], size)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if mask is None and _flash_takes(q):
-        # What F.scaled_dot_product_attention calls, less the choice, which costs a context manager per layer.
+        # What F.scaled_dot_product_attention calls; sdpa_kernel, to choose it, would cost a context manager per layer.
         out = torch.ops.aten._scaled_dot_product_flash_attention(grouped, k, v, scale=scale)[0]
     elif q.device.type == "cuda":
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._check import check_labels, describe
+from ligermodels.kernels._check import check_label_tensor, check_labels, describe
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import scale_
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
@@ -141,15 +141,7 @@ def check_inputs(
     """Raises InputError where shapes, dtypes, devices and scalars do not fit x, called `name`; reads no tensor."""
     if not x.is_floating_point():
         raise InputError(f"{name}: {x.dtype}; a loss needs floating point.")
-    if labels.shape != x.shape[:-1]:
-        raise InputError(
-            f"labels {tuple(labels.shape)} need one entry per token of {name}, {tuple(x.shape[:-1])}; "
-            f"if labels are shifted by one, {name} loses its last position too."
-        )
-    if labels.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"labels are {labels.dtype}; they are class indices (int64, int32), not probabilities.")
-    if labels.device != x.device and (labels.device.type != "cpu" or x.device.type == "meta"):
-        raise InputError(f"labels on {labels.device} must be where {name} is, on {x.device}, or on the CPU.")
+    check_label_tensor(name, labels, x.shape[:-1], x.device)
     if class_weight is not None and not (
         class_weight.shape == (vocab,) and class_weight.device == x.device and class_weight.is_floating_point()
     ):

@@ -1,20 +1,19 @@
-"""Attention of one new token a row to a KV cache whose lengths only the device knows, as a CUDA graph needs it.
+"""Attention of one new token per row to a KV cache whose lengths only the device knows, as in a CUDA graph.
 
     o[b] = sum over first <= p < ends[b] of softmax(softcap(scale * q[b] k[p])) v[p]
 
-where p counts a row's columns, padding included, and first is starts[b], or within a window ends[b] - window.
+p counts a row's columns, padding included; first is starts[b] or, with a window, at least ends[b] - window.
 
-- The keys of a row are split among programs, as many as fill the GPU at this batch, each with a share of what the row
-  holds: the grid is fixed, the shares are read from the device, and a program without keys ends at once.
-- One program serves all query heads of a key head, so a key is read once.
-- Whichever program ends last adds up the shares, in a fixed order; of more than MOST_BY_LAST shares, as long rows of a
-  small batch have, a second kernel does, many programs at once. Shares depend on lengths, batch and GPU, not on the
-  memory that the cache has, so neither do the bits of the result.
-- Keys and values may be in fp8, with a scale for each token and key head (see fp8.py). The scales are factors of the
-  scores and of the probabilities, in fp32: products read e4m3 as q's dtype, which is exact. Tensor cores are fed
-  numbers of 16 bits: two dims are read as one such number, whose halves are multiplied apart.
+- Split keys (Flash-Decoding): the keys of a row are split into shares, one per program, as many as fill the GPU at this
+  batch size. The grid is fixed; the size of a share is read from the device, and a program without keys ends at once.
+- One program serves all query heads of a key head, so that a key is read once.
+- The last program of a row to finish sums the shares, in a fixed order. A second kernel does it for more than
+  MAX_BY_LAST shares, with many programs. Shares depend on lengths, batch size and GPU, not on the capacity of the
+  cache, and so do the bits of the result.
+- Keys and values may be fp8 with a scale per token and key head (fp8.py). The scales multiply scores and probabilities
+  in fp32; e4m3 is converted to q's dtype, which is exact. Two dims are loaded as one int16 and multiplied separately.
 
-Bytes: keys and values once; beside them 4 D + 8 per query head and share, written and read.
+Bytes: keys and values once, and 4 D + 8 per query head and share, written and read.
 
 Source: Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -42,13 +41,13 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
 
-_MOST_SPLITS = 256
-_AT_ONCE = 8192
-"""Elements of shares that are added at once."""
-MOST_BY_LAST = 16
-"""Shares of a row that the last of its programs adds up, at most; of more, a second kernel does."""
+_MAX_SPLITS = 256
+_SUM_ELEMENTS = 8192
+"""Elements of shares that are loaded at a time to be summed."""
+MAX_BY_LAST = 16
+"""Maximum number of shares that the last program of a row sums; a second kernel sums more."""
 _DIMS = 32
-"""Dims of a head that a program of the second kernel adds up."""
+"""Dims of a head per program of the second kernel."""
 
 
 def decode_attention_reference(
@@ -74,21 +73,21 @@ def decode_attention_reference(
 
 
 @triton.jit
-def _in_parts(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
-    """q k^T in fp32, of 16 dims at a time: the rounding of one sum of D products after the other would dominate."""
+def _scores_fp32(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """q k^T in fp32, 16 dims at a time: the rounding of one long sum of D products would dominate the error."""
     s = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
     for first in tl.static_range(0, D, 16):
         dims = first + tl.arange(0, 16)[None, :]
         q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
         k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
-        # Without its last option the compiler would make one long sum of it again.
+        # max_num_imprecise_acc keeps the compiler from making one long sum again.
         s += tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", max_num_imprecise_acc=16)
     return s
 
 
 @triton.jit
 def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of row b: the first position that it sees, the one past the last, the positions of a share, and the shares."""
+    """Row b: (first position, one past the last, positions per share, number of shares)."""
     first = tl.load(starts_ptr + b)
     end = tl.load(ends_ptr + b)
     if WINDOW:
@@ -99,7 +98,7 @@ def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.co
 
 @triton.jit
 def _scales(k_ptr, v_ptr, positions, end, stride):
-    """Those of keys and of values at these positions."""
+    """The scales of keys and of values at these positions."""
     at, inside = positions.to(tl.int64) * stride, positions < end
     return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
 
@@ -114,7 +113,7 @@ def _kernel(
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     GROUP_2: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All query heads of one key head of one row, over one share of its keys; the last to end adds up few shares."""
+    """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares."""
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
@@ -164,7 +163,7 @@ def _kernel(
             k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
             next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s)
         if dtype == tl.float32:
-            s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
+            s = _scores_fp32(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
         else:
             k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
             if PAIRS:
@@ -189,7 +188,7 @@ def _kernel(
                 v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
         if FP8 and dtype != tl.float16:
             p = p * v_scales[None, :]
-        if dtype == tl.float32:  # a sum of its own for each tile, see _in_parts
+        if dtype == tl.float32:  # a sum of its own for each tile, see _scores_fp32
             acc = acc * shrink[:, None] + tl.dot(p, v.to(dtype), input_precision="ieee", max_num_imprecise_acc=16)
         else:
             acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype))
@@ -207,8 +206,8 @@ def _kernel(
         tl.store(stats_ptr + 2 * slot, highest, mask=members < GROUP)
         tl.store(stats_ptr + 2 * slot + 1, total, mask=members < GROUP)
         tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=of_group)
-        # What all threads wrote comes before the barrier, and so before the count, which releases it. The last to count
-        # acquires what all others have released.
+        # The barrier orders all threads' stores before the atomic, which releases them; the program that counts last
+        # acquires the stores of all others.
         if used <= BY_LAST:
             tl.debug_barrier()
             count_ptr += tl.program_id(0)
@@ -216,7 +215,7 @@ def _kernel(
                 tl.debug_barrier()
                 tl.store(count_ptr, 0)  # for the next launch
                 parts = tl.num_programs(1)
-                _add_up(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+                _sum_shares(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
 
 
 @triton.jit(do_not_specialize=["window", "parts"])
@@ -226,7 +225,7 @@ def _many_kernel(
     HQ: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """DIMS of one query head, of a row with more than BY_LAST shares."""
+    """Sums DIMS dims of one query head of a row with more than BY_LAST shares."""
     wait_for_previous(OVERLAP)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b = tl.program_id(0) // HQ
@@ -234,16 +233,16 @@ def _many_kernel(
     if used <= BY_LAST:
         return
     head, first_dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * DIMS
-    _add_up(o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts, FACTOR, 1, D, 1, DIMS, CHUNK)
+    _sum_shares(o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts, FACTOR, 1, D, 1, DIMS, CHUNK)
 
 
 @triton.jit
-def _add_up(
+def _sum_shares(
     o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts,
     FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_D dims of GROUP query heads from the `used` shares of each, of `parts` that have room.
+    """Sums the `used` shares (of `parts` allocated) of GROUP query heads, BLOCK_D dims of each.
 
     A share has its highest score, and sums relative to it.
     """
@@ -275,16 +274,15 @@ def decode_attention(
     window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each row's mean of the values it sees, weighted by softmax(scale * q k^T): [B, 1, HQ, D].
+    """softmax(scale * q k^T) v over each row's positions starts .. ends: [B, 1, HQ, D], without a gradient.
 
-    q: [B, 1, HQ, D]. keys, values: [B, C, HK, D] of q's dtype; position p of a row is at p - offset. Query head h
-    reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first position and the one past its last, within the
-    buffers; their values are not checked, and a row without a position becomes 0. offset: int32, 0-dim; None is 0.
-    window: tokens that are seen, the last ones. softcap: scores become softcap * tanh(scores / softcap). scale: default
-    D ** -0.5. counters: int32, B * HK or more, zero, and zero again afterwards, which one call at a time may use; None
-    makes some, in one more launch. scales: of keys and values in float8_e4m3fn, bf16 [B, C, HK] each, of the same
-    strides. There is no gradient.
-    Raises InputError if shapes, dtypes or devices do not fit together.
+    q: [B, 1, HQ, D]. keys, values: [B, C, HK, D] of q's dtype; position p of a row is in column p - offset. Query head
+    h reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first position and one past its last, unchecked; a
+    row without positions gives 0. offset: int32, 0-dim; None is 0. window: only the last `window` tokens. softcap:
+    scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK zeros,
+    zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of fp8 keys
+    and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do not fit
+    together.
     """
     of_q, of_k = q.shape, keys.shape
     if (
@@ -310,9 +308,9 @@ def decode_attention(
     block_d = max(16, next_power_of_2(size))
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     sms, groups = num_sms(q.device.index), rows * num_kv_heads
-    # Of fp8, whose tiles are smaller, four programs of a multiprocessor run at a time, and none waits for its turn.
-    splits = min(_MOST_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
-    parts = min(splits, cdiv(capacity, block_n))  # no more than that have a key
+    # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
+    splits = min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
+    parts = min(splits, cdiv(capacity, block_n))  # at most so many have a key
     block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
     shares = stats = out
@@ -330,17 +328,17 @@ def decode_attention(
         starts, ends, ends if offset is None else offset, window or 0,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         *(scales[0].stride()[:2] if scales else (0, 0)),
-        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MOST_BY_LAST,
+        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MAX_BY_LAST,
         num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
-        block_g, max(1, min(_AT_ONCE // (block_g * block_d), next_power_of_2(splits))),
+        block_g, max(1, min(_SUM_ELEMENTS // (block_g * block_d), next_power_of_2(splits))),
         has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
     )  # fmt: skip
-    if splits > 1 and parts > MOST_BY_LAST:  # a row may have as many
+    if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
         launch(
             _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
             out, shares, stats, starts, ends, window or 0, parts,
-            of_scores, softcap, window is not None, splits, MOST_BY_LAST,
-            num_heads, size, _DIMS, block_n, max(1, min(_AT_ONCE // _DIMS, next_power_of_2(splits))),
+            of_scores, softcap, window is not None, splits, MAX_BY_LAST,
+            num_heads, size, _DIMS, block_n, max(1, min(_SUM_ELEMENTS // _DIMS, next_power_of_2(splits))),
             overlap, num_warps=4, **overlapping(overlap),
         )  # fmt: skip
     return out

@@ -1,19 +1,19 @@
-"""Rows of a table by id, and a gradient of the table that is the same in every run.
+"""Embedding: rows of a table by id, with a deterministic gradient of the table.
 
     y[t] = weight[ids[t]] * scale          dweight[v] = scale * sum of dy[t] over the t with ids[t] = v
 
-What differs from a gather whose backward adds:
-- No float is added atomically. A stable sort puts the tokens of a row into one run; each row of dweight is summed in
-  fp32 in that order, rounded and written once, zeros included: no memory is cleared first.
-- Runs are cut at fixed places, every 32 (or 64, or 256) of the sorted ids. What lies between two cuts is summed by a
-  program of its own, so that an id that is every token costs no more than ids that are all distinct.
-- Only the ids are saved, and nothing at all for a frozen table. Nothing synchronises.
-- Where the table's gradient is added in place (`ligermodels.training.accumulate_in_place`) to one that is there, such
-  as that of a tied head, the sums are added to its rows, without a second [V, H].
+What differs from a gather with an atomic backward:
+- No atomics: a stable sort makes the tokens of an id one run. Each row of dweight is summed in fp32 in that order,
+  rounded and written once, zeros included, so that no memory is cleared first.
+- Runs are cut at fixed places, every 32 (or 64, or 256) of the sorted ids; a program of its own sums the tokens between
+  two cuts. So one id for all tokens costs no more than distinct ids.
+- Only the ids are saved, and nothing for a frozen table. Nothing synchronises.
+- Where the table's gradient is added in place (`ligermodels.training.accumulate_in_place`), for example to that of a
+  tied head, the sums are added to its rows, without a second [V, H].
 
-Bytes at 2-byte dtypes, which are the minimum: forward 4 per element of y, backward 2 per element of dy and of dweight.
-On a GPU an id without a row reads as NaN, so that the loss becomes NaN, where torch's gather ends the process's CUDA
-context; it adds to no row of the gradient.
+Bytes at 2-byte dtypes, the minimum: forward 4 per element of y, backward 2 per element of dy and of dweight.
+On a GPU an id outside [0, V) gives NaN, and so a loss of NaN, and no gradient; torch's gather destroys the CUDA
+context.
 
 Source: torch.nn.functional.embedding; the scale, rounded to the table's dtype before it multiplies, is that of Gemma in
 https://github.com/huggingface/transformers.
@@ -69,7 +69,7 @@ def _sum_run(
     acc, dy_ptr, places_ptr, begin, end, stride, cols,
     WIDTH: tl.constexpr, UNROLL: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the rows begin .. end of the sorted order (or of dy as it lies), UNROLL at a time."""
+    """acc plus the rows begin .. end of dy in sorted order (GATHERED) or as they are, UNROLL at a time."""
     for start in range(begin, end, UNROLL):
         rows = start + tl.arange(0, UNROLL).to(tl.int64)
         inside = rows < end
@@ -85,8 +85,8 @@ def _runs_kernel(
     offsets_ptr, partial_ptr, dy_ptr, sorted_ptr, places_ptr, n_ids, vocab, steps, stride, padding_idx: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Two kernels in one launch. offsets[v] is how many sorted ids are below v, found by bisection: the run of row v is
-    offsets[v] .. offsets[v + 1]. partial[i] is the sum from cut i to the next, where one run covers all of it."""
+    """Two kernels in one launch. offsets[v] = number of sorted ids below v, by bisection: the run of row v is
+    offsets[v] .. offsets[v + 1]. partial[i] = sum from cut i to the next, if it lies within one run."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     spans = n_ids // SPAN * BLOCKS
     pid = tl.program_id(0)
@@ -117,9 +117,9 @@ def _backward_kernel(
     scale: tl.constexpr, padding_idx: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dw: the run up to the first cut, the sums between cuts, and what is left after the last.
+    """Rows of dw: the run up to its first cut, the partial sums between cuts, and the rest after the last cut.
 
-    ADD: they are added to those that are there, and rows without an id are not touched."""
+    ADD: adds to the rows in place, and does not touch rows without an id."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     OUT: tl.constexpr = dw_ptr.dtype.element_ty
     first = tl.program_id(0) // BLOCKS * ROWS
@@ -146,8 +146,8 @@ def _backward_kernel(
 
 
 _SPANS = ((16, 32), (19, 64), (31, 256))
-"""Bits of the number of ids, and rows between cuts: few enough rows at a run's ends, and few enough sums between."""
-_UNROLL = 8  # rows of a run that are loaded at once
+"""(bits of the number of ids, rows between cuts): few rows at the ends of a run, and few partial sums."""
+_UNROLL = 8  # rows of a run per load
 _ROWS = 4  # rows of the table per program of the backward
 
 
@@ -169,7 +169,7 @@ def _backward(
     dy: Tensor, ids: Tensor, total: Tensor | None, vocab: int, dtype: torch.dtype, padding_idx: int | None,
     scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """The gradient [V, H] of the table, added to total, contiguous, where there is one."""
+    """The gradient [V, H] of the table, added to `total`, contiguous, if given."""
     n_ids, width = dy.shape[0], operator.index(dy.shape[1])
     dw = torch.empty((vocab, width), dtype=dtype, device=dy.device) if total is None else total
     if not n_ids or not dw.numel():
@@ -216,12 +216,12 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, sc
     """weight[ids] * scale.
 
     ids: [...] int64 or int32, fewer than 2^31, each in [0, V); weight: [V, H] floating point.
-    padding_idx: a row that takes no gradient, counted from the end where negative. scale: rounded to the weight's dtype
-    before it multiplies, and the result once more.
-    Returns [..., H] of the weight's dtype. Its backward gives the dense gradient of the weight, summed in fp32 (or
-    fp64) and rounded once; there is no second derivative.
-    Raises InputError for dtypes, shapes or devices that do not fit and, on the CPU, for an id without a row. On a GPU
-    the row of such an id is NaN, and it adds to no row of the gradient.
+    padding_idx: a row without a gradient; negative: counted from the end. scale: rounded to the weight's dtype before
+    the multiplication, whose result is rounded too.
+    Returns [..., H] of the weight's dtype. The gradient of the weight is dense, summed in fp32 (or fp64) and rounded
+    once; there is no second derivative.
+    Raises InputError for dtypes, shapes or devices that do not fit and, on the CPU, for an id outside [0, V). On a GPU
+    such an id gives NaN, and no gradient.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
@@ -235,16 +235,16 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, sc
         if not -vocab <= padding_idx < vocab:
             raise InputError(f"embedding: padding_idx={padding_idx}, but the table has {vocab} rows")
         padding_idx %= vocab
-    if use_triton(weight) and type(weight) in (Tensor, nn.Parameter):  # a DTensor knows torch's own ops alone
+    if use_triton(weight) and type(weight) in (Tensor, nn.Parameter):  # a DTensor supports torch's own ops only
         scale = None if scale is None else float(scale)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return _gather(ids, weight, scale)
         return _Embedding.apply(ids, weight, padding_idx, scale)
     try:
         return embedding_reference(ids, weight, padding_idx=padding_idx, scale=scale)
-    except IndexError as error:  # the lookup itself looks at the ids, and names none
+    except IndexError as error:  # its message names no id
         low, high = ids.aminmax()
         raise InputError(
-            f"ids reach from {int(low)} to {int(high)}, the table from 0 to {vocab - 1}; "
+            f"ids range from {int(low)} to {int(high)}, the table from 0 to {vocab - 1}; "
             "likely the tokenizer of another model, or a label value such as -100"
         ) from error

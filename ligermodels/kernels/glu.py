@@ -53,7 +53,7 @@ def _forward_kernel(
 ):  # fmt: skip
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    rows, cols, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
+    rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     h, _ = activation(gate, NAME, dtype == tl.float32)
     if up_ptr is not None:
@@ -75,7 +75,7 @@ def _backward_kernel(
     """
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    rows, cols, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
+    rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     dh = tl.load(dh_ptr + rows * dh_stride + cols, mask=mask, other=0.0).to(ACC)
     if up_ptr is not None:

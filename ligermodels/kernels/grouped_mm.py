@@ -1,12 +1,12 @@
-"""Rows grouped by expert: sorted, spread and summed back, and the matmuls of such groups.
+"""Rows sorted by expert, and grouped matmuls over them.
 
     grouped_mm:        c[r] = a[r] @ b[e]                     for the rows r of group e, offsets[e] .. offsets[e + 1]
-    grouped_mm_outer:  c[e] = a[r].T @ b[r], summed over r    so that an empty group gives zeros
+    grouped_mm_outer:  c[e] = sum over r of a[r].T @ b[r]     zeros for an empty group
 
 What differs from a loop over groups:
-- Only the device knows where the groups lie. Nothing synchronises, and a CUDA graph can hold it all. The grid covers
-  the most tiles that any split of the rows can need; programs past the last tile end at once.
-- The sort is a counting sort, stable, in two kernels. Nothing here is added atomically or in an order that varies.
+- Only the device knows the offsets, so nothing synchronises, and a CUDA graph can capture it. The grid covers the
+  maximum number of tiles of any split of the rows; programs past the last tile end at once.
+- A stable counting sort in two kernels, without atomics.
 
 bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), as fast as one in Triton with TMA.
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import tile_at
 from ligermodels.kernels._triton import cdiv, is_datacenter, last_dim_contiguous, next_power_of_2, tl, triton
 
 
 @triton.jit
 def _expert_at(experts_ptr, slots, n_slots, E: tl.constexpr):
-    """The expert of each slot, the nearest there is where there is no such expert, and whether there is."""
+    """(expert of each slot, clamped to [0, E); whether it was in [0, E))."""
     inside = slots < n_slots
     named = tl.load(experts_ptr + slots, mask=inside, other=-1)
     experts = tl.where(inside, tl.minimum(tl.maximum(named, 0), E - 1), -1)
@@ -33,7 +34,7 @@ def _expert_at(experts_ptr, slots, n_slots, E: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_slots", "share"])
 def _count_kernel(counts_ptr, experts_ptr, n_slots, share, E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """How often each expert occurs in each program's share of the slots."""
+    """The number of slots of each expert in each program's share of the slots."""
     e = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
     first = tl.program_id(0) * share
@@ -49,7 +50,8 @@ def _place_kernel(
     slots_ptr, rows_ptr, offsets_ptr, counts_ptr, experts_ptr, n_slots, share, programs,
     E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A slot's row: the slots of lower experts, those of its own in earlier shares, and those before it in its own."""
+    """A slot's row: the number of slots of lower experts, of its expert in earlier shares, and of its expert before
+    it."""
     pid = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
     everywhere, before = tl.zeros([BLOCK_E], tl.int32), tl.zeros([BLOCK_E], tl.int32)
@@ -74,22 +76,13 @@ def _place_kernel(
         tl.store(slots_ptr + rows, slots, mask=slots < n_slots)
 
 
-@triton.jit
-def _tile_at(n_tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    tokens = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = tokens < n_tokens
-    return tokens, cols, inside, inside & (cols < WIDTH)
-
-
 @triton.jit(do_not_specialize=["n_tokens"])
 def _spread_kernel(
     out_ptr, x_ptr, rows_ptr, n_tokens, stride,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row t of x goes to the TOP_K rows of out that are token t's: x is read once, which a gather would not."""
-    tokens, cols, inside, mask = _tile_at(n_tokens, WIDTH, BLOCK, ROWS)
+    """Copies row t of x to the TOP_K rows of token t in out; unlike a gather, it reads x once."""
+    tokens, cols, inside, mask = tile_at(n_tokens, WIDTH, BLOCK, ROWS)
     x = tl.load(x_ptr + tokens * stride + cols, mask=mask)
     for j in tl.static_range(TOP_K):
         rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
@@ -102,8 +95,8 @@ def _combine_kernel(
     y_ptr, out_ptr, rows_ptr, weights_ptr, n_tokens, WEIGHTED: tl.constexpr, ACC: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Row t of y is the sum of the TOP_K rows of out that are token t's, weighted or not."""
-    tokens, cols, inside, mask = _tile_at(n_tokens, WIDTH, BLOCK, ROWS)
+    """y[t] = sum of the TOP_K rows of token t in out, WEIGHTED or not; NaN for an expert outside [0, E)."""
+    tokens, cols, inside, mask = tile_at(n_tokens, WIDTH, BLOCK, ROWS)
     y = tl.zeros([ROWS, BLOCK], ACC)
     for j in tl.static_range(TOP_K):
         rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
@@ -116,7 +109,7 @@ def _combine_kernel(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Columns and rows of a tile of 4096."""
+    """(columns, rows) of a tile of 4096."""
     block = min(2048, next_power_of_2(width))
     return block, 4096 // block
 
@@ -124,9 +117,9 @@ def _tile(width: int) -> tuple[int, int]:
 def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """experts: [T, k] -> slots [R], rows [R], offsets [E + 1], all int32; R = T k.
 
-    Slot t * k + j is token t's choice j. Sorted by expert, and within one as they were: row r is slot slots[r], slot s
-    is row rows[s], and expert e's rows are offsets[e] .. offsets[e + 1]. A slot whose expert is none of 0 .. E - 1 is
-    sorted to the nearest that is one, and its rows[s] is -1 - its row, for which `combine` gives NaN.
+    Slot t * k + j is token t's choice j. Row r, sorted by expert and then by slot, is slot slots[r]; slot s is row
+    rows[s]; expert e has the rows offsets[e] .. offsets[e + 1]. A slot with an expert outside [0, E) is sorted to the
+    nearest expert, with rows[s] = -1 - row, for which `combine` gives NaN.
     """
     n_slots = experts.numel()
     slots, rows = (torch.empty(n_slots, dtype=torch.int32, device=experts.device) for _ in range(2))
@@ -148,7 +141,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
 
 
 def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
-    """x: [T, H] -> [R, H], each token's row at its top_k places in the sorted order."""
+    """x: [T, H] -> [R, H], each token's row copied to its top_k rows of the sorted order."""
     n_tokens, width = x.shape[0], operator.index(x.shape[1])
     x = last_dim_contiguous(x)
     out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
@@ -162,7 +155,8 @@ def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
 
 
 def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None) -> Tensor:
-    """out: [R, H] in the sorted order -> [T, H], each token's sum, with its weights [T, top_k] where there are any."""
+    """out: [R, H] in the sorted order -> [T, H], the sum of each token's rows, weighted by weights [T, top_k] if
+    given."""
     n_tokens, width = rows.shape[0] // top_k, operator.index(out.shape[1])
     y = torch.empty((n_tokens, width), dtype=out.dtype, device=out.device)
     if n_tokens:
@@ -178,7 +172,7 @@ def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None
 _TILES = {8: (16, 16, 16, 4, 1), 4: (64, 64, 32, 4, 3), 2: (128, 128, 64, 8, 3)}
 """Bytes per element -> BLOCK_M, BLOCK_N, BLOCK_K, warps, stages."""
 _DATACENTER_TILE = (128, 256, 64, 8, 3)
-"""The same for 2 bytes where shared memory is large: 6 to 37 % faster on an H200."""
+"""The same for 2 bytes on data center GPUs with large shared memory: 6 to 37 % faster on an H200."""
 
 
 @triton.jit
@@ -191,7 +185,7 @@ def _dot(a, b, acc, TF32: tl.constexpr):
 
 @triton.jit
 def _tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """GROUP tiles of rows share the columns of b while these are in the L2 cache."""
+    """(row tile, column tile): GROUP tiles of rows read the same columns of b from the L2 cache."""
     group = pid // (GROUP * tiles_n)
     size = tl.minimum(tiles_m - group * GROUP, GROUP)
     rest = pid % (GROUP * tiles_n)
@@ -200,7 +194,7 @@ def _tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _rows_of(tile, offsets_ptr, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Group, first row and end of a tile of rows, where every group begins a tile; no rows past the last tile."""
+    """(group, first row, end) of a tile of rows; each group starts a new tile; past the last tile there are no rows."""
     e = tl.arange(0, BLOCK_E)
     first = tl.load(offsets_ptr + e, mask=e < E, other=0)
     end = tl.load(offsets_ptr + e + 1, mask=e < E, other=0)
@@ -314,7 +308,7 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return c
 
 
-# torch.compile sees each matmul as one opaque op: what decides between the engines is not traceable.
+# torch.compile sees each matmul as one opaque op, because the choice of the engine cannot be traced.
 
 
 @torch.library.custom_op("ligermodels::grouped_mm", mutates_args=())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._check import check_labels, describe
+from ligermodels.kernels._check import check_label_tensor, check_labels, describe
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 
@@ -96,17 +96,8 @@ def check_options(
         raise InputError(f"{where}: reduction={options.reduction!r}; use 'mean', 'sum' or 'none'.")
     if not 0 <= options.beta <= 1:
         raise InputError(f"{where}: beta={options.beta} lies outside [0, 1]; 0.5 is the symmetric divergence.")
-    if labels is None:
-        return
-    if labels.shape != tokens:
-        raise InputError(
-            f"{where}: labels {tuple(labels.shape)} need one entry per token, {tuple(tokens)}; "
-            "if labels are shifted by one, both inputs lose their last position too."
-        )
-    if labels.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"{where}: labels are {labels.dtype}; they are class indices (int64, int32).")
-    if labels.device != device and labels.device.type != "cpu":
-        raise InputError(f"{where}: labels are on {labels.device}; they must be on {device} or on the CPU.")
+    if labels is not None:
+        check_label_tensor(where, labels, tokens, device)
 
 
 def jsd(

@@ -46,10 +46,10 @@ def _divisor(input: Tensor, size: int, reduction: str) -> int:
 
 @triton.jit
 def probability(x, EXACT: tl.constexpr):
-    """exp(x). EXACT, for what is summed or stored in fp32: to a few ulp wherever x is.
+    """exp(x). EXACT, for results summed or stored in fp32: to a few ulp for any x.
 
-    The hardware has 2^u, and rounding u = x log2(e) alone costs |u| / 2 ulp. EXACT computes u in two parts: the first
-    is a product of 12 bits by 12, without rounding, and 2 to the second, which is small, is a polynomial.
+    The hardware computes 2^u, and the rounding of u = x log2(e) alone costs |u| / 2 ulp. EXACT splits u: the first part
+    is a product of 12 by 12 bits, without rounding; 2 to the power of the second, small part is a polynomial.
     """
     if x.dtype == tl.float64:
         p = tl.exp(x)

@@ -2,10 +2,10 @@
 
     y = (x - mean(x)) * rsqrt(mean((x - mean(x))^2) + eps) * weight + bias            over the last dim, of width N
 
-What differs from a plain fused LayerNorm is what differs in `rms_norm`, whose kernels it shares (`_norm`): the sum is
-returned and its gradient added in the kernel; the backward is persistent, sums dweight and dbias in a fixed order
-without atomics, and skips gradients that nobody needs. Rows wider than 8192 take the reference.
-The variance is that of the centred row, never mean(x^2) - mean(x)^2, which cancels.
+What differs from a plain fused LayerNorm is what differs in `rms_norm`, with the same kernels: the sum is returned, and
+its gradient added in the kernel; the backward is persistent, sums dweight and dbias in a fixed order without atomics,
+and skips gradients that nobody needs. Rows wider than 8192 run the reference. The variance is computed from the centred
+row, since mean(x^2) - mean(x)^2 cancels.
 
 Saved for the backward: x (the sum, when there is one) and two fp32 numbers per row.
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6; with the add 8 and 8.

@@ -54,7 +54,7 @@ def linear_cross_entropy_reference(
 
 
 _ROWS = 2048
-"""Of a chunk at least, by default: adding it to dweight then takes a tenth of the time of its matmuls."""
+"""Minimum rows of a chunk by default: adding to dweight then takes a tenth of the time of the chunk's matmuls."""
 
 
 class _Results(NamedTuple):
@@ -71,18 +71,13 @@ class _Results(NamedTuple):
     factor: Tensor | None
 
 
-def _undivided(options: Options, settings: Settings, needs: tuple[bool, bool, bool]) -> bool:
-    """fp16 leaves the divisor of the mean to backward: p / T underflows, and a loss scaler's factor comes too late."""
-    return settings.dtype == torch.float16 and options.reduction == "mean" and any(needs)
-
-
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
     num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool],
     unrounded: bool = False,
 ) -> _Results:  # fmt: skip
     """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum. unrounded: dweight may be fp32."""
-    undivided, sum_dtype = _undivided(options, settings, needs), settings.sum_dtype(weight)
+    undivided, sum_dtype = settings.leaves_divisor(options.reduction, needs), settings.sum_dtype(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if not undivided:
         chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
@@ -99,25 +94,18 @@ def _run(
                     first_row=start, undivided=undivided)  # fmt: skip
         gradients.add(chunks, start, z)
         del z
-    gradients.finish(chunks.place)
+    place = chunks.place
     if rows.predicted is not None:
         rows = rows._replace(predicted=chunks.per_token(rows.predicted, -1))
     del workspace, chunks  # before dweight is rounded, which is a peak
-    dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
-    if not undivided:
-        dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
-    return _Results(
-        *reduce_rows(rows, scales, options),
-        None if dx is None else dx.to(x.dtype),
-        dweight,
-        dbias,
-        scales[1] if undivided and scales is not None else None,
-    )
+    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    factor = scales[1] if undivided and scales is not None else None
+    return _Results._make((*reduce_rows(rows, scales, options), *found, factor))
 
 
 def _like(x, weight, bias, labels, class_weight, num_items, options, settings, needs):
     """Empty tensors like the results of `_run`."""
-    dtype, undivided = accumulator(settings.dtype), _undivided(options, settings, needs)
+    dtype, undivided = accumulator(settings.dtype), settings.leaves_divisor(options.reduction, needs)
     dweight_dtype = settings.sum_dtype(weight) if undivided else weight.dtype
     dbias_dtype = dtype if undivided or bias is None else bias.dtype
     return _Results(

@@ -111,11 +111,8 @@ class _Results(NamedTuple):
 
 
 def _undivided(options: JSDOptions, settings: Settings, needs: tuple[bool, bool, bool]) -> bool:
-    """fp16 leaves the divisor of the mean to backward: p / T underflows, and a loss scaler's factor comes too late.
-
-    Not at beta = 1, where gradients of logits are as large as logits are far apart, and would overflow.
-    """
-    return settings.dtype == torch.float16 and options.reduction == "mean" and any(needs) and options.beta < 1
+    """`leaves_divisor`, except at beta = 1, where undivided gradients of logits could overflow."""
+    return settings.leaves_divisor(options.reduction, needs) and options.beta < 1
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -169,7 +166,7 @@ def _run(
         if dz is not None:
             gradients.add(chunks, start, dz)
         del z, u, dz, student, teacher
-    gradients.finish(chunks.place)
+    place = chunks.place
     if options.reduction == "none":
         loss, soft_loss, hard_loss = (chunks.per_token(each, 0) for each in losses)
     else:
@@ -179,11 +176,8 @@ def _run(
         factor = torch.full((), count, device=x.device) if valid is None else valid
         factor = factor.to(dtype).clamp(min=1).reciprocal()
     del workspaces, d_logits, chunks, teacher_x, w  # before dweight is rounded, a peak
-    dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
-    if not undivided:
-        dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
-    dx = None if dx is None else dx.to(x.dtype)
-    return _Results(loss, soft_loss, hard_loss, dx, dweight, dbias, factor)
+    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    return _Results._make((loss, soft_loss, hard_loss, *found, factor))
 
 
 def _like(

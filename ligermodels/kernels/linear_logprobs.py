@@ -109,10 +109,7 @@ def _backward(
                     temperature=temperature)  # fmt: skip
         gradients.add(chunks, start, z)
         del z
-    gradients.finish(chunks.place)
-    dx = None if gradients.dx is None else gradients.dx.to(x.dtype)
-    dbias = None if gradients.dbias is None or bias is None else gradients.dbias.to(bias.dtype)
-    return [dx, gradients.take_dweight(), dbias]
+    return list(gradients.take(chunks.place, x, None if bias is None else bias.dtype))
 
 
 def _like_forward(

@@ -5,14 +5,15 @@
                   [gate | up] = gate_up[e] @ x[t]
 
 What differs from a loop over experts:
-- A counting sort in two small kernels puts each expert's rows together, in token order; every matmul runs over all
-  experts at once. Nothing synchronises, nothing is added atomically: results are the same bit for bit each time.
-- Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel computes dx.
+- A counting sort of two small kernels sorts the rows by expert, in token order; each grouped matmul runs over all
+  experts. Nothing synchronises, and without atomics the results have the same bits each time.
+- Gathering, not scattering: a kernel sums the k rows of each token in fp32, weighted, and rounds once. It also computes
+  dx.
 - Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not
-  the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a weight is <dy @ down, h>, row by row,
-  where one kernel reads (gate_up, dh), writes d_gate_up, and leaves weight * h in the place of dh, for d_down.
-- Under activation checkpointing, the second run of the block ends once everything is saved again, before h, the down
-  projection and the sum: `_Experts` saves all there is, `_Combine` nothing.
+  the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a routing weight is <dy @ down, h> of its
+  row: one kernel reads (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
+- Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
+  saves everything, `_Combine` nothing.
 
 Bytes per token at 2-byte dtypes beside the matmuls: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
 
@@ -56,18 +57,18 @@ def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
 def moe_experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
 ) -> Tensor:
-    """What `moe_experts` computes, in plain PyTorch; an expert that there is not raises InputError."""
+    """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
     wrong = (experts < 0) | (experts >= down_proj.shape[0])
     if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
         raise InputError(
-            f"moe_experts: experts hold {experts[wrong][0].item()}; expected integers from 0 to "
+            f"moe_experts: experts contain {experts[wrong][0].item()}; expected integers from 0 to "
             f"{down_proj.shape[0] - 1}, as `route` returns them for as many experts."
         )
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
     out = x
     for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
         here = experts == expert
-        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # the others' rows are zero, and so is what comes of them
+        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # rows of other experts are zero, and so are their outputs
         out = F.linear(glu_reference(F.linear(rows, gate_up), activation=activation), down)
         y = y + out * (weights * here).sum(-1, keepdim=True)
     return y.to(out.dtype)
@@ -121,7 +122,7 @@ def _route_backward_kernel(
         expert = tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1)
         weight = tl.load(weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
         d_weight = tl.load(d_weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
-        # The weights sum to 1: less is lost in the differences than in one from the mean.
+        # The weights sum to 1: pairwise differences lose less than the difference from the mean.
         slope = tl.sum(weights * (d_weight - d_weights), 1, keep_dims=True)
         d_logits += tl.where(e == expert, weight * slope, 0.0)
     tl.store(d_logits_ptr + rows * E + e, d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside & (e < E))
@@ -133,7 +134,7 @@ def _backward_kernel(
     ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr,
     NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: d_gate_up and the weight's gradient from dh = dy @ down; with EMIT weight * h in the place of dh."""
+    """One row: d_gate_up and the routing weight's gradient from dh = dy @ down; EMIT: overwrites dh with weight * h."""
     dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -147,7 +148,7 @@ def _backward_kernel(
         act, slope = activation(gate, NAME, dtype == tl.float32)
         if HAS_DH:
             dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
-            tl.debug_barrier()  # all is read that may be overwritten: see glu.py
+            tl.debug_barrier()  # all loads before the stores that may overwrite them: see glu.py
             dot += dh * (act * up)
             dh *= weight
             target = d_gate_up_ptr + row * (2 * WIDTH) + cols
@@ -168,7 +169,7 @@ def _route_tile(num_experts: int, top_k: int) -> tuple[int, int, int]:
 def _backward(
     dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, overwrite: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """d_gate_up, over gate_up if `overwrite`, and d_weights from dh, which is given up; emit: weight * h, over dh."""
+    """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh."""
     n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
     d_gate_up = d_weights = None
     h = gate_up.new_empty((n_rows, width)) if dh is None else dh
@@ -225,11 +226,11 @@ def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top
 
 
 class _Experts(torch.autograd.Function):
-    """All of the backward, and the forward up to gate_up: returns a stand-in for y, of y's shape, and gate_up [R, 2I],
-    which recompute leaves to the backward.
+    """The forward up to gate_up, and the whole backward. Returns a placeholder of y's shape, and gate_up [R, 2I], which
+    with `recompute` only the backward computes.
 
-    The stand-in's gradient is y's: `_Combine` computes y and passes the gradient of y to the stand-in. Activation
-    checkpointing runs a region again only until its last tensor is saved, so that what comes after is not run again.
+    `_Combine` computes y, and passes y's gradient to the placeholder. Activation checkpointing ends the second run of a
+    region when its last tensor is saved, and so does not run `_Combine` again.
     """
 
     @staticmethod
@@ -244,8 +245,8 @@ class _Experts(torch.autograd.Function):
         ctx.options = activation, function
         if gate_up is not None:
             ctx.mark_non_differentiable(gate_up)
-        stand_in = x.new_empty(()).expand(x.shape)
-        return stand_in if recompute else (stand_in, gate_up)
+        placeholder = x.new_empty(()).expand(x.shape)
+        return placeholder if recompute else (placeholder, gate_up)
 
     @staticmethod
     @once_differentiable
@@ -261,7 +262,7 @@ class _Experts(torch.autograd.Function):
         dy = spread(dy, rows, top_k)
         dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
         d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, overwrite)
-        del gate_up  # under activation checkpointing, the last that holds its memory
+        del gate_up  # under activation checkpointing, the last reference
         if h is not None:
             d_down_proj = grouped_mm_outer(dy, h, offsets)
         del dy, dh, h
@@ -273,13 +274,13 @@ class _Experts(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """stand_in: [T, H], for the gradient; gate_up: [R, 2I], or None, and then it is computed from x -> y [T, H].
+    """placeholder: [T, H], for the gradient; gate_up: [R, 2I], or None to compute it from x -> y [T, H].
 
     Saves nothing: see `_Experts`.
     """
 
     @staticmethod
-    def forward(ctx, stand_in, gate_up, x, weights, gate_up_proj, down_proj, rows, offsets, activation):
+    def forward(ctx, placeholder, gate_up, x, weights, gate_up_proj, down_proj, rows, offsets, activation):
         top_k = weights.shape[1]
         if gate_up is None:
             gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
@@ -317,11 +318,11 @@ def moe_experts(
 ) -> Tensor:  # fmt: skip
     """Each token's weighted sum of the outputs of its experts, which are gated MLPs without biases.
 
-    x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers from 0 to E - 1: another makes that token's
-    row NaN on a GPU, and raises on a CPU; gate_up_proj: [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I];
-    activation: as in `glu`; recompute: the backward recomputes gate_up, T k rows of 2I, with one more matmul.
-    Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast.
-    Raises InputError for shapes, dtypes or devices that do not fit.
+    x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers in [0, E): others make the token's row NaN on
+    a GPU, and raise on a CPU; gate_up_proj: [E, 2I, H], rows [gate | up] of each expert; down_proj: [E, H, I];
+    activation: as in `glu`; recompute: the backward recomputes gate_up, T k rows of 2I, with one more matmul. Returns
+    [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast. Raises
+    InputError for shapes, dtypes or devices that do not fit.
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
@@ -365,6 +366,6 @@ def moe_experts(
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
     made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
-    stand_in, gate_up = (made, None) if recompute else made
+    placeholder, gate_up = (made, None) if recompute else made
     constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
-    return _Combine.apply(stand_in, gate_up, *constants, *order[1:], activation)
+    return _Combine.apply(placeholder, gate_up, *constants, *order[1:], activation)

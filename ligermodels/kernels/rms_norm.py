@@ -3,11 +3,11 @@
     y = x * rsqrt(mean(x^2) + eps) * (offset + weight)                 over the last dim, of width N
 
 What differs from a plain fused norm:
-- `add_rms_norm` returns the sum as well, and its backward adds the gradient that arrives through the sum in
-  the kernel that computes the norm's own; the two inputs share that one tensor.
-- The backward is persistent and sums dweight in a fixed order, without atomics. The kernels are those of `_norm`, which
-  LayerNorm shares. Rows wider than 16384 take the reference.
-- A frozen weight or a frozen input costs nothing in the backward.
+- `add_rms_norm` also returns the sum. Its backward adds the sum's gradient in the kernel that computes the norm's own;
+  x and the residual get that one tensor.
+- The backward is persistent and sums dweight in a fixed order, without atomics (kernels: `_norm_kernels`, shared with
+  LayerNorm). Rows wider than 16384 run the reference.
+- A frozen weight or input costs nothing in the backward.
 
 Saved for the backward: x (the sum, when there is one) and one fp32 number per row.
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6; with the add 8 and 8.

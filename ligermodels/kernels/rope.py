@@ -3,16 +3,16 @@
     (a, b) -> (a * cos - b * sin, b * cos + a * sin)     for a = head[i], b = head[i + R/2], 0 <= i < R/2
 
 What differs from a plain fused rope:
-- The angles come as half tables, cos and sin [1 or B, S, R/2]. Only the first R <= D dims of a head rotate.
+- cos and sin are half tables, [1 or B, S, R/2]. Only the first R <= D dims of a head rotate.
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
   strides and writes one joint gradient, which one GEMM reads for the projection's dX.
-- One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
-- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows, as they are
-  or in fp8.
+- One kernel rotates in place, rotates into a new buffer, and (with -sin) computes the backward.
+- `rope_to_cache`, for decoding, rotates q in place, and writes k and v into a KV cache, also in fp8, in a column that
+  only the device knows.
 
 Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
-Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the joint gradient and
-nothing in the forward; dims past R cost 4 except in place, where they are not touched.
+Bytes per rotated element at 2-byte dtypes, the minimum: 4 each way. v costs 4 in the joint gradient and nothing in the
+forward; dims past R cost 4, and nothing in place.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; pairs (i, i + R/2) as `rotate_half` of
 https://github.com/huggingface/transformers has them.
@@ -66,7 +66,7 @@ def _rotate_heads(
     out_ptr, in_ptr, in_stride, cos, sin, H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Rotates the H heads of one token; heads of the output lie D apart. REST copies the dims past 2 * HALF."""
+    """Rotates the H heads of one token; output heads are D apart. REST: copies the dims past 2 * HALF."""
     dims = tl.arange(0, BLOCK_HALF)[None, :]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
     for start in range(0, H, BLOCK_H):
@@ -88,7 +88,7 @@ def _rotate_heads_to_fp8(
     out_ptr, scale_ptr, in_ptr, in_stride, cos_ptr, sin_ptr, ACC: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The same with whole heads at a time, whose scales need them; rounded to the dtype of the input before."""
+    """The same into fp8, a whole head at a time for its scale; rounded to the input's dtype first."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     rotates, first = dims < 2 * HALF, dims < HALF
     other = tl.where(first, dims + HALF, dims - HALF)  # the dim of the same pair
@@ -114,10 +114,10 @@ def _rope_kernel(
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One token per program: cos and sin are read once and stay in registers for all its heads.
+    """One token per program, which reads cos and sin once for all heads.
 
-    Writes q, k (and v, with V) at out_ptr as one joint row. JOINT: they are read from such rows too, all three
-    pointers being that of q. COPY: the output is not the input itself.
+    Writes q, k (and v, with V) at out_ptr as one joint row. JOINT: the inputs are joint rows too, and all three
+    pointers are q's. COPY: the output is not the input.
     """
     ACC: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     REST: tl.constexpr = COPY and D > 2 * HALF
@@ -151,7 +151,7 @@ def _rope_kernel(
 
 
 def _split(joint: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Views [B, S, heads, D] of the rows of joint [B, S, sum(counts) * D], one for each count of heads."""
+    """Views [B, S, count, D] of joint [B, S, sum(counts) * D], one for each count of heads."""
     heads = sum(counts)
     rows = joint.view(joint.shape[0], joint.shape[1], heads, joint.shape[2] // heads)
     return tuple(rows.split_with_sizes(counts, 2))
@@ -161,9 +161,9 @@ def _rotate(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, counts: Sequence[int], *,
     backward: bool = False, copy: bool = True,
 ) -> None:  # fmt: skip
-    """Writes the rotated q and k, and v if it is given, into the joint rows of out [B, S, heads * D].
+    """Writes the rotated q and k, and v if given, into the joint rows of out [B, S, heads * D].
 
-    q, k, v: each [B, S, heads, D], or all of them the same joint [B, S, (HQ + 2 HK) * D]; of any strides.
+    q, k, v: each [B, S, heads, D], or all the same joint [B, S, (HQ + 2 HK) * D]; of any strides.
     """
     batch, length, *_ = shape = q.shape
     if not batch * length:
@@ -212,14 +212,14 @@ def _rotate_back(
     return joint
 
 
-# Under torch.compile a Function must return the buffer itself, not views of it, whose gradients are lost (torch 2.11).
+# Under torch.compile a Function must return a buffer, not views of it, whose gradients are lost (torch 2.11).
 
 
 class _Rope(torch.autograd.Function):
     """q [B, S, HQ, D] and k [B, S, HK, D], rotated: views of one buffer.
 
     Without k, q is the joint qkv [B, S, (HQ + 2 HK) * D], and a view of its v is the third output. When compiling, the
-    output is the buffer itself, which then holds v as well.
+    output is the buffer itself, with v in it.
     """
 
     @staticmethod
@@ -253,7 +253,7 @@ class _Rope(torch.autograd.Function):
 
 
 def _angles(where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, checked."""
+    """cos and sin, checked and contiguous."""
     name = "q" if x.dim() == 4 else "qkv"
     batch, length, half = x.shape[0], x.shape[1], operator.index(cos.shape[-1]) if cos.dim() else 0
     tables = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == length
@@ -342,7 +342,7 @@ def _cache_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The new token of one row: program 0 rotates q in place, 1 rotates k into the cache, 2 copies v there."""
+    """The new token of a row: program 0 rotates q in place, program 1 rotates k into the cache, program 2 copies v."""
     wait_for_previous(OVERLAP)
     ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     b = tl.program_id(0).to(tl.int64)
@@ -406,11 +406,11 @@ def rope_to_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
     offset: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Rotates q and k, and writes k and v into a cache, for one new token a row; returns the rotated q. No gradient.
+    """Rotates q and k of one new token per row, writes k and v into a cache, and returns the rotated q. No gradient.
 
-    q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten where its heads follow each other. cos, sin as
-    in `rope`. keys, values: [B, C, HK, D], heads following each other; row b's token goes to ends[b] - 1 - offset,
-    where it must have room. Rows may share memory (stride 0), and then have different ends. ends: int32 [B]; offset:
+    q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten if its heads are contiguous. cos, sin as in
+    `rope`. keys, values: [B, C, HK, D] with contiguous heads; row b's token goes into column ends[b] - 1 - offset,
+    which must be below C. Rows may share memory (stride 0), and then have different ends. ends: int32 [B]; offset:
     int32, 0-dim; None is 0. scales: of keys and values in fp8, bf16 [B, C, HK] each, of the same strides; see fp8.py.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """

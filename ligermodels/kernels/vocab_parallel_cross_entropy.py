@@ -197,7 +197,7 @@ def _run(
     tokens alike: the length of a chunk follows from the share, not from the rows that this rank has. unrounded: dweight
     may be fp32. fp16 leaves the divisor of a mean to backward, as `linear_cross_entropy` does.
     """
-    undivided = settings.dtype == torch.float16 and options.reduction == "mean" and any(needs)
+    undivided = settings.leaves_divisor(options.reduction, needs)
     sum_dtype, whole_bytes = settings.sum_dtype(weight), settings.workspace_bytes
     if needs[1] and not undivided:  # one chunk needs no sum of dweight, and may take its memory
         whole_bytes += share * weight.shape[1] * (sum_dtype.itemsize - weight.itemsize)
@@ -222,13 +222,10 @@ def _run(
                undivided, **tiling)  # fmt: skip
         gradients.add(chunks, start, z)
         del z
-    gradients.finish(chunks.place)
+    place = chunks.place
     del workspace, chunks  # before dweight is rounded, which is a peak
-    dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
-    dx = None if dx is None else dx.to(x.dtype)
-    if dbias is not None and bias is not None and not undivided:
-        dbias = dbias.to(bias.dtype)
-    return loss.sum(), [dx, dweight, dbias, scales[1] if undivided and scales is not None else None]
+    found = gradients.take(place, x, None if undivided or bias is None else bias.dtype)
+    return loss.sum(), [*found, scales[1] if undivided and scales is not None else None]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

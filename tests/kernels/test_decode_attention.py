@@ -62,8 +62,8 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
     for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
         if ON_GPU or i % 2 == (capacity + heads[0]) % 2:
             monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
-            monkeypatch.setattr(module, "_AT_ONCE", (8192, 64)[i // 2 % 2])
-            monkeypatch.setattr(module, "MOST_BY_LAST", (16, 2, 1)[i % 3])
+            monkeypatch.setattr(module, "_SUM_ELEMENTS", (8192, 64)[i // 2 % 2])
+            monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2, 1)[i % 3])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             held = cache(3, capacity, heads[1], size, starts, ends, offset, dtype, device)
@@ -92,7 +92,7 @@ def test_a_cache_in_fp8_is_as_exact(device, poison, monkeypatch, case):
         some = 3 if ON_GPU else 4  # each takes seconds to compile
         if i % some == CASES.index(case) % some:
             monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 7 % 3]: many)
-            monkeypatch.setattr(module, "MOST_BY_LAST", (16, 2)[i // 2 % 2])
+            monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2)[i // 2 % 2])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             draws = []
             for _ in range(8 if ON_GPU else 1):
@@ -132,7 +132,7 @@ def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, mos
     """
     launched, launch = [], module.launch
     monkeypatch.setattr(module, "num_sms", lambda index: 132)
-    monkeypatch.setattr(module, "MOST_BY_LAST", most)
+    monkeypatch.setattr(module, "MAX_BY_LAST", most)
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
     q, counters = torch.randn(1, 1, 4, 64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
     held = cache(1, 1000, 2, 64, [3], [end], None, torch.float32, device)
