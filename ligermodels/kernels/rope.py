@@ -282,11 +282,10 @@ def rope(
 
     qkv: [B, S, (HQ + 2 HK) * D], rows [q | k | v]. R <= D dims of a head rotate, in the pairs (i, i + R/2).
     cos, sin: fp32 [1 or B, S, R/2], no gradient.
-    inplace: the caller is done with qkv, and it may be overwritten. It is overwritten by the Triton kernel, with
-    its version counter raised, so that a graph that saved qkv for its backward raises there instead of being wrong.
-    Under torch.compile, and on the CPU, new memory is used.
-    Returns q [B, S, HQ, D], k and v [B, S, HK, D]: q and k views of one new buffer and v one of qkv;
-    inplace, all of qkv; under torch.compile, all of one new buffer.
+    inplace: the Triton kernel overwrites qkv and raises its version counter, so that a graph that saved qkv for its
+        backward raises an error. Under torch.compile, and on the CPU, new memory is used.
+    Returns q [B, S, HQ, D], k and v [B, S, HK, D]: q and k are views of one new buffer, and v of qkv; in place, all are
+    views of qkv; under torch.compile, of one new buffer.
     Raises InputError for shapes or devices that do not fit, and for inplace on a leaf that requires grad or on
     expanded memory.
     """
