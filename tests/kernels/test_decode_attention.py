@@ -57,60 +57,42 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)], ids=str)
-def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
-    capacity, starts, ends, offset, window = case
-    for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
-        if ON_GPU or i % 2 == (capacity + heads[0]) % 2:
-            monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
-            monkeypatch.setattr(module, "_SUM_ELEMENTS", (8192, 64)[i // 2 % 2])
-            monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2, 1)[i % 3])
-            options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
-            q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
-            held = cache(3, capacity, heads[1], size, starts, ends, offset, dtype, device)
-            exact = by_rows(q.double(), *(x.double() for x in held[:2]), *held[2:], **options)
-            eager = by_rows(q, *held, **options)
-            wanted = decode_attention_reference(q.double(), *(x.double() for x in held[:2]), *held[2:], **options)
-            torch.testing.assert_close(wanted, exact)
-            found = decode_attention(q, *held, **options)
-            assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size)
-            assert torch.equal(found, decode_attention(q, *held, **options))
-            apart = [torch.stack([x, x], 1)[:, 0] for x in held[2:4]]  # positions of each row with gaps between them
-            assert torch.equal(found, decode_attention(q, *held[:2], *apart, *held[4:], **options))
+@pytest.mark.parametrize("fp8", [False, True])
+def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
+    """In fp8 against fp64 over what the bits stand for, with values whose scales are subnormal in fp16.
 
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_cache_in_fp8_is_as_exact(device, poison, monkeypatch, case):
-    """Against fp64 over what the bits stand for. Values are of a size whose scales are subnormal in fp16.
-
-    No token is much larger than the others: an output that one of them decides has one error, and no average. A row
-    with few keys has few errors too, and outweighs the others: several draws are judged as one.
+    No token is much larger than the others: an output that one of them decides has one error, and no average. On a GPU
+    several draws are judged as one, since a row with few keys has few errors, and outweighs the others.
     """
     capacity, starts, ends, offset, window = case
-    for i, (dtype, size, heads) in enumerate(
-        itertools.product(DTYPES, SIZES if ON_GPU else [16, 24], [(4, 2), (3, 3)])
-    ):
-        some = 3 if ON_GPU else 4  # each takes seconds to compile
-        if i % some == CASES.index(case) % some:
-            monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 7 % 3]: many)
-            monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2)[i // 2 % 2])
-            options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
-            draws = []
-            for _ in range(8 if ON_GPU else 1):
-                q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
-                keys, values, *bounds = cache(3, capacity, heads[1], size, starts, ends, offset, torch.float32, device)
+    for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
+        some = (3 if fp8 else 1) if ON_GPU else (4 if fp8 else 2)  # each takes seconds to compile, or to interpret
+        if i % some != (CASES.index(case) + heads[0]) % some:
+            continue
+        monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+        monkeypatch.setattr(module, "_SUM_ELEMENTS", (8192, 64)[i // 2 % 2])
+        monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2, 1)[i % 3])
+        options, draws = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2]), []
+        for _ in range(8 if ON_GPU and fp8 else 1):
+            q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
+            stored = torch.float32 if fp8 else dtype
+            keys, values, *bounds = cache(3, capacity, heads[1], size, starts, ends, offset, stored, device)
+            exact_keys, exact_values, scaled = keys.double(), values.double(), options
+            if fp8:
                 sizes = 0.25 + torch.rand(3, capacity, heads[1], 1, device=device)
-                (k, of_k), (v, of_v) = quantize_heads(keys * sizes), quantize_heads(values * sizes * 2**-12)
-                exact_keys, exact_values = (dequantize_heads(*x, torch.float64) for x in ((k, of_k), (v, of_v)))
-                exact = by_rows(q.double(), exact_keys, exact_values, *bounds, **options)
-                eager = by_rows(q, exact_keys.to(dtype), exact_values.to(dtype), *bounds, **options)
-                scaled = dict(scales=(of_k, of_v), **options)
-                wanted = decode_attention_reference(q.double(), k, v, *bounds, **scaled)
-                torch.testing.assert_close(wanted, exact)
-                found = decode_attention(q, k, v, *bounds, **scaled)
-                assert torch.equal(found, decode_attention(q, k, v, *bounds, **scaled))
-                draws.append((found, eager, exact))
-            found, eager, exact = (torch.stack(one) for one in zip(*draws, strict=True))
-            assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size)
+                (keys, of_k), (values, of_v) = quantize_heads(keys * sizes), quantize_heads(values * sizes * 2**-12)
+                exact_keys, exact_values = (dequantize_heads(*x, torch.float64) for x in ((keys, of_k), (values, of_v)))
+                scaled = options | dict(scales=(of_k, of_v))
+            exact = by_rows(q.double(), exact_keys, exact_values, *bounds, **options)
+            eager = by_rows(q, exact_keys.to(dtype), exact_values.to(dtype), *bounds, **options)
+            reference = (keys, values) if fp8 else (exact_keys, exact_values)
+            torch.testing.assert_close(decode_attention_reference(q.double(), *reference, *bounds, **scaled), exact)
+            found = decode_attention(q, keys, values, *bounds, **scaled)
+            apart = [torch.stack([x, x], 1)[:, 0] for x in bounds[:2]]  # not contiguous
+            assert torch.equal(found, decode_attention(q, keys, values, *apart, bounds[2], **scaled))
+            draws.append((found, eager, exact))
+        found, eager, exact = (torch.stack(one) for one in zip(*draws, strict=True))
+        assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size)
 
 
 def test_heads_of_odd_size_in_fp8(device):

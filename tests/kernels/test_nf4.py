@@ -83,15 +83,6 @@ def test_weights_become_the_nearest_code_times_absmax(device, double):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.slow
-def test_bits_per_weight():
-    for double, bits in ((True, 4 + 8 / 64 + 32 / (64 * 256)), (False, 4.5)):
-        packed, state = quantize_nf4(torch.randn(1024, 1024), double=double)
-        held = [packed, state.absmax] + [state.nested_absmax] * double  # the codes, 1 KB, are once per weight
-        assert sum(x.nbytes for x in held) * 8 / 1024**2 == bits
-    assert abs(4 + 8 / 64 + 32 / (64 * 256) - 4.127) < 1e-3
-
-
 def test_strided_weights_and_several_dims(device):
     weight = make((40, 96), device=device).t()
     found, expected = quantize_nf4(weight), quantize_nf4(weight.contiguous())
