@@ -14,7 +14,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from benchmarks.train_cases import ours as our_model
 from benchmarks.train_cases import theirs as their_model
 from ligermodels.generation import release_graphs
 from ligermodels.recipes.grpo import PolicyLoss, policy_counts
-from ligermodels.recipes.loop import Batch, on_device
+from ligermodels.recipes.loop import on_device
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.packing import best_fit
 from ligermodels.recipes.rewards import Rewards
@@ -87,7 +87,9 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
             Completion(Prompt(asked[n // group], "", {}, "", new), ids, "", True, advantage=values[n] - 3)
             for n, ids in enumerate(found)
         ]
-        batches = [on_device(batch, torch.device(device)) for batch in packed(completions, options, rewards)]
+        bins = best_fit([one.prompt.size + len(one.ids) for one in completions], tokens)
+        made = (policy_batch([completions[n] for n in bin], options, rewards, 0) for bin in bins)
+        batches = [on_device(batch, torch.device(device)) for batch in made]
         count = torch.stack([policy_counts(batch) for batch in batches]).sum(0).clamp(min=1)
         for batch in batches:
             loss(model, batch, count)[0].backward()
@@ -99,13 +101,6 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
         second, _ = timed(lambda found=found: update(found), device)
     release_graphs(model)
     return first, second
-
-
-def packed(completions: list[Completion], options: GRPOOptions, rewards: Rewards) -> Iterator[Batch]:
-    sizes = [one.prompt.size + len(one.ids) for one in completions]
-    assert options.batch_tokens is not None
-    for bin in best_fit(sizes, options.batch_tokens):
-        yield policy_batch([completions[n] for n in bin], options, rewards, 0)
 
 
 def reward(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
