@@ -224,8 +224,8 @@ def lose(name):
 
 
 @pytest.mark.parametrize("name, damage, message", [
-    ("nf4", lose(f"{Q}.weight.absmax"), "q_proj is no module"),
-    ("int8", lose(f"{Q}._weight_scale"), f"{Q} is no module"),
+    ("nf4", lose(f"{Q}.weight.absmax"), "q_proj was not quantised by"),
+    ("int8", lose(f"{Q}._weight_scale"), f"{Q} was not quantised by"),
     ("qwen2", lambda tensors, header: tensors[f"{Q}.weight"][3].fill_(float("nan")), "q_proj holds NaN or infinity"),
     ("qwen2", lose(f"{Q}.weight"), rf"missing \(1 of 27\): {Q}"),
 ])  # fmt: skip
