@@ -26,7 +26,7 @@ from ligermodels.checkpoint.transfer import Part, Settings
 from ligermodels.checkpoint.weights import FLOATS, same_bits
 from ligermodels.errors import CheckpointError, HubError
 from tests.checkpoint.fixtures import CONFIG, EMBEDDING, make_model
-from tests.checkpoint.test_weights import STACKED, TABLE, on_meta, random_bits, random_tensors, relaid, save
+from tests.checkpoint.test_weights import TABLE, on_meta, random_bits, random_tensors, save
 
 SMALL = Settings(threads=3, buffers=2, buffer_bytes=1000)
 
@@ -120,13 +120,6 @@ def test_a_model_has_the_bits_that_safetensors_reads(tmp_path, through, poison, 
         assert same_bits(box.cpu(), read[name].to(dtype)) or stored != dtype, name
         torch.testing.assert_close(box.cpu(), read[name].to(dtype), rtol=0, atol=0, equal_nan=True)
         assert box.device.type == torch.device(through).type
-
-
-def test_a_checkpoint_in_another_layout(tmp_path, through, poison):
-    tensors = {name: torch.randn_like(tensor) for name, tensor in random_tensors(on_meta(stacked=True)).items()}
-    reader, model = save(tmp_path, relaid(tensors, STACKED), shards=3), on_meta(stacked=True)
-    weights.load(model, TABLE, reader, device=through, progress=False, also=[STACKED])
-    assert all(same_bits(box.cpu(), tensors[name]) for name, box in weights.export(model, TABLE))
 
 
 @pytest.mark.parametrize("tied", [False, True])
