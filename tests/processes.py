@@ -38,14 +38,14 @@ class Child:
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = SECONDS) -> int:
         """Its exit status, negative for the signal that it died of."""
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + seconds
         while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > end:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
-                raise TimeoutError(f"a child was still running after {SECONDS} s")
+                raise TimeoutError(f"a child was still running after {seconds} s")
             time.sleep(0.001)
         return os.waitstatus_to_exitcode(ended[1])
 

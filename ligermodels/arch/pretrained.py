@@ -25,6 +25,7 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.processes import Processes
+from ligermodels.training.files import reshard
 
 _HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
@@ -278,10 +279,7 @@ class Pretrained(nn.Module):
             raise InputError(f"{', '.join(for_hub)}: options of an upload; pass push_to_hub=True with them")
         target = saving.absolute(folder)
         if state_dict is None:
-            for module in self.modules():
-                reshard: Any = getattr(module, "reshard", None)
-                if reshard is not None:  # FSDP2 may have gathered its parameters for a forward pass, in another dtype
-                    reshard()
+            reshard(self)
             if any(parameter.is_meta for parameter in self.parameters()):
                 state_dict = placement.offloaded_state(self)
         given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)

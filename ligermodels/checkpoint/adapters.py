@@ -137,15 +137,17 @@ def row_chunks(weight: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
 
 
-def read_tensors(folder: Path, *, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """The adapter's tensors, mapped from its file."""
-    path, pickled = folder / WEIGHTS, folder / PICKLE
+def read_tensors(
+    folder: Path, weights: str = WEIGHTS, pickle: str = PICKLE, *, allow_pickle: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of the file `weights`, mapped; of `pickle` if that is allowed and there is nothing else."""
+    path, pickled = folder / weights, folder / pickle
     if path.is_file() or not pickled.is_file():
         opened = reading.SafetensorsFile(path, folder)
         return {name: opened.read(name) for name in opened.names}
     if not allow_pickle:
         raise CheckpointError(
-            f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
+            f"{pickled} is a pickle, which can carry code, and there is no {weights}.\n"
             "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
         )
     return reading.read_pickle(pickled)

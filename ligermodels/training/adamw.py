@@ -7,7 +7,7 @@
 
 Bytes per parameter of weight and states, and bytes that a step moves:
 
-| weights | options                                        | held | moved | compared with fp32 throughout             |
+| weights | options                                        | size | moved | compared with fp32 throughout             |
 | ---     | ---                                            | ---  | ---   | ---                                       |
 | bf16    | rounding="nearest": as torch.optim.AdamW       | 6    | 14   | updates below 1/512 of a weight are lost,  |
 |         |                                                |      |      | second moments do not decay at beta2 0.999 |
@@ -33,7 +33,7 @@ from ligermodels.kernels._triton import accumulator, is_capturing
 from ligermodels.kernels.adamw import ROUNDINGS, WHOLE, Piece, adamw, join_master
 
 _HOW = ("rounding", "master_weights", "state_dtype", "capturable")
-"""Group options that say how numbers are stored; loading a state leaves them alone."""
+"""Group options for how numbers are stored; loading a state does not change them."""
 
 
 class AdamW(torch.optim.Optimizer):
@@ -50,15 +50,15 @@ class AdamW(torch.optim.Optimizer):
     step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad becomes None: the
         gradients of one layer at a time exist. Call step() once per backward all the same: it marks the end. Not for
         max_grad_norm, several backwards per step, a GradScaler, or DistributedDataParallel, which averages gradients
-        later and is not noticed (FSDP2 reduces before). It lasts until `remove_hooks()`.
+        later and is not detected (FSDP2 reduces before). It lasts until `remove_hooks()`.
     seed: of stochastic rounding, together with the parameter's number and step, and an element's place in the whole
         parameter: a resumed run draws the same bits, and so does one on another number of GPUs.
     capturable: step counts live on the device, for CUDA graphs. Take a step before capturing.
 
-    DTensors (FSDP2, tensor parallelism) are updated by their local pieces. Given the same gradients, the bits of
-    weights and states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
-    On the CPU a step takes about the time of torch.optim.AdamW's, and with stochastic rounding of bf16 about ten times
-    that: the random bits are what costs.
+    DTensors (FSDP2, tensor parallelism) are updated shard by shard. Given the same gradients, the bits of weights and
+    states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
+    On the CPU a step takes as long as torch.optim.AdamW's; with stochastic rounding of bf16 about ten times that, for
+    the random bits.
     Raises InputError for options out of range, complex parameters, and sparse gradients.
     """
 
@@ -105,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self._stepped: set[Tensor] = set()  # by their backward, since the last step() or zero_grad()
-        self._pieces: dict[Tensor, Piece] = {}  # of DTensors: each takes about 100 us to work out
+        self._pieces: dict[Tensor, Piece] = {}  # of DTensors: each takes about 100 us to compute
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles)
 
@@ -215,7 +215,7 @@ class AdamW(torch.optim.Optimizer):
                 number=number,
                 piece=piece,
             )
-        torch.autograd.graph.increment_version([p for _, p in ready])  # a backward that still needs them must not go on
+        torch.autograd.graph.increment_version([p for _, p in ready])  # so that a backward that still needs them raises
 
     def _step_in_backward(self, index: int, number: int, p: Tensor) -> None:
         """The step of one parameter, in its hook.
@@ -225,8 +225,8 @@ class AdamW(torch.optim.Optimizer):
         """
         if p.grad is None:
             raise InputError(
-                f"AdamW: the gradient of {_name(p)} is gone before its step; another optimizer steps in the backward "
-                "too: call its remove_hooks()"
+                f"AdamW: {_name(p)} has no gradient at its step; another optimizer steps in the backward too: call its "
+                "remove_hooks()"
             )
         if p in self._stepped:
             raise InputError(
@@ -243,8 +243,8 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict() of this class or of torch.optim.AdamW.
 
-        lr, betas, eps, weight_decay and seed come from it. rounding, master_weights, state_dtype and capturable stay,
-        and moments are cast to that; a missing remainder starts at 0. A tensor lr stays the same tensor.
+        lr, betas, eps, weight_decay and seed are loaded. rounding, master_weights, state_dtype and capturable stay, and
+        moments are cast to state_dtype; a missing remainder starts at 0. A tensor lr stays the same tensor.
         Raises InputError for another optimizer's state.
         """
         given: dict[str, Any] = {}
@@ -278,7 +278,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "step_in_backward" in state:  # a copy, or out of a file; else this is load_state_dict
+        if "step_in_backward" in state:  # a copy or unpickled; without it, load_state_dict calls this
             self._prepare()
             for index in range(len(self.param_groups)):
                 self._hook(index)
@@ -314,7 +314,7 @@ def _check(group: dict[str, Any]) -> None:
     if group["rounding"] not in ROUNDINGS:
         wrong = f"rounding must be one of {', '.join(ROUNDINGS)}"
     if dtype is not None:
-        group["state_dtype"] = str(dtype).removeprefix("torch.")  # distributed checkpoints hold no dtypes
+        group["state_dtype"] = str(dtype).removeprefix("torch.")  # distributed checkpoints cannot store dtypes
         found = getattr(torch, group["state_dtype"], None)
         if not (isinstance(found, torch.dtype) and found.is_floating_point):
             wrong = "state_dtype must be a floating dtype, or None"
@@ -360,7 +360,7 @@ def _check_loadable(state_dict: dict[str, Any]) -> None:
     for key, state in state_dict["state"].items():
         if state and not {"step", "exp_avg", "exp_avg_sq"} <= set(state):
             raise InputError(
-                f"AdamW: the loaded state of parameter {key} holds {', '.join(map(str, state))}; expected step, "
+                f"AdamW: the loaded state of parameter {key} has {', '.join(map(str, state))}; expected step, "
                 "exp_avg and exp_avg_sq. Is it another optimizer's?"
             )
 
@@ -419,7 +419,7 @@ def _norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -
 
 
 def _is_counted(grad: Any, coordinate: Sequence[int] | None) -> bool:
-    """True on one of the ranks that hold the same piece of a DTensor: the first of its replicas."""
+    """True on the first of the ranks that have the same shard of a DTensor."""
     return coordinate is not None and not any(
         at and placement.is_replicate() for at, placement in zip(coordinate, grad.placements, strict=True)
     )
@@ -428,8 +428,8 @@ def _is_counted(grad: Any, coordinate: Sequence[int] | None) -> bool:
 def _of_all_ranks(x: Tensor, mesh: Any) -> Tensor:
     """The 0-dim x of each rank of a mesh.
 
-    They are gathered, and not reduced: an all-reduce over each dim in turn may add in another order on other ranks,
-    and replicas of a weight that are clipped by other numbers drift apart.
+    They are gathered and not reduced: an all-reduce over each dim in turn may add in another order on other ranks, and
+    replicas of a weight that are clipped by different numbers drift apart.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -455,19 +455,19 @@ def _grad(p: Any) -> Any:
 
 
 def _piece(p: Any) -> Piece:
-    """Which elements of a DTensor this rank holds.
+    """The elements of a DTensor that this rank has.
 
-    Raises InputError if they are not evenly spaced runs: where dims are cut that leave a whole one between them.
+    Raises InputError if they are not evenly spaced runs: two dims are sharded, and one between them is not.
     """
-    # This is what distributed checkpoints place shards by. No public function of torch 2.11 to 2.13 tells it, and
-    # FSDP2's pieces of tensor parallel weights, _StridedShard, are not what their name says.
+    # Distributed checkpoints place shards by this function. torch 2.11 to 2.13 has no public one, and FSDP2's shards of
+    # tensor parallel weights, _StridedShard, are not strided.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     if tuple(p.to_local().shape) != tuple(shape) or not _is_box(p):
         raise InputError(
-            f"AdamW: the place of a local piece of {_name(p)} is unknown, with placements {p.placements}; "
-            'rounding="nearest" does not ask for it'
+            f"AdamW: the position of a shard of {_name(p)} is unknown, with placements {p.placements}; "
+            'rounding="nearest" does not need it'
         )
     if math.prod(shape) == 0:
         return WHOLE
@@ -482,8 +482,8 @@ def _piece(p: Any) -> Piece:
         runs.append((1, 1))
     if len(runs) > 2:
         raise InputError(
-            f"AdamW: a local piece of {_name(p)} is no evenly spaced runs of elements, with placements {p.placements}; "
-            'cut other dims, or set rounding="nearest"'
+            f"AdamW: a shard of {_name(p)} is not evenly spaced runs of elements, with placements {p.placements}; "
+            'shard other dims, or set rounding="nearest"'
         )
     return Piece(first) if len(runs) == 1 else Piece(first, runs[1][0], runs[0][1])
 
@@ -494,10 +494,10 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _is_box(p: Any) -> bool:
-    """True if the local piece of a DTensor is a range of each dim.
+    """True if the shard of a DTensor is a range of each dim.
 
     A _StridedShard alone takes rows from several places. It is a range if Shards of the same dim, further to the right,
-    cut that into its split_factor: FSDP2's of tensor parallel weights.
+    divide that by its split_factor, as FSDP2's of tensor parallel weights do.
     """
     for i, placement in enumerate(p.placements):
         factor = getattr(placement, "split_factor", 1)

@@ -1,7 +1,7 @@
-"""A whole training step as one CUDA graph, for batches so small that the host is the limit.
+"""A whole training step as one CUDA graph, for batches so small that the host limits the speed.
 
-A step of Llama-3.2-1B is some 600 kernels, which Python takes longer to launch than the GPU takes to run for 1024
-tokens. The graph is captured once and launched in one call; the kernels and their order stay, and so do the numbers.
+A step of Llama-3.2-1B has some 600 kernels. With 1024 tokens, Python takes longer to launch them than the GPU takes to
+run them. The graph is captured once and launched in one call; kernels, their order and their results stay the same.
 """
 
 import gc
@@ -29,27 +29,27 @@ class CapturedStep:
         for ids in batches:
             loss = step(input_ids=ids, labels=ids)
 
-    model(**inputs) returns a loss, or a mapping that holds one as "loss". The call returns a new tensor on the device;
-    only loss.item() synchronises. `example_inputs` fix the shapes and dtypes of tensors, which may be on any device,
-    and the very values of everything else. Off CUDA the same step runs without a graph, and refuses what a graph would.
+    model(**inputs) returns a loss, or a mapping with one as "loss". The call returns a new tensor on the device; only
+    loss.item() synchronises. `example_inputs` fix the shapes and dtypes of tensors, which may be on any device, and the
+    values of all other inputs. Without CUDA, the same step runs without a graph and makes the same checks.
 
     optimizer: on CUDA with capturable=True in its param_groups. A float lr becomes an fp32 tensor on the device, which
         schedulers then write to; an lr set by hand is copied there. Other options are frozen at the capture.
     accumulate: calls per step of the optimizer. Gradients add up, each divided by `accumulate` unless
         num_items_in_batch is among the inputs (best a 0-dim tensor). The returned loss is never divided.
     max_grad_norm: clips by torch.nn.utils.clip_grad_norm_; `grad_norm` is then the norm of the last step, in memory
-        that the next step overwrites. Leave it out where the optimizer clips.
-    fixed: inputs, tensors, that the host reads to know what to run; they must hold the example's values.
+        that the next step overwrites. Leave it out if the optimizer clips.
+    fixed: names of tensors that the host reads to decide what to run; their values must be the example's.
 
     Building it runs each kind of call twice, to compile kernels and initialise libraries. Then weights, buffers,
     optimizer states and random numbers are restored from copies in host memory, and all gradients are dropped. The
     GPU memory of a step (activations, gradients) stays allocated as long as the object lives.
 
-    Without a graph the head's GEMMs leave out rows without a label, whose number the host reads; a graph computes all
-    rows, so the last bits of the head's sums differ. Everything else has the same bits.
+    Without a graph the head's GEMMs skip rows without a label, whose number the host reads. A graph computes all rows,
+    so the last bits of the head's sums differ. All other results have the same bits.
 
-    Raises InputError for what cannot be captured (DDP, FSDP), for inputs unlike the example's, and where the graph is
-    stale: parameters that were moved or replaced, states that were loaded, another option, train() or eval(), autocast.
+    Raises InputError for models that cannot be captured (DDP, FSDP), for inputs unlike the example's, and for a stale
+    graph: parameters moved or replaced, states loaded, another option, train() or eval(), autocast.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class CapturedStep:
         self._lrs = [group["lr"] for group in self._groups]
         gc.collect()
         names = {p: name for name, p in self.model.named_parameters()}
-        if held := [names.get(p, "a parameter") for p in self._parameters if p.requires_grad and _in_a_graph(p)]:
+        if alive := [names.get(p, "a parameter") for p in self._parameters if p.requires_grad and _in_a_graph(p)]:
             raise InputError(
-                f"CapturedStep: an autograd graph that reads {held[0]} is still alive, of a loss or an output of an "
-                "earlier forward, and belongs to another stream. `del` it, or detach it, before"
+                f"CapturedStep: a loss or an output of an earlier forward is still alive, and its autograd graph reads "
+                f"{alive[0]} on another stream. `del` it or detach it first"
             )
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""Files of what is trained beside a model, in safetensors: adapters, heads."""
+"""Writes safetensors files of adapters and heads, which are trained beside a model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from ligermodels.processes import Processes
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2 may have gathered parameters for a forward pass, in another dtype."""
+    """Reshards parameters that FSDP2 has gathered for a forward pass, in another dtype."""
     for module in model.modules():
         if hasattr(module, "reshard"):
             cast(Any, module).reshard()
@@ -22,8 +22,8 @@ def reshard(model: nn.Module) -> None:
 def write(folder: str | Path, parameters: Mapping[str, Tensor], weights: str, files: Mapping[str, bytes]) -> Path:
     """Writes {name: parameter} as the file `weights`, and {name: content} beside it; returns the folder.
 
-    Written beside `folder` and renamed when complete; other files in it stay. Of sharded parameters every rank calls
-    this, and one writes. Raises HubError where the folder cannot be written.
+    The files are written beside `folder` and renamed when complete; other files in it stay. Every rank that has shards
+    calls this, and one writes. Raises HubError where the folder cannot be written.
     """
     target = saving.absolute(folder)
     processes = Processes.of_tensors(parameters.values())
@@ -40,6 +40,6 @@ def write(folder: str | Path, parameters: Mapping[str, Tensor], weights: str, fi
 
 
 def whole(parameter: Any) -> Tensor:
-    """A parameter, gathered where FSDP2 shards it: all ranks call this."""
+    """A parameter, gathered if FSDP2 shards it; then all ranks call this."""
     gather = getattr(parameter, "full_tensor", None)
     return (parameter if gather is None else gather()).detach()

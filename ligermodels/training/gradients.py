@@ -9,15 +9,15 @@ from ligermodels.kernels._gradients import MARK
 def accumulate_in_place(model: nn.Module, on: bool = True) -> None:
     """Lets the backward of our layers add weight gradients to .grad inside the GEMM; on=False switches it off.
 
-    Otherwise autograd adds each micro-batch's gradient to .grad in a pass of its own: one more buffer of the weight's
-    size at a time, 4 bytes of traffic per bf16 parameter, and a second rounding. docs/ablations.md says what it buys;
-    with small micro-batches, which the host limits, it costs time.
+    Otherwise autograd adds each micro-batch's gradient in a pass of its own, with one more buffer of the weight's size,
+    4 bytes of traffic per bf16 parameter, and a second rounding (docs/ablations.md has figures). Small micro-batches,
+    whose speed the host limits, get slower.
 
-    Call it once the model is on its device: it marks parameters, and `copy.deepcopy` or `to_empty` makes others. The
-    layers leave the addition to autograd where adding in place could be wrong: under torch.autograd.grad, with
-    create_graph=True, under torch.compile, on the CPU, and for parameters with gradient hooks (an optimizer that steps
-    in the backward has such). DistributedDataParallel works. Two cases are not noticed, and wrong: a backward that runs
-    on several CUDA streams, and a gradient that is read before the backward has ended.
+    Call it when the model is on its device: it marks parameters, and `copy.deepcopy` and `to_empty` make new ones.
+    Autograd still adds where adding in place could be wrong: under torch.autograd.grad, with create_graph=True, under
+    torch.compile, on the CPU, and for parameters with gradient hooks, such as those of step_in_backward.
+    DistributedDataParallel works. Two cases are wrong and are not detected: a backward on several CUDA streams, and
+    reading a gradient before the backward has ended.
 
     Raises InputError for a model sharded by FSDP or tensor parallelism, whose weights are DTensors.
     """

@@ -4,9 +4,9 @@
     save_adapter(model, "adapter")                              or
     merge_lora(model).save_pretrained("merged")
 
-Linear modules get their adapter in place (`layers.lora.Adapted`), and stay fused. In `state_dict()` the weights of
-the base keep their names, and what is added has PEFT's names without its prefix and its "default": for instance
-model.layers.0.self_attn.q_proj.lora_A.weight. What `modules_to_save` names is trained as it is.
+Linear modules get their adapter in place (`layers.lora.Adapted`), and stay fused. In `state_dict()` the base's weights
+keep their names; adapters have PEFT's names without its prefix and "default", such as
+model.layers.0.self_attn.q_proj.lora_A.weight. Modules in `modules_to_save` are trained whole.
 """
 
 import collections
@@ -49,18 +49,17 @@ def add_lora(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Any:
-    """Freezes `model` and gives linear modules an adapter to train, in place; returns it.
+    """Freezes `model` and gives linear modules an adapter to train, in place; returns the model.
 
-    r: the rank. alpha: the adapter is scaled by alpha / r, with rslora by alpha / sqrt(r). dropout: of what A reads, in
-    training, a mask for each module. dora: the norms of the rows are trained too. Both run module by module.
-    targets: "all-linear", all linear modules of the text model, without the head; or names of modules, with as much of
-        the path before them as wanted. A name without a dot stands for modules of the text model only: what belongs to
-        a vision tower is named with a path, such as "visual.blocks.0.attn.qkv".
-    modules_to_save: ends of the names of modules that are trained whole and saved with the adapter, such as "lm_head";
-        "norm" names all norms. A head that is tied to the embedding gets a weight of its own where one of the two is
-        named.
-    dtype: of the adapters; they compute in the dtype of what they read. seed: A is drawn as PEFT draws it, uniform in
-        +- 1 / sqrt(in), by a generator of its own; B is zero.
+    r: the rank. alpha: adapters are scaled by alpha / r, with rslora by alpha / sqrt(r). dropout: of A's input, in
+    training, one mask per module. dora: also trains the norms of the rows. Dropout and DoRA run module by module.
+    targets: "all-linear", all linear modules of the text model, without the head; or names of modules, with any part
+        of their path. A name without a dot stands for modules of the text model only; modules of a vision tower are
+        named with a path, such as "visual.blocks.0.attn.qkv".
+    modules_to_save: suffixes of the names of modules that are trained whole and saved with the adapter, such as
+        "lm_head"; "norm" names all norms. If a tied head or its embedding is named, the head gets its own weight.
+    dtype: of the adapters; they compute in the dtype of their input. seed: of A, which is uniform in +- 1 / sqrt(in) as
+        in PEFT, from a generator of its own; B is zero.
 
     Call it before `parallelize`, which then shards base and adapters (not under tensor parallel).
     Raises InputError for values and names that do not fit, and for a model that is sharded, on the meta device, or has
@@ -97,8 +96,8 @@ def add_lora(
 def merge_lora(model: Any) -> Any:
     """Adds the adapters to the weights, in place, and removes them; returns the model, which stays frozen.
 
-    The sum is computed in fp32 and rounded once. Of a model under FSDP2, every rank calls this; weights are gathered
-    one by one. Raises InputError for a model without adapters.
+    The sum is computed in fp32 and rounded once. Under FSDP2 every rank calls this; weights are gathered one by one.
+    Raises InputError for a model without adapters.
     """
     found = _adapted(model, "merge_lora")
     if any(isinstance(module, LoRANF4Linear) for module in found.values()):
@@ -110,14 +109,9 @@ def merge_lora(model: Any) -> Any:
     for module in found.values():
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
-            new = adapters.merged(
-                files.whole(module.weight),
-                files.whole(b),
-                files.whole(a),
-                module.scale,
-                None if m is None else files.whole(m.weight),
-            )
-            _set(module.weight, new)
+            old, left, right = files.whole(module.weight), files.whole(b), files.whole(a)
+            new = adapters.merged(old, left, right, module.scale, None if m is None else files.whole(m.weight))
+            weights.fill(module.weight, lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         module.plain()
     if hasattr(model, _SAVED):
         delattr(model, _SAVED)
@@ -126,15 +120,15 @@ def merge_lora(model: Any) -> Any:
 
 @contextlib.contextmanager
 def adapters_off(model: Any) -> Iterator[Any]:
-    """For a block in which the model is the base alone. A backward of what the block computes belongs inside it.
+    """For a block in which the model runs without its adapters. A backward of its outputs belongs inside the block.
 
-    Raises InputError for a model without adapters, and where modules_to_save were trained: what they were is gone.
+    Raises InputError for a model without adapters, or with modules_to_save, whose old weights are gone.
     """
     found = _adapted(model, "adapters_off").values()
     if names := getattr(model, _SAVED, ()):
         raise InputError(
-            f"adapters_off: {', '.join(names)} (modules_to_save) were trained in place, so the base is not there any "
-            "more. Load it as a model of its own"
+            f"adapters_off: {', '.join(names)} (modules_to_save) were trained in place, so their old weights are gone. "
+            "Load the base as a model of its own"
         )
     before = [module.adapter_on for module in found]
     try:
@@ -149,13 +143,18 @@ def adapters_off(model: Any) -> Iterator[Any]:
 def save_adapter(model: Any, folder: str | Path) -> Path:
     """Writes the adapters as PEFT does, adapter_config.json and adapter_model.safetensors; returns the folder.
 
-    PEFT loads them on transformers' model, `load_adapter` on ours. Written beside `folder` and renamed when complete;
-    other files in it stay. Of a sharded model every rank calls this, and one writes.
+    PEFT loads them on transformers' model, `load_adapter` on ours. The files are written beside `folder` and renamed
+    when complete; other files in it stay. Every rank of a sharded model calls this, and one writes.
     Raises InputError for a model without adapters, HubError where the folder cannot be written.
     """
     found = _adapted(model, "save_adapter")
     files.reshard(model)
-    parameters = {PREFIX + name: parameter for name, parameter in _trained(model, found).items()}
+    saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
+    parameters = {
+        PREFIX + weights.plain_name(name).replace("magnitude_vector.weight", "magnitude_vector"): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
+    }
     return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, found))})
 
 
@@ -193,7 +192,7 @@ def load_adapter(
                 "  Likely: the adapter of another model, or a partial copy."
             )
     if not parts:
-        raise CheckpointError(f"{folder} holds no adapter: {WEIGHTS} has no lora_A and lora_B")
+        raise CheckpointError(f"{folder} has no adapter: {WEIGHTS} has no lora_A and lora_B")
     names = options.get("modules_to_save") or ()
     saved = _named(model, names, parts, "load_adapter")
     places = {f"{name}.{key}": p for name, module in saved.items() for key, p in _own_parameters(module)}
@@ -229,7 +228,7 @@ def load_adapter(
 
 
 def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """{module: its parts "A", "B", "magnitude"}, and what is left, by the name of the parameter."""
+    """{module: {"A", "B", "magnitude": tensor}}, and the other tensors by the name of the parameter."""
     parts: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
@@ -240,7 +239,7 @@ def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, d
         elif magnitude:
             parts.setdefault(magnitude["module"], {})["magnitude"] = tensor
         elif "lora_" in name or "base_layer" in name or "token_adapter" in name or "trainable_tokens" in name:
-            raise CheckpointError(f"{folder}: {key} belongs to a variant of LoRA that is not computed here")
+            raise CheckpointError(f"{folder}: {key} belongs to a variant of LoRA that is not supported")
         else:
             others[name.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")] = tensor
     return parts, others
@@ -272,7 +271,7 @@ def _check_free(model: Any, where: str) -> None:
 
 
 def _text_prefix(model: Any) -> str:
-    """What the names of the text model's modules begin with."""
+    """The prefix of the names of the text model's modules."""
     decoder = getattr(model, "decoder", model)
     return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
 
@@ -327,14 +326,14 @@ def _named(model: Any, names: Sequence[str], chosen: Iterable[str], where: str) 
 
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Its parameters; of a tied head also the weight that it is about to get, which has the shape of the table."""
+    """A module's parameters; for a tied head also the weight that it is about to get."""
     if isinstance(module, LMHead) and module.is_tied:
         yield "weight", module.weight  # type: ignore[misc]
     yield from module.named_parameters()
 
 
 def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Freezes all but the modules in `saved`; unties the head from its embedding where they are trained apart."""
+    """Freezes all but the modules in `saved`; unties a head whose weight or embedding is among them."""
     model.requires_grad_(False)
     head = getattr(model, "lm_head", None)
     if isinstance(head, LMHead) and head.is_tied and {head, model.decoder.embed_tokens} & set(saved.values()):
@@ -348,41 +347,24 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 # ---- Files ----
 
 
-def _trained(model: Any, found: Mapping[str, Adapted]) -> dict[str, Tensor]:
-    """{name: parameter} that an adapter's file holds."""
-    saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
-    return {
-        weights.plain_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector"): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
-    }  # fmt: skip
-
-
 def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
-    """adapter_config.json. r and lora_alpha are those of most modules, and the patterns name the others."""
+    """adapter_config.json. r and lora_alpha are those of most modules; the patterns name the others. Fields that have
+    PEFT's defaults are left out."""
     sizes = {name: (module.r, module.alpha) for name, module in found.items()}
     (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
     some = next(iter(found.values()))
     return {
         "alpha_pattern": {name: own for name, (_, own) in sizes.items() if own != alpha},
-        "auto_mapping": None,
         "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
         "bias": "none",
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
         "lora_alpha": alpha,
-        "lora_bias": False,
         "lora_dropout": some.dropout,
         "modules_to_save": list(getattr(model, _SAVED, ())) or None,
         "peft_type": "LORA",
         "peft_version": _FORMAT,
         "r": r,
         "rank_pattern": {name: own for name, (own, _) in sizes.items() if own != r},
-        "revision": None,
         "target_modules": _shortest(model, found),
         "task_type": "CAUSAL_LM",
         "use_dora": some.lora_magnitude_vector is not None,
@@ -391,14 +373,10 @@ def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
 
 
 def _shortest(model: Any, found: Iterable[str]) -> list[str]:
-    """The last words of the names, where PEFT finds these modules by them and no others; else the names."""
+    """The last parts of the names, if PEFT finds exactly these modules by them; else the names."""
     short = sorted({name.rpartition(".")[2] for name in found})
     linears = [
         weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)
     ]
     hits = {name for one in short for name in _ending(linears, one)}
     return short if hits == set(found) else sorted(found)
-
-
-def _set(parameter: Tensor, values: Tensor) -> None:
-    weights.fill(parameter, lambda whole: whole.copy_(values))

@@ -1,13 +1,12 @@
 """Medusa heads: each guesses a token further ahead than the model's own head, from the same hidden state.
 
-Of the hidden state x at position t, head k = 0, 1, ... guesses the token t + k + 2 (the model's own: t + 1):
+From the hidden state x at position t, head k = 0, 1, ... guesses token t + k + 2 (the model's own head: t + 1):
 
     x <- x + SiLU(W x + b), `layers` times        logits = x @ V.T
 
-They begin as the model: W = b = 0, V a copy of its head. On disk they lie as the reference implementation names them:
+At first, W = b = 0 and V is a copy of the model's head. The files are those of the reference implementation:
 medusa_lm_head.safetensors with `K.L.linear.weight`, `K.L.linear.bias` and `K.LAYERS.weight` of head K, and config.json
-with medusa_num_heads, medusa_num_layers and base_model_name_or_path. Its b starts at random and its layers of a head
-are one; files of either open in both.
+with medusa_num_heads, medusa_num_layers and base_model_name_or_path. Files of either open in the other.
 
 Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.1. Checked against: FasterDecoding/Medusa,
 medusa/model/medusa_model.py.
@@ -20,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.checkpoint import reading, saving
+from ligermodels.checkpoint import adapters, saving
 from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
@@ -70,9 +69,9 @@ class MedusaHeads(nn.ModuleList):
 
 
 def add_medusa(model: Any, heads: int = 4, layers: int = 1, *, freeze: bool = True) -> MedusaHeads:
-    """Gives the model new heads as `model.medusa`, which begin as its own head; returns them.
+    """Gives the model new heads as `model.medusa`; returns them. Call it before the model is sharded.
 
-    freeze: everything else is not trained. Before the model is sharded. Raises InputError.
+    freeze: only the heads are trained. Raises InputError.
     """
     if heads < 1 or layers < 0:
         raise InputError(f"add_medusa: heads={heads}, layers={layers}; expected 1 head or more, and no negative number")
@@ -92,9 +91,9 @@ def add_medusa(model: Any, heads: int = 4, layers: int = 1, *, freeze: bool = Tr
 
 
 def save_medusa(model: Any, folder: str | Path, *, base: str | None = None) -> Path:
-    """Writes `model.medusa` and returns the folder. base: what config.json names as the model that they belong to.
+    """Writes `model.medusa` and returns the folder. base: the base model's name in config.json.
 
-    Of a sharded model every rank calls this, and one writes. Raises HubError where the folder cannot be written.
+    Every rank of a sharded model calls this, and one writes. Raises HubError where the folder cannot be written.
     """
     heads: MedusaHeads = model.medusa
     files.reshard(model)
@@ -107,31 +106,23 @@ def save_medusa(model: Any, folder: str | Path, *, base: str | None = None) -> P
 
 
 def load_medusa(model: Any, folder: str | Path, *, allow_pickle: bool = False) -> MedusaHeads:
-    """The heads in `folder`, ours or the reference implementation's, where the model's head is and in its dtype.
+    """Returns the heads in `folder`, ours or the reference implementation's, on the device and in the dtype of the
+    model's head; the model is unchanged.
 
-    The model is left as it is. allow_pickle: reads medusa_lm_head.pt if there is nothing else. Raises CheckpointError
-    for files that are not there, damaged, or of a model of another size.
+    allow_pickle: reads medusa_lm_head.pt if there is nothing else. Raises CheckpointError for files that are missing,
+    damaged, or of a model of another size.
     """
     folder = saving.absolute(folder)
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     heads, layers = (config.get(f"medusa_num_{name}") for name in ("heads", "layers"))
     if not (type(heads) is int and heads > 0 and type(layers) is int and layers >= 0):
         raise CheckpointError(
-            f"{folder / CONFIG} names no medusa_num_heads and medusa_num_layers; are these such heads?"
+            f"{folder / CONFIG} lacks medusa_num_heads and medusa_num_layers; give a folder of Medusa heads"
         )
-    opened: Any
-    if (folder / WEIGHTS).is_file() or not (folder / PICKLE).is_file():
-        opened = reading.SafetensorsFile(folder / WEIGHTS, folder)
-    elif allow_pickle:
-        opened = reading.PickleFile(folder / PICKLE, folder)
-    else:
-        raise CheckpointError(
-            f"{folder / PICKLE} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
-            "  Next: pass allow_pickle=True: tensors are read from it, and nothing else."
-        )
+    tensors = adapters.read_tensors(folder, WEIGHTS, PICKLE, allow_pickle=allow_pickle)
     sketch = _empty(model, heads, layers, device="meta")
     wanted = {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
-    found = {name: opened.info(name).shape for name in opened.names}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
         one = wrong[0]
         raise CheckpointError(
@@ -141,12 +132,12 @@ def load_medusa(model: Any, folder: str | Path, *, allow_pickle: bool = False) -
     made = _empty(model, heads, layers)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            parameter.copy_(opened.read(name))
+            parameter.copy_(tensors[name])
     return made.eval()
 
 
 def _empty(model: Any, heads: int, layers: int, device: str | None = None) -> MedusaHeads:
-    """Heads for the model, not initialised, where its own head is."""
+    """Uninitialised heads for the model, on the device of its own head."""
     weight = model.lm_head.weight
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     with torch.device("meta"):

@@ -1,8 +1,8 @@
-"""Offload of saved activations to pinned host memory: copied out during the forward, back before the backward.
+"""Offloads saved activations to pinned host memory in the forward, and copies them back before the backward.
 
-Copies run on a stream of their own while the next block computes, and come back one block ahead of their use. That
-costs no time where a block computes for longer than its bytes travel: an H200 moves 54 GB/s each way, so that a block
-that saves 4096 bytes per token ("block", H = 2048) has to take 0.08 us per token and direction.
+Copies run on a stream of their own while the next block computes, and come back one block before their use. That costs
+no time if a block computes for longer than its copies take. An H200 copies 54 GB/s each way, so a block that saves
+4096 bytes per token ("block", H = 2048) has to compute for 0.08 us per token and direction.
 """
 
 import functools
@@ -22,7 +22,7 @@ SMALLEST = 2**20
 
 
 class Offload:
-    """The copy streams and pinned buffers of one model, used again from step to step; a copy of a model has its own."""
+    """The copy streams and pinned buffers of one model, reused in each step. A copy of the model gets its own."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, CopyStream] = {}
@@ -44,9 +44,9 @@ class Offload:
 class OffloadPass:
     """The offloading blocks of one forward pass.
 
-    The last block's tensors stay on the device, since the backward needs them at once. The copies of n of L blocks have
-    the time of L / n blocks each: `free_after_block` spreads them evenly. In the backward, the copies back begin where
-    that block is done; as much memory has been freed by then.
+    The last block's tensors stay on the device, since the backward needs them at once. If n of L blocks are offloaded,
+    each copy may take as long as L / n blocks: `free_after_block` spreads them evenly. In the backward, a copy back
+    begins after that block, when as much memory has been freed.
     """
 
     def __init__(self, offload: Offload, blocks: list[int], num_blocks: int):
@@ -56,7 +56,7 @@ class OffloadPass:
         self.free_after_block = {i: -(-(n + 1) * last // len(blocks)) for n, i in enumerate(blocks)}
         self.fetches: defaultdict[int, list[StorageRefs]] = defaultdict(list)
         self.storages: dict[StorageWeakRef, weakref.ref[OffloadedStorage]] = {}
-        offload.free_after(math.inf)  # left over from a step that raised
+        offload.free_after(math.inf)  # of a step that raised
 
     def run(self, i: int, block: Callable[..., Any], *inputs: Any) -> Any:
         """block(*inputs), which is block i."""
@@ -77,11 +77,11 @@ class OffloadPass:
     def pack(self, i: int, own: "StorageRefs", tensor: Tensor) -> "Tensor | _View":
         """Offloads large activations that block i saves, each storage once, and adds new ones to `own`.
 
-        Small tensors and parameters stay where they are.
+        Small tensors and parameters stay on the device.
         """
         strided = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
         if not strided or isinstance(tensor._base, nn.Parameter) or tensor.untyped_storage().nbytes() < SMALLEST:
-            return tensor if tensor.is_leaf else tensor.detach()  # with its node it would hold itself
+            return tensor if tensor.is_leaf else tensor.detach()  # with its node, it would keep itself alive
         key = StorageWeakRef(tensor.untyped_storage())
         known = self.storages.get(key)
         storage = None if known is None else known()
@@ -118,7 +118,7 @@ def _fetch(refs: "StorageRefs", _: Tensor) -> None:
 
 
 class OffloadedStorage:
-    """Memory that is on the host for as long as autograd holds a view of it, and on the device while it is read."""
+    """Memory on the host, kept as long as autograd has a view of it, and on the device while the backward reads it."""
 
     def __init__(self, stream: "CopyStream", tensor: Tensor, free_after_block: int):
         self.stream = stream
@@ -135,17 +135,17 @@ class OffloadedStorage:
     def __del__(self) -> None:
         self.free_source()
         if self.on_device is not None:  # a backward that raised
-            self.stream.settle_incoming()
+            self.stream.release_incoming()
         self.stream.buffers[len(self.buffer)].append(self.buffer)  # queued copies run before those of its next use
 
     def free_source(self) -> None:
         """Frees the device memory that was copied out, for use after the copy."""
         if self.outgoing is not None:
-            self.outgoing.settle()
+            self.outgoing.wait()
             self.outgoing = None
 
     def take(self) -> Tensor:
-        """The bytes on the device. After the last use only the caller holds them."""
+        """Returns the bytes on the device. After the last use, only the caller keeps them alive."""
         if self.on_device is None:
             self.stream.fetch([self])
         on_device = self.on_device
@@ -165,22 +165,21 @@ class _Copies(NamedTuple):
 
     computing: Any  # the stream that uses the memory; None on the CPU
     done: Any  # an event
-    held: list[Tensor]
+    memory: list[Tensor]
 
-    def settle(self) -> None:
-        """Makes `computing` wait for the copies, so that `held` may be freed."""
+    def wait(self) -> None:
+        """Makes `computing` wait for the copies, so that `memory` may be freed."""
         if self.computing is not None:
             self.computing.wait_event(self.done)
 
 
 class CopyStream:
-    """The copies between one device and the host, in order, on a stream of their own.
+    """Copies between one device and the host, in order, on a stream of their own. On the CPU there is no stream.
 
-    Device memory belongs to the computing stream, whose allocator may reuse it as soon as nothing holds it. So it is
-    held until that stream has been made to wait for the copy; the host never waits. (record_stream would hold it until
-    the host happens to see that the copy is done.) Host buffers are used by copies alone, which one stream keeps in
-    order, so they are reused at once. Their sizes are powers of two, to which torch rounds pinned memory. On the CPU
-    the copies are made without streams.
+    Device memory belongs to the computing stream, whose allocator may reuse it when no tensor refers to it. So a
+    reference is kept until that stream has been made to wait for the copy; the host never waits. (record_stream would
+    keep the memory until the host happens to see that the copy is done.) Host buffers are used only by copies, which
+    one stream keeps in order, so they are reused at once. Torch rounds pinned memory to powers of two, and so do we.
     """
 
     def __init__(self, device: torch.device):
@@ -210,7 +209,7 @@ class CopyStream:
 
     def fetch(self, storages: list[OffloadedStorage]) -> None:
         """Starts copies back to the device, after what is queued on the computing stream now."""
-        self.settle_incoming()
+        self.release_incoming()
         on_device = [torch.empty(storage.nbytes, dtype=torch.uint8, device=self.device) for storage in storages]
         buffers = [storage.buffer[: storage.nbytes] for storage in storages]
         self.incoming = self._copy(zip(on_device, buffers, strict=True), on_device)
@@ -224,20 +223,20 @@ class CopyStream:
         if self.incoming is not None and self.incoming.done is ready:
             self.incoming = None
 
-    def settle_incoming(self) -> None:
-        """From now on the arriving memory is held by its storages alone."""
+    def release_incoming(self) -> None:
+        """Leaves the memory that is being filled to its storages alone."""
         if self.incoming is not None:
-            self.incoming.settle()
+            self.incoming.wait()
             self.incoming = None
 
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], held: list[Tensor]) -> _Copies:
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], memory: list[Tensor]) -> _Copies:
         if self.stream is None:
             for target, source in pairs:
                 target.copy_(source)
-            return _Copies(None, None, held)
+            return _Copies(None, None, memory)
         computing = self.module.current_stream(self.device)
         self.stream.wait_stream(computing)
         with torch.no_grad(), self.module.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return _Copies(computing, self.stream.record_event(), held)
+        return _Copies(computing, self.stream.record_event(), memory)

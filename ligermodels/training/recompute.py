@@ -51,7 +51,7 @@ def run_block(i: int, block: nn.Module, *inputs: Any) -> Any:
 
 
 def recomputed(block: nn.Module, x: Tensor, residual: Tensor | None, *inputs: Any, **options: Any) -> Any:
-    """block(x + residual, None, *inputs), of which only the sum is saved; the backward runs the block again.
+    """block(x + residual, None, *inputs); only the sum is saved, and the backward runs the block again.
 
     options: of torch.utils.checkpoint. Raises InputError while a CUDA graph is captured, if the block draws random
     numbers: the second run would draw others.
@@ -77,8 +77,11 @@ def _draws(block: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """The policy of one model. recompute: "none", "mlp" or "block". blocks: it applies to so many of the first blocks;
-    None: to all. every_n_layers: of those, to blocks 0, n, 2n, ... options: of torch.utils.checkpoint."""
+    """The policy of one model.
+
+    recompute: "none", "mlp" or "block". blocks: number of first blocks that it applies to, None for all.
+    every_n_layers: among these, it applies to blocks 0, n, 2n, ... options: of torch.utils.checkpoint.
+    """
 
     recompute: str = "none"
     blocks: int | None = None
@@ -104,7 +107,7 @@ class Checkpointing:
         if blocks is not None and not (type(blocks) is int and 0 <= blocks <= num_blocks):
             raise InputError(f"blocks={blocks!r} must be a number of the model's blocks, 0 to {num_blocks}")
         if type(every) is not int or every < 1:
-            raise InputError(f"every_n_layers={every!r} must be a whole number from 1 on")
+            raise InputError(f"every_n_layers={every!r} must be a whole number of 1 or more")
         if type(offload) is not bool:
             raise InputError(f"offload={offload!r} must be True or False")
         if options.pop("use_reentrant", None):
@@ -176,7 +179,7 @@ def last_mlp(block: nn.Module) -> nn.Module | None:
 
 
 class _Pass:
-    """The blocks of one forward pass, some of which are recomputed or offload what they save."""
+    """The blocks of one forward pass, some of which are recomputed or offloaded."""
 
     def __init__(self, policy: Checkpointing, num_blocks: int):
         self.policy = policy
@@ -193,5 +196,5 @@ class _Pass:
         else:
             x, residual, *more = self.offload.run(i, run, x, residual, *inputs)
         if residual is not None and i + 1 in self.recomputed:
-            x, residual = x + residual, None  # here, where nothing else holds the two
+            x, residual = x + residual, None  # here, where nothing else refers to the two
         return x, residual, *more

@@ -2,29 +2,36 @@
 
 import datetime
 
-import torch._dynamo  # noqa: F401 - FSDP2 imports it on its first use: once here, and not in each fork
+import torch
+import torch._dynamo
 import torch.distributed as dist
 
-from tests.processes import Child
+from tests.processes import SECONDS, Child
 
 
 def fork(folder, work, size=2):
-    """Starts `size` ranks that do `work`. folder: where they meet, anew with each call."""
+    """Starts `size` ranks that do `work` and save its result. folder: for each call's meeting file and results."""
     meeting = folder / f"meeting-{len(list(folder.glob('meeting-*')))}"
     meeting.touch()
 
     def run(rank):
         options = dict(rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60))
         dist.init_process_group("gloo", init_method=f"file://{meeting}", **options)
-        work()
+        torch.save(work(), folder / f"result-{rank}")
         dist.destroy_process_group()
 
     return [Child(lambda rank=rank: run(rank)) for rank in range(size)]
 
 
-def on_ranks(folder, work, size=2, *, attempts=1):
+def on_ranks(folder, work, size=2, *, attempts=1, seconds=SECONDS):
     """Does `work` on `size` ranks, again if one ends badly; returns how often they were started."""
     for attempt in range(attempts):
-        if not any([child.wait() for child in fork(folder, work, size)]):
+        if not any([child.wait(seconds) for child in fork(folder, work, size)]):
             return attempt + 1
     raise AssertionError(f"the ranks failed in {attempts} attempts; what they raised is in the captured stderr")
+
+
+def results_of_ranks(folder, work, size=2, **options):
+    """What `work` returns on each rank."""
+    on_ranks(folder, work, size, **options)
+    return [torch.load(folder / f"result-{rank}") for rank in range(size)]

@@ -17,7 +17,7 @@ from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, same_bits
 from ligermodels.errors import HubError, InputError, LigermodelsError
 from tests.checkpoint.test_sharded import processes
-from tests.processes import spawn
+from tests.parallel.ranks import on_ranks
 
 SIZES = dict(
     vocab_size=98, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -92,38 +92,37 @@ def load_and_save(folder, families, mesh, **parallel):
         dist.barrier()
 
 
-def on_two_ranks(rank, folder):
-    torch.set_num_threads(1)
-    with processes(rank, 2, folder / "meeting"):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-        load_and_save(folder, ["tied", "experts"], mesh)
+def on_two_ranks(folder):
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    load_and_save(folder, ["tied", "experts"], mesh)
 
-        # After a forward pass, which leaves the last group gathered in bf16.
-        model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
-        with torch.no_grad():
-            model(IDS)
-        model.save_pretrained(folder / "after-forward", max_shard_size="20KB")
-        assert_same_files(folder / "after-forward", folder / "biases")
+    # After a forward pass, which leaves the last group gathered in bf16.
+    model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
+    with torch.no_grad():
+        model(IDS)
+    model.save_pretrained(folder / "after-forward", max_shard_size="20KB")
+    assert_same_files(folder / "after-forward", folder / "biases")
 
-        with pytest.MonkeyPatch.context() as patched:
-            asked = count_bytes(patched)
-            model = load(folder / "tied", mesh=mesh)
-            assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
-        torch.testing.assert_close(model(IDS, labels=IDS).loss, load(folder / "tied")(IDS, labels=IDS).loss)
-        assert random("tied", mesh=mesh, device="meta").device.type == "meta"
+    with pytest.MonkeyPatch.context() as patched:
+        asked = count_bytes(patched)
+        model = load(folder / "tied", mesh=mesh)
+        assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
+    torch.testing.assert_close(model(IDS, labels=IDS).loss, load(folder / "tied")(IDS, labels=IDS).loss)
+    assert random("tied", mesh=mesh, device="meta").device.type == "meta"
 
-        with pytest.MonkeyPatch.context() as patched:
-            written = names_written(patched)
-            model.save_pretrained(folder / "both", max_shard_size="20KB")
-            assert all(int(re.search(r"\d+", name)[0]) % 2 == 1 - rank for name in written) and len(written) > 1
-            for main in (0, 1):
-                written.clear()
-                model.save_pretrained(folder / f"main-{main}", max_shard_size="20KB", is_main_process=rank == main)
-                assert bool(written) == (rank == main)
-                assert_same_files(folder / f"main-{main}", folder / "tied")
-            model.save_pretrained(folder / "nobody", is_main_process=False)
-            assert not (folder / "nobody").exists()
-        fail(rank, model, folder)
+    with pytest.MonkeyPatch.context() as patched:
+        written = names_written(patched)
+        model.save_pretrained(folder / "both", max_shard_size="20KB")
+        assert all(int(re.search(r"\d+", name)[0]) % 2 == 1 - rank for name in written) and len(written) > 1
+        for main in (0, 1):
+            written.clear()
+            model.save_pretrained(folder / f"main-{main}", max_shard_size="20KB", is_main_process=rank == main)
+            assert bool(written) == (rank == main)
+            assert_same_files(folder / f"main-{main}", folder / "tied")
+        model.save_pretrained(folder / "nobody", is_main_process=False)
+        assert not (folder / "nobody").exists()
+    fail(rank, model, folder)
 
 
 def count_bytes(patched):
@@ -209,49 +208,48 @@ def folder(tmp_path):
 
 
 def test_two_ranks(folder):
-    spawn(on_two_ranks, args=(folder,), nprocs=2)
+    on_ranks(folder, lambda: on_two_ranks(folder))
 
 
-def on_four_ranks(rank, folder):
-    torch.set_num_threads(1)
-    with processes(rank, 4, folder / "meeting"):
-        tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-        load_and_save(folder, FAMILIES, tensor)
-        load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
-        model = load(folder / "experts-stacked", mesh=tensor)
-        assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 4
-        assert_same_model(model, load(folder / "experts"))
+def on_four_ranks(folder):
+    rank = dist.get_rank()
+    tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    load_and_save(folder, FAMILIES, tensor)
+    load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
+    model = load(folder / "experts-stacked", mesh=tensor)
+    assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 4
+    assert_same_model(model, load(folder / "experts"))
 
-        for mesh in (tensor, tensor["dp_shard"]):
-            assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
-        assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
+    for mesh in (tensor, tensor["dp_shard"]):
+        assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
+    assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
 
-        for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-            load_and_save(folder, ["experts"], mesh)
+    for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        load_and_save(folder, ["experts"], mesh)
 
-        # A mesh of some of the processes; and two, of which neither holds the other's ranks.
-        half = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp_shard",))
-        if rank in (1, 3):
-            model = load(folder / "tied", mesh=half)
-            model.save_pretrained(folder / "half", max_shard_size="20KB")
-            assert_same_files(folder / "half", folder / "tied")
-        dist.barrier()
-        model = load(folder / "biases")
-        for block, one in zip(model.model.layers, ("dp_shard", "tp"), strict=True):
-            fully_shard(block, mesh=tensor[one])
-        with pytest.MonkeyPatch.context() as patched:
-            written = names_written(patched)
-            model.save_pretrained(folder / "mixed", max_shard_size="20KB")
-        assert_same_files(folder / "mixed", folder / "biases")
-        names = [None] * 4
-        dist.all_gather_object(names, written)
-        assert sorted(itertools.chain(*names)) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
+    # A mesh of some of the processes; and two, of which neither holds the other's ranks.
+    half = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp_shard",))
+    if rank in (1, 3):
+        model = load(folder / "tied", mesh=half)
+        model.save_pretrained(folder / "half", max_shard_size="20KB")
+        assert_same_files(folder / "half", folder / "tied")
+    dist.barrier()
+    model = load(folder / "biases")
+    for block, one in zip(model.model.layers, ("dp_shard", "tp"), strict=True):
+        fully_shard(block, mesh=tensor[one])
+    with pytest.MonkeyPatch.context() as patched:
+        written = names_written(patched)
+        model.save_pretrained(folder / "mixed", max_shard_size="20KB")
+    assert_same_files(folder / "mixed", folder / "biases")
+    names = [None] * 4
+    dist.all_gather_object(names, written)
+    assert sorted(itertools.chain(*names)) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
 
 
 @pytest.mark.slow
 def test_four_ranks_with_tensor_parallelism_and_copies(folder):
-    spawn(on_four_ranks, args=(folder,), nprocs=4)
+    on_ranks(folder, lambda: on_four_ranks(folder), 4)
 
 
 def test_ranks_write_at_the_same_time_in_bounded_memory():

@@ -135,7 +135,7 @@ def test_files_are_those_of_the_reference(tmp_path, layers):
         torch.testing.assert_close(ours, head(x))
     with pytest.raises(CheckpointError, match=r"heads of another model: 0.0.linear.bias is \(32,\), and .* \(16,\)"):
         load_medusa(losses.model(hidden_size=16), tmp_path / "ours")
-    with pytest.raises(CheckpointError, match="names no medusa_num_heads"):
+    with pytest.raises(CheckpointError, match="lacks medusa_num_heads"):
         load_medusa(model, tmp_path)
 
 

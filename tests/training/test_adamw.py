@@ -190,7 +190,7 @@ def test_what_a_checkpoint_of_another_run_may_change(device):
     assert torch.equal(plain.state[p]["exp_avg"], state["exp_avg"])  # fp32 all the way
     for wrong, message in (
         (torch.optim.AdamW([p], amsgrad=True), "amsgrad=True"),
-        (torch.optim.SGD([p], momentum=0.9), "holds momentum_buffer; expected step"),
+        (torch.optim.SGD([p], momentum=0.9), "has momentum_buffer; expected step"),
     ):
         wrong.step()
         with pytest.raises(InputError, match=message):

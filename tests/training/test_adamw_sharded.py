@@ -25,7 +25,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
-from tests.processes import Child
+from tests.parallel.ranks import results_of_ranks
 
 STEPS = 3
 OPTIONS = {"rounded": dict(seed=3), "with masters": dict(master_weights=True)}
@@ -118,21 +118,6 @@ class Weights(nn.Module):
         )
 
 
-def run(size, work, folder):
-    """work(rank), in that many processes; what each returns."""
-
-    def child(rank):
-        meeting = f"file://{folder}/meeting"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-        torch.save(work(rank), folder / str(rank))
-        dist.destroy_process_group()
-
-    folder.mkdir()
-    children = [Child(lambda rank=rank: child(rank)) for rank in range(size)]
-    assert [child.wait() for child in children] == [0] * size
-    return [torch.load(folder / str(rank)) for rank in range(size)]
-
-
 def fully_sharded(module, mesh):
     """FSDP2 that sums gradients; gloo can do so only as a plain sum."""
     fully_shard(module, mesh=mesh)
@@ -172,7 +157,7 @@ def refused(meshes):
     p = nn.Parameter(DTensor.from_local(torch.ones(shape).bfloat16(), mesh, cuts))
     p.grad = torch.ones_like(p)
     AdamW([p], rounding="nearest").step()
-    with pytest.raises(InputError, match=r"AdamW: (the place of )?a local piece of a parameter of shape"):
+    with pytest.raises(InputError, match=r"AdamW: (the position of )?a shard of a parameter of shape"):
         AdamW([p]).step()
     return True
 
@@ -180,7 +165,7 @@ def refused(meshes):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bits_do_not_depend_on_the_sharding(tmp_path, size):
     cases = TWO if size == 2 else FOUR
-    results = run(size, lambda rank: step_cases(cases), tmp_path / "run")
+    results = results_of_ranks(tmp_path, lambda: step_cases(cases), size)
     for k, options in enumerate(OPTIONS.values()):
         params = [nn.Parameter(x) for x in values(shapes_of(cases), 0)]
         optimizer = AdamW(params, 1e-2, weight_decay=0.1, **options)
@@ -228,7 +213,7 @@ def step_on(model, optimizer, plans, steps, data=None, tp=None):
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [dict(dp=2, tp=2), dict(dp_replicate=2, dp_shard=2)], ids=["2-D", "HSDP"])
 def test_fsdp_over_tensor_parallel_and_replicas(tmp_path, dims):
-    results = run(4, lambda rank: step_fsdp(dims, PLANS), tmp_path / "run")
+    results = results_of_ranks(tmp_path, lambda: step_fsdp(dims, PLANS), 4)
     for k, options in enumerate(OPTIONS.values()):
         model, optimizer = trained(options)
         for found in results:
@@ -276,7 +261,7 @@ def step_and_resume(folder):
 def test_a_checkpoint_resumes_on_another_number_of_processes(tmp_path):
     for name, options in OPTIONS.items():
         save(*trained(options, STEPS - 1), tmp_path / f"{name}, of one")
-    results = run(2, lambda rank: step_and_resume(tmp_path), tmp_path / "run")
+    results = results_of_ranks(tmp_path, lambda: step_and_resume(tmp_path))
     for k, (name, options) in enumerate(OPTIONS.items()):
         model, optimizer = trained(options)
         expected = held(model.parameters(), optimizer)
@@ -290,7 +275,7 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(tmp_path):
         assert_same(held(model.parameters(), optimizer), expected)
 
 
-def step_llama(rank, tied, step_in_backward):
+def step_llama(tied, step_in_backward):
     """A tiny Llama's weights and states after the steps."""
     mesh = init_device_mesh("cpu", (2,))
     config = dict(LLAMA, tie_word_embeddings=tied)
@@ -299,7 +284,7 @@ def step_llama(rank, tied, step_in_backward):
         fully_sharded(part, mesh)
     optimizer = AdamW(model.parameters(), 1e-2, step_in_backward=step_in_backward, seed=7)
     for t in range(STEPS):
-        ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(t))[rank : rank + 1]
+        ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(t))[[dist.get_rank()]]
         model(ids, labels=ids).loss.backward()
         assert all((p.grad is None) == step_in_backward for p in model.parameters())
         optimizer.step()
@@ -308,16 +293,16 @@ def step_llama(rank, tied, step_in_backward):
 
 
 def test_steps_in_the_backward_of_fsdp(tmp_path):
-    def work(rank):
+    def work():
         torch.manual_seed(0)
-        return [[step_llama(rank, tied, early) for early in (False, True)] for tied in (False, True)]
+        return [[step_llama(tied, early) for early in (False, True)] for tied in (False, True)]
 
-    for result in run(2, work, tmp_path / "run"):
+    for result in results_of_ranks(tmp_path, work):
         for late, early in result:
             assert_same(early, late)
 
 
-def step_linear(rank, steps):
+def step_linear(steps):
     """Masters of FSDP2's weights after clipped steps, with states through a full state dict; and the last norm."""
     mesh = init_device_mesh("cpu", (2,))
     model = linear()
@@ -330,7 +315,7 @@ def step_linear(rank, steps):
             state = get_optimizer_state_dict(model, optimizer, options=full)
             optimizer = AdamW(model.parameters(), 1.0, **CLIPPED)
             set_optimizer_state_dict(model, optimizer, state, options=full)
-        model(x[2 * rank : 2 * rank + 2]).float().square().mean().backward()
+        model(x.chunk(2)[dist.get_rank()]).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return [optimizer.master(p).full_tensor() for p in model.parameters()], optimizer.grad_norm
@@ -343,7 +328,7 @@ def linear():
 
 def test_clipped_steps_of_fsdp(tmp_path):
     steps = torch.randn(3, 4, 7).bfloat16()
-    (found, norm), (_, other) = run(2, lambda rank: step_linear(rank, steps), tmp_path / "run")
+    (found, norm), (_, other) = results_of_ranks(tmp_path, lambda: step_linear(steps))
     model = linear()
     optimizer = AdamW(model.parameters(), 1e-2, **CLIPPED)
     for x in steps:

@@ -25,7 +25,7 @@ from ligermodels.layers.lora import LoRALinear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch import qwen2_vl
-from tests.processes import spawn
+from tests.parallel.ranks import results_of_ranks
 from tests.quantized import quantized
 
 SIZES = dict(
@@ -367,11 +367,11 @@ def train(model, rows, steps=3):
     return losses
 
 
-def on_two_ranks(rank, folder):
-    torch.set_num_threads(1)
+def on_two_ranks(folder):
+    """{case: (losses, the loss before and after merging)}."""
+    rank, found = dist.get_rank(), {}
     fused, real = [], linear.lora_linear
     linear.lora_linear = lambda *args: fused.append(len(args[1])) or real(*args)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     for name, options in CASES.items():
         mesh = dict(cp=2) if name == "cp" else dict(dp_shard=2)
         model = parallelize(adapted(**options), make_mesh(**mesh, device_type="cpu"))
@@ -385,15 +385,14 @@ def on_two_ranks(rank, folder):
                 merge_lora(model)
                 after = model(BATCH, labels=BATCH).loss
                 model.save_pretrained(folder / f"{name}-merged")
-        if rank == 0:
-            torch.save((losses, before, after), folder / f"{name}.pt")
+        found[name] = losses, before, after
         with pytest.raises(InputError, match="sharded already" if "bits" not in options else "has adapters already"):
             add_lora(model)
     with pytest.raises(InputError, match="LoRALinear in place of a projection"):
         parallelize(adapted(), make_mesh(tp=2, device_type="cpu"))
     with pytest.raises(InputError, match="tensor parallel"):
         add_lora(parallelize(make(vocab_size=62), make_mesh(tp=2, device_type="cpu")))
-    dist.destroy_process_group()
+    return found
 
 
 CASES = {
@@ -406,11 +405,11 @@ CASES = {
 
 def test_sharded_adapters_train_and_save_as_whole_ones(tmp_path):
     """A frozen bf16 base and fp32 adapters in one group of FSDP2."""
-    spawn(on_two_ranks, (tmp_path,), nprocs=2)
+    results, _ = results_of_ranks(tmp_path, lambda: on_two_ranks(tmp_path))
     for name, options in CASES.items():
         model = adapted(**options)
         losses = train(model, BATCH)
-        found, before, after = torch.load(tmp_path / f"{name}.pt")
+        found, before, after = results[name]
         low = options.get("dtype") == torch.bfloat16
         assert found == pytest.approx(losses, rel=2e-2 if low else 1e-5)
         save_adapter(model, tmp_path / f"{name}-whole")
