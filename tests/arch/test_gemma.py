@@ -19,6 +19,7 @@ def tiny(**changes):
 
 class TestGemma(Suite):
     arch = ligermodels.Gemma
+    SLOW = ("test_the_whole_model_compiles_without_a_graph_break",)
     NORM = 0.0
     TINY = {
         "plain": tiny(),

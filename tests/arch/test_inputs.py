@@ -1,4 +1,4 @@
-"""Arguments of forward and generate that cannot work end in an InputError; unusual ones that can are computed.
+"""Arguments of forward that cannot work end in an InputError; unusual ones that can are computed.
 
 Values are checked on the CPU; of tensors on a GPU only what costs no synchronisation.
 """
@@ -17,7 +17,6 @@ from ligermodels.errors import InputError
 from ligermodels.layers.cache import KVCache
 from tests.checkpoint.fixtures import CONFIG, make_model
 
-NAN, INF = float("nan"), float("inf")
 V, H, B, S = CONFIG["vocab_size"], CONFIG["hidden_size"], 2, 5
 IDS = torch.arange(B * S).view(B, S)
 POSITIONS = torch.arange(S)[None]
@@ -66,20 +65,6 @@ FORWARD: dict[str, tuple[dict[str, Any], str]] = {
     "a tuple for an output": (dict(input_ids=IDS, return_dict=False), "not supported"),
 }  # fmt: skip
 
-# Name -> (arguments of generate, words of the InputError).
-GENERATE: dict[str, tuple[dict[str, Any], str]] = {
-    "ids: out of range": (dict(input_ids=IDS + V), "the vocabulary"),
-    "ids: no column": (dict(input_ids=IDS[:, :0]), "empty prompt"),
-    "mask: additive": (dict(attention_mask=(1.0 - ONES) * 1e9 - 1.0), "other values"),
-    "mask: padding on the right": (dict(attention_mask=torch.tensor([[1, 1, 1, 0, 0]] * B)), "ends in padding"),
-    "tokens: 0": (dict(max_new_tokens=0), "at least 1"),
-    "temperature: NaN": (dict(temperature=NAN), "finite positive"),
-    "eos: and nothing to fill with": (dict(eos_token_id=V + 3), "pass pad_token_id"),
-    "stop: without a tokenizer": (dict(stop_strings="x"), "pass tokenizer"),
-    "processor: that makes NaN": (dict(logits_processor=lambda ids, logits: logits * NAN), "are NaN"),
-    "processor: that leaves no token": (dict(logits_processor=lambda ids, logits: logits - INF), "all -inf"),
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def model():
@@ -95,12 +80,6 @@ def refused(work: Callable[[], object], words: str) -> None:
 def test_a_bad_forward_is_refused(model, name):
     options, words = FORWARD[name]
     refused(lambda: model(**options), words)
-
-
-@pytest.mark.parametrize("name", list(GENERATE))
-def test_a_bad_generate_is_refused(model, name):
-    options, words = GENERATE[name]
-    refused(lambda: model.generate(**{"input_ids": IDS, "max_new_tokens": 3, **options}), words)
 
 
 def test_a_cache_of_fewer_layers_is_refused_before_it_changes():

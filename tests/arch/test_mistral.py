@@ -15,6 +15,7 @@ def without(config, *names):
 
 class TestMistral(Suite):
     arch = ligermodels.Mistral
+    SLOW = ("test_the_whole_model_compiles_without_a_graph_break",)
     TINY = {
         "no_window": tiny(),
         "window": tiny(sliding_window=6),

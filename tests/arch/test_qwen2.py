@@ -31,6 +31,7 @@ def flat(config):
 
 class TestQwen2(Suite):
     arch = ligermodels.Qwen2
+    SLOW = ("test_the_whole_model_compiles_without_a_graph_break",)
     TINY = {
         "plain": tiny(num_key_value_heads=4),
         "large_biases": tiny(num_key_value_heads=1),

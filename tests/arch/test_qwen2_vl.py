@@ -247,11 +247,11 @@ def drop(*names):
 NO_INPUT = {
     "a token too few": (
         change("input_ids", lambda x: x.masked_fill((x == IMAGE).cumsum(1) == 3, 5)),
-        ["hold", "make 7"],
+        ["have", "make 7"],
     ),
     "no image at all": (
         drop("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
-        ["hold 7 tokens", "make 0"],
+        ["have 7 tokens", "make 0"],
     ),
     "no ids": (
         lambda batch: {**drop("input_ids")(batch), "inputs_embeds": torch.zeros(1, 23, 32)},

@@ -139,9 +139,15 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
     (TWO, dict(input_ids=TWO), "two names"),
     (ONE[0], {}, r"input_ids\[None\]"),
     (None, {}, "pass input_ids"),
+    (TWO + VOCAB, {}, "the vocabulary from 0"),
+    (TWO[:, :0], {}, "empty prompt"),
+    (TWO, dict(attention_mask=1e9 - torch.ones(2, 5)), "other values"),
+    (TWO, dict(max_new_tokens=0), "at least 1"),
+    (TWO, dict(temperature=float("nan")), "finite positive"),
+    (TWO, dict(eos_token_id=VOCAB + 3), "pass pad_token_id"),
+    (TWO, dict(stop_strings="x"), "pass tokenizer"),
 ])  # fmt: skip
 def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
-    """tests/arch/test_inputs.py has what is merely out of range."""
     model.config.pad_token_id = None
     for call in (generate, generate_iter):  # the latter at the call, not when it is read
         with pytest.raises(InputError, match=message):
@@ -149,13 +155,16 @@ def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids
     assert not calls
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
+def test_nan_logits_are_an_error_and_not_token_zero(model):
+    def no_token(ids, logits):
+        return logits - torch.inf
+
+    with pytest.raises(InputError, match="all -inf"):
+        generate(model, prompt(), max_new_tokens=3, logits_processor=no_token)
     model.lm_head.weight[3] = torch.nan
-    with pytest.raises(InputError, match="float16 overflow"):
-        list(generate_iter(model, prompt(), max_new_tokens=3)) if stream else generate(
-            model, prompt(), max_new_tokens=3
-        )
+    for call in (generate, lambda *args, **options: list(generate_iter(*args, **options))):
+        with pytest.raises(InputError, match="float16 overflow"):
+            call(model, prompt(), max_new_tokens=3)
 
 
 def test_warnings_name_the_line_of_the_call_and_come_for_mistakes_alone():

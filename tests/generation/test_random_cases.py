@@ -1,6 +1,6 @@
-"""Random options of `generate` and of forward give what transformers gives. A case is drawn from its number alone.
+"""Random options of `generate` give what transformers gives. A case is drawn from its number alone.
 
-`pytest "tests/generation/test_random_cases.py::test_forward[17]"` repeats one; a failure prints what the case was.
+`pytest "tests/generation/test_random_cases.py::test_generate[17]"` repeats one; a failure prints what the case was.
 """
 
 import random
@@ -71,15 +71,13 @@ class Case:
 
     def draw_mask(self):
         """[rows, width], 1 at tokens; None where the call has none."""
-        if self.mask_kind in ("none", "packed", "positions"):
+        if self.mask_kind == "none":
             return None
         mask = torch.ones(self.rows, self.width, dtype=torch.int64)
         for row in mask:
             count = self.random.randint(0, self.width - 1)
             if self.mask_kind == "left":
                 row[:count] = 0
-            elif self.mask_kind == "right":
-                row[self.width - count :] = 0
             else:  # anywhere but in the last column
                 row[torch.randperm(self.width - 1, generator=self.tensors)[:count]] = 0
         return mask
@@ -187,87 +185,3 @@ def test_generate(pairs, seed):
             new = mask.new_ones(case.rows, ids.shape[1] - case.width)
             options["attention_mask"] = torch.cat([mask, new], 1)
     assert_same_steps(run(ours, ids, **own, **options), run(theirs, ids, **options), ids.shape[1])
-
-
-def packed_positions(case):
-    """[rows, width]: in each row, sequences that count from 0."""
-    positions = torch.zeros(case.rows, case.width, dtype=torch.int64)
-    for row in positions:
-        begin = 0
-        while begin < case.width:
-            end = min(case.width, begin + case.random.randint(1, 12))
-            row[begin:end] = torch.arange(end - begin)
-            begin = end
-    return positions
-
-
-@pytest.mark.parametrize("seed", range(CASES))
-def test_forward(pairs, seed):
-    case = Case(seed, ["none", "left", "right", "between", "packed", "positions"])
-    theirs, ours = pairs[case.arch]
-    r, inputs = case.random, {}
-    if case.mask is not None:
-        inputs["attention_mask"] = case.mask
-        if case.chance(0.5):
-            inputs["position_ids"] = (case.mask.cumsum(1) - 1).clamp(min=0)
-    elif case.mask_kind == "packed":
-        inputs["position_ids"] = packed_positions(case)
-    elif case.mask_kind == "positions":
-        inputs["position_ids"] = torch.arange(case.width)[None] + r.randint(0, 9)
-    how = r.choice(["plain", "embeds", "labels", "labels", "continued", "continued", "by transformers' cache"])
-    if "position_ids" in inputs and case.mask_kind in ("packed", "positions") and how not in ("embeds", "labels"):
-        how = "plain"
-    tokens = case.mask.bool() if case.mask is not None else torch.ones(case.rows, case.width, dtype=torch.bool)
-    print(f"{case.arch}, {how}, mask {case.mask_kind}\nids = {case.ids.tolist()}\n{inputs}")
-    if how == "labels":
-        labels = case.ids.masked_fill(~tokens | (torch.rand(case.ids.shape, generator=case.tensors) < 0.3), -100)
-        # In transformers, padding predicts the first token after it, and the end of a packed sequence the next one.
-        labels[:, 1:].masked_fill_(~tokens[:, :-1], -100)
-        if case.mask_kind == "packed":
-            labels.masked_fill_(inputs["position_ids"] == 0, -100)
-        if (labels[:, 1:] == -100).all():
-            return
-        inputs["labels"] = labels
-        if case.chance(0.4):
-            inputs["num_items_in_batch"] = torch.tensor(r.randint(5, 50))
-    if how == "embeds":
-        inputs["inputs_embeds"] = ours.get_input_embeddings()(case.ids)
-        tokens_in = {}
-    else:
-        tokens_in = {"input_ids": case.ids}
-    with torch.no_grad():
-        if how in ("continued", "by transformers' cache"):
-            from transformers import DynamicCache
-
-            cut = r.randint(1, case.width - 1)
-            results = []
-            for model in (theirs, ours):
-                past = DynamicCache(config=theirs.config) if how == "by transformers' cache" else None
-                parts = []
-                for begin, end in ((0, cut), (cut, case.width)):
-                    part = {
-                        name: value[:, :end] if name == "attention_mask" else value[:, begin:end]
-                        for name, value in inputs.items()
-                    }
-                    output = model(input_ids=case.ids[:, begin:end], past_key_values=past, use_cache=True, **part)
-                    past = output.past_key_values
-                    parts.append(output.logits)
-                results.append(torch.cat(parts, 1))
-        else:
-            if how != "labels" and case.chance(0.3):
-                inputs["logits_to_keep"] = r.randint(1, case.width)
-                tokens = tokens[:, -inputs["logits_to_keep"] :]
-            wants_hidden = how != "labels" and case.chance(0.3)
-            outputs = [
-                model(**tokens_in, **inputs, output_hidden_states=wants_hidden, use_cache=False)
-                for model in (theirs, ours)
-            ]
-            results = [output.logits for output in outputs]
-            if how == "labels":
-                torch.testing.assert_close(outputs[1].loss, outputs[0].loss, **CLOSE)
-            if wants_hidden:
-                kept = case.mask.bool() if case.mask is not None else slice(None)
-                for one, other in zip(outputs[1].hidden_states, outputs[0].hidden_states, strict=True):
-                    torch.testing.assert_close(one[kept], other[kept], **CLOSE)
-    expected, found = results
-    torch.testing.assert_close(found[tokens], expected[tokens], **CLOSE)
