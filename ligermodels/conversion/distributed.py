@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoints as a source and a target; checkpoint/dcp.py reads and writes the files."""
+"""The model in a PyTorch distributed checkpoint, read and written; checkpoint/dcp.py reads and writes the files."""
 
 import re
 from collections.abc import Iterable
@@ -96,33 +96,24 @@ class DcpSource(Source):
         return found
 
 
-class DcpTarget:
-    """`source` as a distributed checkpoint under its names, one file per tensor.
+def write_dcp(source: Source, folder: Path) -> None:
+    """Writes `source` as a distributed checkpoint under its names, one tensor at a time, one file per tensor.
 
     `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names.
+    Raises OSError, and what reading raises.
     """
 
-    def __init__(self, source: Source):
-        self._source, self.headers = source, source.headers
+    class Planner(dcp.DefaultSavePlanner):
+        """Plans with meta tensors; a tensor is read when it is written."""
 
-    def files(self) -> dict[str, bytes | Path]:
-        return self._source.files()
+        def lookup_object(self, index: Any) -> Any:
+            return source.read(index.fqn)
 
-    def write(self, folder: Path) -> None:
-        """Writes one tensor at a time. Raises OSError, and what reading raises."""
-        source = self._source
-
-        class Planner(dcp.DefaultSavePlanner):
-            """Plans with meta tensors; a tensor is read when it is written."""
-
-            def lookup_object(self, index: Any) -> Any:
-                return source.read(index.fqn)
-
-        state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in self.headers.items()}
-        # One file per tensor, since torch keeps the tensors of a file until it is complete.
-        writer = Writer(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
-        try:
-            with one_process():
-                dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-        except CheckpointException as error:
-            raise cause(error) from error
+    state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.headers.items()}
+    # One file per tensor, since torch keeps the tensors of a file until it is complete.
+    writer = Writer(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
+    try:
+        with one_process():
+            dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+    except CheckpointException as error:
+        raise cause(error) from error

@@ -5,9 +5,7 @@ asked for, verified. A conversion that fails or is killed leaves the destination
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from tqdm import tqdm
@@ -15,25 +13,12 @@ from tqdm import tqdm
 from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
-from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import locate, open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
 from ligermodels.conversion.source import Source, View
 from ligermodels.errors import InputError, MismatchError
 from ligermodels.text import Tokenizer
-
-
-class Target(Protocol):
-    """A checkpoint to write, planned from headers."""
-
-    headers: Mapping[str, TensorInfo]
-
-    def files(self) -> dict[str, bytes | Path]:
-        """The files to write beside the weights: {name: bytes, or the file to copy}."""
-
-    def write(self, folder: Path) -> None:
-        """Writes the weights into `folder`, which is empty, one tensor at a time. Raises OSError."""
 
 
 def convert(src: str | Path, dst: str | Path | None, options: Options | None = None) -> Report:
@@ -59,25 +44,20 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     dtype = None if name in KEPT else getattr(torch, name)
     # A GGUF file is cast by its writer: norms and biases stay fp32.
     view = View(source, memory=options.to == "dcp", dtype=None if options.to == "gguf" else dtype)
-    target: Target
-    if options.to == "dcp":
-        from ligermodels.conversion.distributed import DcpTarget  # imports torch.distributed, which takes a while
-
-        target = DcpTarget(view)
-    elif options.to == "gguf":
-        name = options.name or model_name(src, options.adapter)
-        target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=name)
-    else:
-        size = "5GB" if options.max_shard_size is None else options.max_shard_size
-        target = SafetensorsTarget(view, saving.num_bytes(size), like=options.like)
-    nbytes = sum(info.nbytes for info in target.headers.values())
-    report = Report(str(src), None if dst is None else str(dst), len(target.headers), nbytes)
-    report.details = {"architecture": type(view.model).__name__, "to": options.to}
-    report.details["dtypes"] = dtype_counts(target.headers)
-    if isinstance(target, GgufTarget):
+    target, shards, headers = None, None, view.headers
+    if options.to == "gguf":
+        label = options.name or model_name(src, options.adapter)
+        target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=label)
+        headers = target.headers
+    elif options.to == "hf":
+        shards = _shards(view, options)
+    nbytes = sum(info.nbytes for info in headers.values())
+    report = Report(str(src), None if dst is None else str(dst), len(headers), nbytes)
+    report.details = {"architecture": type(view.model).__name__, "to": options.to, "dtypes": dtype_counts(headers)}
+    if target is not None:
         report.details["name"] = target.name
-    if isinstance(target, SafetensorsTarget):
-        report.details["files"] = len(target.shards)
+    if shards is not None:
+        report.details["files"] = len(shards)
     if destination is None:
         return report
     replacing = saving.replacing(destination, nbytes, is_file=options.to == "gguf")
@@ -86,18 +66,44 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         disable = None if options.progress else True
         with tqdm(desc="Converting", total=total, unit="B", unit_scale=True, disable=disable) as bar:
             view.on_read = bar.update
-            target.write(staging)
-        saving.finish(staging, target.files())
+            if target is not None:
+                target.write(staging)
+            elif shards is not None:
+                tensors = (view.read(name) for names in shards for name in names)
+                saving.write_shards(staging, view.headers, tensors, shards)
+            else:
+                from ligermodels.conversion.distributed import write_dcp  # imports torch.distributed: half a second
+
+                write_dcp(view, staging)
+        saving.finish(staging, view.files() if target is None else {})  # a GGUF file has the tokenizer in it
         if options.verify != "none":
             _verify(staging, source, target, dtype, options, report)
     return report
 
 
+def _shards(view: View, options: Options) -> list[list[str]]:
+    """The names of the tensors of each file. Raises InputError for `like` if the source cuts tensors across files."""
+    if not options.like:
+        size = "5GB" if options.max_shard_size is None else options.max_shard_size
+        return saving.split_into_shards(view.headers, saving.num_bytes(size))
+    if view.places is None:
+        raise InputError(f"--like: {view.source} cuts tensors across files; give --max-shard-size instead")
+    files: dict[str, list[str]] = {}
+    for name in view.headers:
+        files.setdefault(view.places[name], []).append(name)
+    return [saving.align(view.headers, files[file]) for file in sorted(files)]
+
+
 def _verify(
-    staging: Path, source: Source, target: Target, dtype: torch.dtype | None, options: Options, report: Report
+    staging: Path,
+    source: Source,
+    target: GgufTarget | None,
+    dtype: torch.dtype | None,
+    options: Options,
+    report: Report,
 ) -> None:
     """Compares what was written with the source. Raises MismatchError."""
-    if isinstance(target, GgufTarget):
+    if target is not None:
         report.details["verified"] = options.verify
         report.mismatches += target.compare(staging, level=options.verify)
     else:
@@ -107,30 +113,3 @@ def _verify(
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")
-
-
-class SafetensorsTarget:
-    """`source` as model.safetensors, or as shards of at most `max_bytes` and their index.
-
-    like: shard as the source is sharded instead. shards: the tensors of each file.
-    Raises InputError for `like` where the source cuts tensors across files.
-    """
-
-    def __init__(self, source: Source, max_bytes: int, *, like: bool = False):
-        self._source, self.headers = source, source.headers
-        if not like:
-            self.shards = saving.split_into_shards(source.headers, max_bytes)
-            return
-        if source.places is None:
-            raise InputError(f"--like: {source.source} cuts tensors across files; give --max-shard-size instead")
-        files: dict[str, list[str]] = {}
-        for name in source.headers:
-            files.setdefault(source.places[name], []).append(name)
-        self.shards = [saving.align(source.headers, files[file]) for file in sorted(files)]
-
-    def files(self) -> dict[str, bytes | Path]:
-        return self._source.files()
-
-    def write(self, folder: Path) -> None:
-        tensors = (self._source.read(name) for names in self.shards for name in names)
-        saving.write_shards(folder, self.headers, tensors, self.shards)

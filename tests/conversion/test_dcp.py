@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.conversion.distributed import DcpSource, DcpTarget
+from ligermodels.conversion.distributed import DcpSource, write_dcp
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.errors import CheckpointError
 from tests.processes import spawn
@@ -137,7 +137,7 @@ def test_what_is_written_is_loaded_by_torch(tmp_path):
     model = make()
     model.save_pretrained(tmp_path / "hf")
     (tmp_path / "dcp").mkdir()
-    DcpTarget(FolderSource(tmp_path / "hf")).write(tmp_path / "dcp")
+    write_dcp(FolderSource(tmp_path / "hf"), tmp_path / "dcp")
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

@@ -309,12 +309,3 @@ def test_what_an_older_file_leaves_out(tmp_path, model):
     split = Tokenizer.from_hub(tmp_path / "older.gguf").backend._native.pre_tokenizer
     pieces = [piece for piece, _ in split.pre_tokenize_str("it's 12345, a+b\u00b2")]
     assert pieces == ["it", "'", "s", "\u0120", "123", "45", ",", "\u0120a", "+", "b", "\u00c2\u00b2"]
-
-
-def test_templates_by_name(tmp_path):
-    source = small_model(tmp_path / "hf", "llama 3")
-    (source / "additional_chat_templates").mkdir()
-    (source / "chat_template.jinja").write_text("{{ 0 }}")
-    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 1 }}")
-    to_gguf(source, tmp_path / "model.gguf")
-    assert Tokenizer.from_hub(tmp_path / "model.gguf").chat_template == {"default": "{{ 0 }}", "tool_use": "{{ 1 }}"}

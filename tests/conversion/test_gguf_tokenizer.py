@@ -130,6 +130,7 @@ def test_templates_and_tokens_without_a_row(tmp_path):
     assert len(fields["tokenizer.ggml.tokens"]) == rows and fields["tokenizer.chat_template"] == CHAT
     assert fields["tokenizer.chat_templates"] == ["tool_use"]
     assert fields["tokenizer.chat_template.tool_use"] == "{{ 1 }}"
+    assert Tokenizer.from_hub(tmp_path / "out.gguf").chat_template == {"default": CHAT, "tool_use": "{{ 1 }}"}
 
 
 # Tokenizers that llama.cpp does not support
@@ -182,6 +183,11 @@ def same_text_twice(state: dict) -> None:
     state["added_tokens"].append({"id": 424, **folders.added("[PAD425]")})
 
 
+def no_merges(state: dict) -> None:
+    """llama.cpp reads no such file, and the gguf package drops an empty list."""
+    state["model"]["merges"] = []
+
+
 REFUSED = {
     "none": ("llama 3", remove("tokenizer.json"), CheckpointError, "no tokenizer.json and no tokenizer.model"),
     "unigram": ("llama 3", unigram, TokenizerError, "not of sentencepiece's BPE"),
@@ -194,6 +200,7 @@ REFUSED = {
     "type": ("llama 3", edited(word_level), TokenizerError, "of type 'WordLevel'"),
     "merges": ("llama 2", without_model_file, TokenizerError, "merges"),
     "normalizer": ("llama 3", edited(lowercase), TokenizerError, "the normalizer Lowercase"),
+    "no merges": ("llama 3", edited(no_merges), TokenizerError, r"tokenizer\.json has no merges"),
     "same text": ("llama 3", edited(same_text_twice), TokenizerError, "424 and 425 are both"),
 }
 
@@ -205,13 +212,3 @@ def test_tokenizers_that_llama_cpp_does_not_support(tmp_path, case):
         converted(tmp_path, kind, change)
     assert str(tmp_path / "source") in str(caught.value) or "tokenizer." in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_tokenizer_without_merges_is_refused(tmp_path):
-    """llama.cpp reads no such file, and the gguf package leaves an empty list out."""
-    folder = small_model(tmp_path / "model", "llama 3")
-    state = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    state["model"] |= {"merges": []}
-    folders.write(folder, "tokenizer.json", state)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json has no merges"):
-        to_gguf(folder, tmp_path / "model.gguf")

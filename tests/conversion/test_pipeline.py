@@ -1,7 +1,6 @@
 """Conversions of every family, by the script and by the function: same bits, one tensor in memory, errors."""
 
 import importlib.util
-import json
 import shutil
 import weakref
 from pathlib import Path
@@ -13,12 +12,12 @@ from safetensors.torch import save_file
 
 import ligermodels
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import saving
 from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
 from ligermodels.conversion.distributed import DcpSource
 from ligermodels.conversion.layouts import FolderSource
-from ligermodels.conversion.pipeline import SafetensorsTarget
 from ligermodels.conversion.source import View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_own
@@ -208,23 +207,22 @@ def test_an_error_leaves_the_old_folder(tmp_path, monkeypatch, to):
 def test_a_result_that_is_not_the_source_does_not_take_its_place(tmp_path, monkeypatch):
     old = a_checkpoint(tmp_path / "out", seed=1)
     a_checkpoint(tmp_path / "hf", seed=2)
-    write = SafetensorsTarget.write
+    write = saving.write_shards
 
-    def one_bit_wrong(target, folder):
-        write(target, folder)
+    def one_bit_wrong(folder, *arguments):
+        write(folder, *arguments)
         content = bytearray((folder / "model.safetensors").read_bytes())
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)
 
-    monkeypatch.setattr(SafetensorsTarget, "write", one_bit_wrong)
+    monkeypatch.setattr(saving, "write_shards", one_bit_wrong)
     with pytest.raises(MismatchError, match="values differ"):
         convert(tmp_path / "hf", tmp_path / "out", Options(verify="bytes", overwrite=True, progress=False))
     assert same(stored(tmp_path / "out"), old) and names(tmp_path) == ["hf", "out"]
 
 
-def test_no_space_and_no_source(tmp_path, script, capsys, monkeypatch):
+def test_no_space(tmp_path, script, capsys, monkeypatch):
     a_checkpoint(tmp_path / "hf")
-    assert script(tmp_path / "nothing", tmp_path / "out") == 5
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     monkeypatch.setattr(FolderSource, "read", None)
     assert script(tmp_path / "hf", tmp_path / "out") == 4
@@ -252,24 +250,22 @@ def test_a_head_that_is_not_the_embedding(tmp_path, script, capsys):
         (["hf", "hf"], 2, "--overwrite"),
         (["hf", "out", "--max-shard-size", "much"], 2, "max_shard_size='much'"),
         (["hf", "out", "--to", "dcp", "--max-shard-size", "1GB"], 2, "not for dcp"),
-        (["hf", "out", "--to", "meta"], 2, "invalid choice: 'meta'"),
         (["hf", "out", "--verif", "keys"], 2, "unrecognized"),
         (["unfit", "out"], 1, "missing (9 of 30)"),
         (["unfit", "--dry-run"], 1, "2 layers on disk, 3 expected"),
         (["empty", "out"], 3, "config.json"),
         (["other", "out"], 3, "model_type 'nobody'"),
+        (["nothing", "out"], 5, "there is none at"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(tmp_path, script, capsys, monkeypatch, arguments, status, message):
     monkeypatch.chdir(tmp_path)
     a_checkpoint(tmp_path / "hf")
-    for name in ("empty", "other"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "nobody"}))
     config = read_json(tmp_path / "hf" / "config.json")
-    shutil.copytree(tmp_path / "hf", tmp_path / "unfit")
-    (tmp_path / "unfit" / "config.json").write_bytes(json_bytes({**config, "num_hidden_layers": 3}))
-    shutil.copy(tmp_path / "hf" / "model.safetensors", tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    for name, changes in (("other", {"model_type": "nobody"}), ("unfit", {"num_hidden_layers": 3})):
+        shutil.copytree(tmp_path / "hf", tmp_path / name)
+        (tmp_path / name / "config.json").write_bytes(json_bytes({**config, **changes}))
     try:
         assert script(*arguments) == status
     except SystemExit as stopped:

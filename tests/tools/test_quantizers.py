@@ -251,6 +251,11 @@ def test_settings_are_checked(folders, given, message):
         ours(folders["llama"], quantization_config=given)
 
 
+def test_a_quantised_checkpoint_is_not_quantised_again(saved):
+    with pytest.raises(InputError, match="is quantised by bitsandbytes already"):
+        ours(saved["nf4"], quantization_config="int4")
+
+
 def test_without_the_library_the_error_says_what_to_install(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "torchao.core.config", None)

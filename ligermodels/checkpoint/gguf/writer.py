@@ -85,10 +85,6 @@ class GgufTarget:
             kind = getattr(gguf.GGMLQuantizationType, _TYPES[info.dtype])
             writer.add_tensor_info(tensor, info.shape, np.dtype("float32"), info.nbytes, raw_dtype=kind)
 
-    def files(self) -> dict[str, bytes | Path]:
-        """None: the tokenizer is in the file."""
-        return {}
-
     def write(self, folder: Path) -> None:
         """Writes model.gguf into `folder`, one tensor at a time. It may be called once."""
         writer = self._writer
