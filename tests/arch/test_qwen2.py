@@ -5,11 +5,7 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.arch.qwen2 import Qwen2Config
-from tests.arch.suite import (
-    Suite,
-    rope,
-    tiny_config,
-)
+from tests.arch.suite import Suite, rope, tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -13,19 +13,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 import ligermodels
 from ligermodels import InputError
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
-from tests.arch.qwen2_vl import (
-    CASES,
-    IMAGE,
-    VOCAB,
-    image,
-    inputs,
-    load,
-    rope,
-    tiny,
-    token_mask,
-    video,
-    windowed,
-)
+from tests.arch.qwen2_vl import CASES, IMAGE, VOCAB, image, inputs, load, rope, tiny, token_mask, video, windowed
 from tests.arch.suite import (
     GRADIENTS,
     LOGITS,
