@@ -78,8 +78,7 @@ def fusion_report(model: Any) -> FusionReport:
         head: Found = ("lm_head, loss", "one op", True, "")
     else:
         reason = obstacle(model.lm_head, LMHead)
-        why = reason.text if reason is not None else "what wraps it"
-        head = ("lm_head, loss", "logits, all in memory", False, why)
+        head = ("lm_head, loss", "logits, all in memory", False, reason.text if reason else "what wraps it")
     found["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
     return FusionReport(_kernels(device), tuple(rows))
@@ -105,10 +104,7 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
         yield "experts", "one op, grouped matmuls", True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
         reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
-        if reason is None:
-            yield "residual add, norm", "one op", True, ""
-        else:
-            yield "residual add, norm", "one op, its output saved", True, reason.text
+        yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason.text if reason else ""
 
 
 def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
@@ -118,11 +114,11 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     found = {name: obstacle(layer.get_submodule(name)) for name in names}
     reasons = {name: o.text for name, o in found.items() if o is not None and not (gathered and o.kind == "weight")}
     if not reasons:
-        together, why = _together(layer, inputs, gathered)
+        why = _why_not_joint(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
         lora = ", with LoRA" if any(isinstance(layer.get_submodule(name), Adapted) for name in names) else ""
-        return part, (one if together else f"one op, a matmul for each{each}") + lora, True, why
+        return part, (one if not why else f"one op, a matmul for each{each}") + lora, True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
     if output and output not in reasons:
@@ -134,29 +130,24 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
 
 
-def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, str]:
-    """(whether plain modules are one matmul, the obstacle)."""
-    if len(names) == 1:
-        return True, ""
+def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
+    """Why plain modules of one input are not one matmul; "" if they are."""
     modules = [getattr(layer, name) for name in names]
-    if all(isinstance(m, NF4Linear) for m in modules):
-        return True, ""  # dequantised one after the other
+    if len(names) == 1 or all(isinstance(m, NF4Linear) for m in modules):  # NF4: dequantised one after the other
+        return ""
     if gathered:
-        return False, "FSDP gathers each weight by itself"
+        return "FSDP gathers each weight by itself"
     weights = [m.weight for m in modules]
-    if any(weight.is_meta for weight in weights):
-        return True, ""  # loading makes them joint
-    if joint(weights) is None:
-        return False, "their weights are not joint in memory"
-    return True, ""
+    if any(weight.is_meta for weight in weights) or joint(weights) is not None:  # loading makes them joint
+        return ""
+    return "their weights are not joint in memory"
 
 
 def _gathered(model: nn.Module) -> set[str]:
     """Names of the modules whose sharded weights FSDP2 gathers, as plain ones, before they run."""
-    roots = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
     return {
-        name for name, module in model.named_modules() for root in roots
-        if root == "" or name == root or name.startswith(root + ".")
+        name for root, module in model.named_modules() if hasattr(module, "unshard")
+        for name, _ in module.named_modules(prefix=root)
     }  # fmt: skip
 
 

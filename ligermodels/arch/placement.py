@@ -60,10 +60,10 @@ def plan(
             max_memory = accelerate.utils.get_balanced_memory(model, max_memory, low_zero=low_zero, **options)
         found = dict(accelerate.infer_auto_device_map(model, max_memory=max_memory, **options))
     names = [name for name, _ in model.named_parameters()]
-    if lacking := [name for name in names if _place(found, name) is None]:
-        raise InputError(f"device_map has no device for {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}")
-    if strange := found.keys() - {name for name, _ in model.named_modules()} - set(names):
-        raise InputError(f"device_map names {sorted(strange)[0]!r}, which the model does not have")
+    if missing := [name for name in names if _place(found, name) is None]:
+        raise InputError(f"device_map has no device for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
+    if unknown := found.keys() - {name for name, _ in model.named_modules()} - set(names):
+        raise InputError(f"device_map names {sorted(unknown)[0]!r}, which the model does not have")
     found = dict(_disjoint(model, found))
     if model.tied_weights and "" not in found:
         found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
@@ -104,9 +104,8 @@ class _Offloaded(Mapping[str, Tensor]):
     """The weights that accelerate's hooks fetch: from memory for modules on the CPU, from files for those on disk."""
 
     def __init__(self, model: nn.Module, plan: Plan, checkpoint: Reader):
-        places = {name: _place(plan, name) for name, _ in model.named_parameters()}
-        self._in_memory = {n: p.detach() for n, p in model.named_parameters() if places[n] == "cpu"}
-        self._dtypes = {n: p.dtype for n, p in model.named_parameters() if places[n] == "disk"}
+        self._in_memory = {n: p.detach() for n, p in model.named_parameters() if _place(plan, n) == "cpu"}
+        self._dtypes = {n: p.dtype for n, p in model.named_parameters() if _place(plan, n) == "disk"}
         self._checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> Tensor:
