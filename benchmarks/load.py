@@ -2,17 +2,17 @@
 
     python -m benchmarks.load --scratch /dev/shm                   # Llama 3.1 8B's shapes, from memory
     python -m benchmarks.load --scratch /data --cache warm,cold    # from a disk: from the page cache, and not
-    python -m benchmarks.load --model llama-3.1-70b --gpus 2 --scratch /dev/shm --loaders ligermodels --runs 1
-    python -m benchmarks.load --gpus 2 --mesh dp_shard --save --loaders ligermodels --scratch /dev/shm
+    python -m benchmarks.load --model llama-3.1-70b --gpus 2 --scratch /dev/shm --runs 1
+    python -m benchmarks.load --gpus 2 --mesh dp_shard --save --scratch /dev/shm
     python -m benchmarks.load --dry
 
 Each load runs in a fresh process, or under torchrun in one per GPU. The process has imported everything, started CUDA
 and loaded a tiny model before. The median of --runs counts; "again s" is a second load in the same process, whose
-pinned memory is allocated already. On several GPUs all ranks load one model, split as --mesh says; transformers splits
-it by tp_plan="auto". The time is that of the slowest rank, the memory that of the rank with the most.
+pinned memory is allocated already. On several GPUs all ranks load one model of ours, split as --mesh says. The time
+is that of the slowest rank, the memory that of the rank with the most.
 
 The checkpoint is written to --scratch and removed at the end. Its tensors repeat one block of random values, so that
-every element on every rank can be compared. A loader that differs gets no figures; if it is ours, the exit status is 1.
+every element can be compared. A loader that differs gets no figures; if it is ours, the exit status is 1.
 --cache cold: the files are dropped from the page cache before each load; "% disk" is the speed in percent of direct
 reads of 16 MiB, by one thread or by eight, whichever is faster. --save: our model is also saved from all ranks, and
 what was saved is loaded and compared.
@@ -23,6 +23,7 @@ import concurrent.futures
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import json
 import mmap
 import os
@@ -64,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
-    loaders = [name for name in options.loaders if options.gpus == 1 or name in ON_RANKS]
+    loaders = options.loaders if options.gpus == 1 else ["ligermodels"]
     config, count = MODELS[options.model].config, VALUES
     tiny = changed(config, MODELS[options.model].tiny)
     if options.dry:
@@ -177,13 +178,7 @@ def _ours(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor
 def _transformers(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     from transformers import AutoModelForCausalLM
 
-    if mesh is not None and mesh["tp"].size() == 1:
-        raise RuntimeError("transformers has no loader onto FSDP; --mesh tp compares the two")
-    options: dict[str, Any] = {}
-    if mesh is not None:
-        options["tp_plan"] = "auto"
-    elif device == "cuda" and importlib.util.find_spec("accelerate"):
-        options["device_map"] = device
+    options = {"device_map": device} if device == "cuda" and importlib.util.find_spec("accelerate") else {}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
     if not options:
         model.to(device)
@@ -202,7 +197,6 @@ Loader = Callable[[str, str, Any], tuple[str, Mapping[str, Tensor], Any]]
 LOADERS: dict[str, Loader] = {
     "ligermodels": _ours, "transformers": _transformers, "fastsafetensors": _fastsafetensors,
 }  # fmt: skip
-ON_RANKS = ("ligermodels", "transformers")
 
 
 # The checkpoint, and whether a rank has it
@@ -247,40 +241,21 @@ def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
 
 
 @torch.no_grad()
-def differing(tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], values: Tensor) -> list[str]:
-    """The names of tensors whose part on this rank is missing, or differs from the files."""
+def differing(tensors: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], values: Tensor) -> list[str]:
+    """The names of tensors that are missing or differ from the files. Sharded ones are gathered, by all ranks."""
     wrong = []
     for name, shape in shapes.items():
-        if name not in tensors:
+        found = tensors.get(name)
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        if found is None or found.shape != shape:
             wrong.append(name)
             continue
-        local, at = part_here(tensors[name].detach(), shape)
-        rows, columns = local.reshape(len(local), -1), torch.Size(shape[1:]).numel()
-        across = torch.arange(rows.shape[1], device=values.device) + (at[1] if len(at) > 1 else 0)
-        step = max(1, 2**26 // max(1, rows.shape[1]))
-        for first in range(0, len(rows), step):
-            some = rows[first : first + step]
-            down = torch.arange(first, first + len(some), device=values.device) + at[0]
-            places = (down[:, None] * columns + across + start(name, len(values))).remainder_(len(values))
-            if not torch.equal(values[places], some):
+        for at, some in zip(itertools.count(0, 2**26), found.flatten().split(2**26), strict=False):
+            elements = torch.arange(at, at + len(some), device=values.device)
+            if not torch.equal(values[elements.add_(start(name, len(values))).remainder_(len(values))], some):
                 wrong.append(name)
                 break
     return wrong
-
-
-def part_here(tensor: Any, shape: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """(the rows and columns of a tensor of `shape` on this rank, where they begin in each dim)."""
-    if len(shape) > 2:
-        raise RuntimeError(f"a weight of shape {list(shape)}: only matrices and vectors are compared")
-    if hasattr(tensor, "full_tensor"):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        local = tensor.to_local()
-        expected, at = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        assert tuple(tensor.shape) == tuple(shape) and tuple(local.shape) == tuple(expected), (shape, local.shape)
-        return local, list(at)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return tensor, [0 if here == whole else rank * here for here, whole in zip(tensor.shape, shape, strict=True)]
 
 
 # The page cache and the disk
