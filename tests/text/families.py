@@ -21,78 +21,38 @@ from tests.text import folders
 
 HUGE = 1000000000000000019884624838656  # "no limit", as model_max_length says it
 
-# ---- chat templates: ours, with the text of the released ones ----
+# ---- chat templates: ours, with the turns of the released ones ----
 
-_REFUSE = "{{ raise_exception('%s') }}"
-_TURNS = (
-    "{% for m in turns %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    + _REFUSE % "Conversation roles must alternate user/assistant/user/assistant/..."
-    + "{% endif %}"
-)
-_SPLIT_SYSTEM = (
-    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
-    "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
-)
-LLAMA_2 = (
-    _SPLIT_SYSTEM
-    + _TURNS
-    + "{% set lead = '<<SYS>>\\n' ~ system ~ '\\n<</SYS>>\\n\\n' if loop.first and system else '' %}"
-    "{% if m.role == 'user' %}{{ bos_token ~ '[INST] ' ~ (lead ~ m.content).strip() ~ ' [/INST]' }}"
-    "{% else %}{{ ' ' ~ m.content.strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}"
-)
-LLAMA_3_1 = """{{- bos_token }}
-{%- set system = '' %}
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content | trim %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{%- set open = '<|start_header_id|>%s<|end_header_id|>\\n\\n' %}
-{{- open % 'system' }}
-{%- if tools %}{{ 'Environment: ipython\\n' }}{% endif %}
-{{- 'Cutting Knowledge Date: December 2023\\nToday Date: ' ~ (date_string or '26 Jul 2024') }}
-{{- '\\n\\n' ~ system ~ '<|eot_id|>' }}
-{%- for m in messages %}
-    {{- open % m.role }}
-    {%- if tools and loop.first %}
-        {%- for tool in tools %}{{ tool | tojson(indent=4) ~ '\\n\\n' }}{% endfor %}
-    {%- endif %}
-    {{- m.content | trim ~ '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ open % 'assistant' }}{% endif %}"""
-MIXTRAL = (
-    "{{ bos_token }}{% set turns = messages %}"
-    + _TURNS
-    + "{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content ~ eos_token ~ ' ' }}{% endfor %}"
-)
-_MISTRAL = (
-    "{{ bos_token }}" + _SPLIT_SYSTEM + _TURNS + "{% if m.role == 'user' %}"
-    "{% if tools and loop.last %}{{ '[AVAILABLE_TOOLS]' ~ SP ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' }}{% endif %}"
-    "{{ '[INST]' ~ SP ~ (system ~ '\\n\\n' if system and loop.last else '') ~ m.content ~ '[/INST]' }}"
-    "{% else %}{{ SP ~ m.content ~ eos_token }}{% endif %}{% endfor %}"
-)
-MISTRAL_3 = _MISTRAL.replace("SP", "' '")
-NEMO = _MISTRAL.replace("SP", "''")
+
+def _template(turn: str, answer: str | None = None, prompt: str = "", bos: str = "bos_token ~ ") -> str:
+    """turn, answer: jinja expressions of a message m of the user, and of the assistant where that differs."""
+    return (
+        f"{{% for m in messages %}}{{{{ ({bos}'' if loop.first else '') ~ "
+        f"({answer or turn} if m.role == 'assistant' else {turn}) }}}}{{% endfor %}}"
+        f"{{% if tools %}}{{{{ tools | tojson }}}}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+
+
+LLAMA_2 = _template("'[INST] ' ~ m.content.strip() ~ ' [/INST]'", "' ' ~ m.content.strip() ~ ' ' ~ eos_token")
+_HEADER = "<|start_header_id|>%s<|end_header_id|>\\n\\n"
+LLAMA_3_1 = _template(f"'{_HEADER}' % m.role ~ m.content | trim ~ '<|eot_id|>'", prompt=_HEADER % "assistant")
+LLAMA_3_1 += "{{ date_string }}"
+MIXTRAL = _template("'[INST] ' ~ m.content ~ ' [/INST]'", "m.content ~ eos_token ~ ' '")
+MISTRAL_3 = _template("'[INST] ' ~ m.content ~ '[/INST]'", "' ' ~ m.content ~ eos_token")
+NEMO = _template("'[INST]' ~ m.content ~ '[/INST]'", "m.content ~ eos_token")
 GEMMA = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}" + _REFUSE % "System role not supported" + "{% endif %}"
-    "{% set turns = messages %}" + _TURNS + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) "
-    "~ '\\n' ~ (m.content | trim) ~ '<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+    "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + _template(
+        "'<start_of_turn>' ~ (m.role | replace('assistant', 'model')) ~ '\\n' ~ m.content | trim ~ '<end_of_turn>\\n'",
+        prompt="<start_of_turn>model\\n",
+    )
 )
-QWEN = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{% if loop.first and tools %}<tools>{% for tool in tools %}{{ tool | tojson ~ '\n' }}{% endfor %}{% endif %}"
-    "{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+QWEN = _template(
+    "'<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n'", prompt="<|im_start|>assistant\\n", bos=""
 )
-PHI_3 = (
-    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}"
-    "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
-)
-PHI_4 = (
-    "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
-)
+PHI_3 = _template("'<|' ~ m.role ~ '|>\\n' ~ m.content ~ '<|end|>\\n'", prompt="<|assistant|>\\n", bos="")
+PHI_4 = _template("'<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>'", bos="")
 
 # ---- pre-tokenizers ----
 
