@@ -17,6 +17,10 @@ class Size(enum.Enum):
     LARGE = 2
 
 
+class Empty(enum.Enum):
+    pass
+
+
 class Home:
     def open_door(self, name: str):
         """Opens a door.
@@ -26,68 +30,42 @@ class Home:
         """
 
     @classmethod
-    def close(cls, name: str = "front") -> str:
-        """Closes.
+    def close(cls, name: str = "front") -> "Home":
+        """Closes; its return type has no schema.
 
         Args:
             name: Which door
+
+        Raises:
+            KeyError: sometimes
         """
-        return name
 
 
-def all_types(
-    a: str,
-    b: int,
-    c: float,
-    d: bool,
-    e: list,
-    f: list[str],
-    g: dict,
-    h: dict[str, list[int]],
-    i: str | None,
-    j: Union[str, float, bool, int],  # noqa: UP007
-    k: int | list[str] | None,
-    l: Literal["x", "y"],  # noqa: E741
-    m: Literal["x", 1, None],
-    n: tuple,
-    o: tuple[int, str],
-    p: Any,
-    q: Size,
-    r: Optional[float] = None,  # noqa: UP045
-    s: int | int | None = 3,
-    t: "list[dict[str, Size]] | None" = None,
-    u: list | tuple = (),
-) -> dict[str, float] | None:
+def tool(hint, docstring="Does.\n\nArgs:\n    a: An argument", default=None):
+    """A function of an argument `a`."""
+
+    def tool(a):
+        return a
+
+    tool.__doc__, tool.__defaults__ = docstring, default and (default,)
+    tool.__annotations__ = {} if hint is None else {"a": hint}
+    return tool
+
+
+def documented(a: str, b: int = 1, c: str = "x", d: list[str] | None = None) -> dict[str, float] | None:
     """Does much.
 
     On two lines,
       one indented.
 
     Args:
-        a: first
-        b: second: with a colon
-        c: third
+        a: first: with a colon
+        b: second
             over: two lines
 
-            and a blank one
-        d: fourth
-        e: e (choices: [1, 2])
-        f: f  (choices: [" x ", "y"])
-        g: g (Choices: ["a"])
-        h: h
-        i: i
-        j: j
-        k: k
-        l: l
-        m: m
-        n: n
-        o: o
-        p: p
-        q: q
-        r: r
-        s: s
-        t: t
-        u: u
+            and a blank one (choices: [1, 2])
+        c: c  (Choices: [" x ", "y"])
+        d: d
 
     Returns:
         A dict
@@ -106,73 +84,61 @@ def no_arguments():
     """
 
 
-def unknown_return(a: int) -> Home:
-    """Has a return type without a schema.
-
-    Args:
-        a: A number.
-
-    Raises:
-        KeyError: sometimes
-    """
-    raise KeyError(a)
+HINTS = [
+    *(str, int, float, bool, list, list[str], dict, dict[str, list[int]], tuple, tuple[int, str], Any, Size),
+    *(str | None, Union[str, float, bool, int], int | list[str] | None, Optional[float], int | int | None),  # noqa: UP007, UP045
+    *(Literal["x", "y"], Literal["x", 1, None], "list[dict[str, Size]] | None", list | tuple),
+]
 
 
-FUNCTIONS = [all_types, no_arguments, unknown_return, Home.open_door, Home().open_door, Home.close]
-
-
-@pytest.mark.parametrize("function", [*FUNCTIONS, templates.find, templates.is_at_home])
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(documented, no_arguments, Home.open_door, Home().open_door, Home.close, templates.find, templates.is_at_home),
+        *map(tool, HINTS),
+        tool(int, default=3),
+    ],
+)
 def test_schemas_are_those_of_transformers(function):
     assert json.dumps(function_schema(function)) == json.dumps(get_json_schema(function))
 
 
 def test_types_in_the_docstring():
-    def add(x, y):
-        """Adds.
-
-        Args:
-            x (int): The first.
-            y (`list[int]`, *optional*): The second.
-        """
-
-    add.__annotations__ = {"x": int, "y": int}
-    properties = function_schema(add)["function"]["parameters"]["properties"]
-    assert [schema["description"] for schema in properties.values()] == ["The first.", "The second."]
-
-
-def described(hint, docstring="Does.\n\nArgs:\n    a: An argument"):
-    def tool(a):
-        return a
-
-    tool.__doc__ = docstring
-    tool.__annotations__ = {"a": hint} if hint else {}
-    return tool
-
-
-class Empty(enum.Enum):
-    pass
+    """As in "x (int): ...", which transformers does not take."""
+    for entry in ("a (int): An argument", "a (`list[int]`, *optional*): An argument"):
+        schema = function_schema(tool(int, f"Adds.\n\nArgs:\n    {entry}"))
+        assert schema["function"]["parameters"]["properties"]["a"]["description"] == "An argument"
 
 
 @pytest.mark.parametrize(
-    ("hint", "docstring", "message"),
+    ("function", "message"),
     [
-        (int, None, "the tool tool has no docstring"),
-        (int, "Does.", "does not describe the argument a"),
-        (int, "Does.\n\nArgs:\n    b: Another", "does not describe the argument a"),
-        (None, "Does.\n\nArgs:\n    a: An argument", "the argument a of the tool tool has no type hint"),
-        (int, "Does.\n\nArgs:\n    a: An argument (choices: [1, )", r"choices of the argument a .* not a JSON list"),
+        (tool(int, None), "the tool tool has no docstring"),
+        (tool(int, "Does."), "does not describe the argument a"),
+        (tool(int, "Does.\n\nArgs:\n    b: Another"), "does not describe the argument a"),
+        (tool(None), "the argument a of the tool tool has no type hint"),
+        (
+            tool(int, "Does.\n\nArgs:\n    a: An argument (choices: [1, )"),
+            r"choices of the argument a .* not a JSON list",
+        ),
+        *(
+            (tool(hint), r"type hint|must be str")
+            for hint in (
+                Home,
+                tuple[int],
+                tuple[int, ...],
+                list[Home],
+                Literal[b"a"],
+                Empty,
+                set[int],
+                int | Home,
+                "No",
+            )
+        ),
     ],
 )
-def test_functions_that_say_too_little(hint, docstring, message):
+def test_functions_without_a_schema(function, message):
     with pytest.raises(InputError, match=message):
-        function_schema(described(hint, docstring))
-
-
-@pytest.mark.parametrize(
-    "hint", [Home, tuple[int], tuple[int, ...], list[Home], Literal[b"a"], Empty, set[int], int | Home, "Nowhere"]
-)
-def test_hints_without_a_schema(hint):
-    with pytest.raises(InputError, match=r"type hint|must be str"):
-        function_schema(described(hint))
+        function_schema(function)
     with pytest.raises(Exception):  # noqa: B017
-        get_json_schema(described(hint))
+        get_json_schema(function)

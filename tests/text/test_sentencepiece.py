@@ -36,13 +36,21 @@ def slow(monkeypatch, tmp_path):
     return make
 
 
-def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_model):
-    tokenizer = Tokenizer.from_folder(sentencepiece_folder())
+def test_plain_text_is_sentencepiece_itself(tmp_path, sentencepiece_model):
+    """With no other file in the folder."""
     native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    tokenizer = Tokenizer.from_folder(tmp_path)
     for text in folders.TEXTS:
         assert tokenizer.encode(text) == [1, *native.encode(text)]
         assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
         assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
+    unigram = folders.sentencepiece_model(model_type="unigram", byte_fallback=False, vocab_size=150)
+    native = sentencepiece.SentencePieceProcessor(model_proto=unigram)
+    (tmp_path / "tokenizer.model").write_bytes(unigram)
+    assert Tokenizer.from_folder(tmp_path).encode("the cat sat", add_special_tokens=False) == native.encode(
+        "the cat sat"
+    )
 
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
@@ -65,47 +73,31 @@ def test_broken_bytes_decode_as_in_sentencepiece(folder_of, tmp_path, file):
     assert broken > 150
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_stretches_agree_with_the_slow_tokenizer(sentencepiece_folder, sentencepiece_model, slow, legacy):
+SQUEEZING = dict(remove_extra_whitespaces=True, normalization_rule_name="nmt_nfkc")
+
+
+@pytest.mark.parametrize(("legacy", "options"), [(False, {}), (True, {}), (False, SQUEEZING)])
+def test_texts_between_special_tokens_agree_with_the_slow_tokenizer(sentencepiece_folder, slow, legacy, options):
     """After a special token only: the generic slow class puts no prefix at the beginning of a text."""
-    tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=legacy))
-    oracle = slow(sentencepiece_model, legacy)
-    for text in MIXED:
-        text = f"<s>{text}"
-        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
-
-
-def test_a_model_that_squeezes_white_space(tmp_path, slow):
-    model = folders.sentencepiece_model(remove_extra_whitespaces=True, normalization_rule_name="nmt_nfkc")
-    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
-    oracle = slow(model, legacy=False)
+    model = folders.sentencepiece_model(**options)
+    tokenizer, oracle = Tokenizer.from_folder(sentencepiece_folder(model, legacy=legacy)), slow(model, legacy)
     for text in (*MIXED, "  the   cat  </s>  the   dog  ", "ﬁ</s> ﬁ"):
         text = f"<s>{text}"
-        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False), text
 
 
-def test_prefix_space_off(sentencepiece_folder, tmp_path):
-    by_flag = Tokenizer.from_folder(sentencepiece_folder(add_prefix_space=False))
+def test_prefix_space_and_flags(sentencepiece_folder, tmp_path):
     gemma = folders.sentencepiece_model(add_dummy_prefix=False)
-    by_model = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path / "gemma", gemma))
-    for tokenizer in (by_flag, by_model):
-        pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("the cat", add_special_tokens=False)]
-        assert "".join(pieces) == "the▁cat"
+    for folder in (
+        sentencepiece_folder(add_prefix_space=False),
+        folders.sentencepiece_folder(tmp_path / "gemma", gemma),
+    ):
+        tokenizer = Tokenizer.from_folder(folder)
+        assert "".join(tokenizer.convert_ids_to_tokens(tokenizer.encode("the cat", False))) == "the▁cat"
         assert tokenizer.decode(tokenizer.encode(" the"), True) == " the"
-
-
-def test_bos_and_eos_flags(sentencepiece_folder):
     for config, first, last in (({}, True, False), ({"add_bos_token": False, "add_eos_token": True}, False, True)):
         ids = Tokenizer.from_folder(sentencepiece_folder(**config)).encode("the")
         assert (ids[0] == 1, ids[-1] == 2) == (first, last)
-
-
-def test_a_model_without_any_other_file(tmp_path, sentencepiece_model):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.encode("the</s>", add_special_tokens=False)[-1] == 2
-    assert tokenizer.encode("the")[0] == 1
-    assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
 
 
 @pytest.fixture
@@ -258,10 +250,3 @@ def test_offsets_where_sentencepiece_changes_the_text(sentencepiece_folder):
     assert tokenizer("the cat", return_offsets_mapping=True).offset_mapping[-1][1] == 7
     with pytest.raises(TokenizerError, match=r"changes the text 'ﬁne' before .*take tokenizer.json"):
         tokenizer("ﬁne", return_offsets_mapping=True)
-
-
-def test_other_kinds_of_models(tmp_path):
-    model = folders.sentencepiece_model(model_type="unigram", byte_fallback=False, vocab_size=150)
-    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
-    native = sentencepiece.SentencePieceProcessor(model_proto=model)
-    assert tokenizer.encode("the cat sat", add_special_tokens=False) == native.encode("the cat sat")
