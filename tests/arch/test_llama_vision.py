@@ -106,6 +106,8 @@ class TestText(Suite):
             assert getattr(ours, name) == getattr(expected.text_config, name), name
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "cross_attention_layers"):
             assert getattr(ours, name) == getattr(expected.text_config, name), name
+        text = {**given, "use_cache": False}
+        assert LlamaVisionConfig.from_hf({"model_type": "mllama", "text_config": text}).use_cache is False
         theirs_of_the_tower = expected.vision_config.to_dict()
         for name, value in ours.vision_config.to_hf().items():
             assert theirs_of_the_tower[name] == value, name

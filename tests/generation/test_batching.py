@@ -287,6 +287,9 @@ def test_what_it_does_not_take_raises_at_the_call():
     with pytest.raises(InputError, match="not a DataParallel around one"):
         generate_many_iter(torch.nn.DataParallel(model), texts, max_new_tokens=3)
     assert generate_many(model, [], max_new_tokens=3) == []
+    model.generation_config["output_logits"] = True
+    with pytest.raises(InputError, match="does not take output_logits"):
+        generate_many_iter(model, texts, max_new_tokens=3)
 
 
 def test_nan_logits_are_an_error_of_rows_that_have_a_text(device):

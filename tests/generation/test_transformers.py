@@ -94,7 +94,7 @@ CALLS = {
         sequence_bias={(3,): 1.5, (50, 4): -3.0}, bad_words_ids=[[20], [30, 31]], forced_eos_token_id=2,
         exponential_decay_length_penalty=[4, 1.1]),
     "sampling": dict(do_sample=True),
-    "sampling, cut": dict(do_sample=True, temperature=1.4, top_k=9, top_p=0.9, min_p=0.02),
+    "sampling, cut": dict(do_sample=True, temperature=1.4, top_k=9, top_p=0.9, min_p=0.2),
     "sampling, typical": dict(do_sample=True, temperature=2.0, top_k=0, typical_p=0.6),
     "sampling, likely enough": dict(do_sample=True, temperature=3.0, epsilon_cutoff=0.01, eta_cutoff=0.02),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
