@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 examples/pretrain.py --model meta-llama/Llama-3.1-8B --data tokens.npy \\
         --batch 64 --length 8192 --lr 1e-5 --out runs/a
 
-tokens.npy holds the ids of a tokenizer, one long array. A step reads `--batch` rows of it, whatever the mesh: on other
-numbers of GPUs, and with --tp or --cp, the losses are the same but for rounding. The same command, given again, goes on
-from the last checkpoint. examples/slurm.sh runs this on several nodes, and docs/distributed.md says what to choose.
+tokens.npy is one long array of token ids. A step reads `--batch` rows of it on any number of GPUs and with any --tp and
+--cp, so the losses are the same except for rounding. The same command, run again, continues from the last checkpoint.
+examples/slurm.sh runs this on several nodes. docs/distributed.md says what to choose.
 """
 
 import argparse

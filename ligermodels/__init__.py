@@ -3,9 +3,9 @@
     import ligermodels
     model = ligermodels.Llama.from_hub("meta-llama/Llama-3.2-1B", dtype=torch.bfloat16, device="cuda")
 
-`ligermodels.layers` composes architectures of one's own, `ligermodels.kernels` holds the operations below them,
-`ligermodels.training` the optimizer and what else a loop needs.
-Everything is imported on first use: importing the package loads neither triton nor anything that needs a GPU.
+`ligermodels.layers` has the modules for an architecture of your own, `ligermodels.kernels` the operations below them,
+`ligermodels.training` the optimizer and other parts of a training loop.
+Everything is imported on first use: importing the package does not import torch or triton.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The errors a user can cause. Each message says what is wrong, where, the likely cause and the next step."""
+"""The errors that a user can cause. A message says what is wrong, where, the likely cause and the next step."""
 
 import difflib
 import warnings
@@ -47,7 +47,7 @@ _warned: set[str] = set()
 
 
 def is_new(reason: str) -> bool:
-    """True if `warn_once` has not warned for this reason yet: spares making a text that nobody will read."""
+    """Whether `warn_once` has not warned for this reason yet: saves making a text that will not be shown."""
     return reason not in _warned
 
 

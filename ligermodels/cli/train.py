@@ -16,11 +16,11 @@ _MORE = {
     "grpo": " --reward-funcs rewards.py:right",
 }
 _EPILOG = """\
-A file of options, for --config, has a line for each: `learning_rate: 1e-5`. The command line wins over it.
-DIR/options.yaml holds what a run had: `ligermodels train RECIPE --config DIR/options.yaml --resume` goes on with it.
+A --config file has a line for each option, such as `learning_rate: 1e-5`. The command line overrides it.
+DIR/options.yaml has the options of a run: `ligermodels train RECIPE --config DIR/options.yaml --resume` continues it.
 Several GPUs: torchrun --nproc-per-node 8 -m ligermodels train ...
-Exit status: 0 done, 2 wrong options or values of options, 3 another error, such as one of data or model, 130 stopped by
-Ctrl-C or SIGTERM, after the step and a checkpoint.
+Exit status: 0 done, 2 wrong options, 3 another error, such as one of data or model, 130 stopped by Ctrl-C or SIGTERM,
+after the current step and a checkpoint.
 """
 
 
@@ -59,7 +59,7 @@ def _example(recipe: str) -> str:
 
 
 class _RecipeParser(Parser):
-    """Says what is meant where an option is unknown."""
+    """Suggests the option that is meant where one is unknown."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
@@ -69,7 +69,7 @@ class _RecipeParser(Parser):
             self.error(options.unknown(unknown, recipe, flags=True))
         if rest:
             is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
-            hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name, and lists have commas"
+            hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
             self.error(f"unexpected argument {rest[0]!r}; {hint}")
         return found, rest
 

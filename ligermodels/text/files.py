@@ -1,6 +1,6 @@
 """Reads the tokenizer files of a checkpoint folder, except the vocabulary.
 
-The order of precedence where several files hold a value:
+The order of precedence where several files have a value:
 - chat_template.jinja and additional_chat_templates/*.jinja > `chat_template` of tokenizer_config.json >
   chat_template.json (old processors);
 - `added_tokens_decoder` of tokenizer_config.json > added_tokens.json;

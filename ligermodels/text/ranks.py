@@ -1,12 +1,13 @@
 """Vocabularies that are ranks of byte strings: Meta's tokenizer.model (tiktoken's text) and Mistral's tekken.json.
 
-Neither has merges. tiktoken joins the two neighbours whose joined bytes have the lowest rank; the same for `tokenizers`
-is a merge for every split of a token into two tokens, in the order of the token's rank, as transformers' converters
-make them. A piece of text that is a token as a whole is not merged.
+Neither has merges: tiktoken joins the two neighbours whose joined bytes have the lowest rank. `tokenizers` gets the
+same ids from a merge for every split of a token into two tokens, in the order of the token's rank, as transformers'
+converters make them. A word that is a token as a whole is not merged.
 
-- Meta's file has no names of special tokens: they and the pattern are those of llama-models, whose names the released
-  tokenizer.json of Llama 3.0 and 3.1 have too but for reserved ones (128005 is <|step_id|>, 128011 <|image|>). Names in
-  tokenizer_config.json (added_tokens_decoder) take their place. Only Llama 3's file is known, by its size.
+- Meta's file has no names of special tokens: they and the pattern are those of llama-models. The released
+  tokenizer.json of Llama 3.0 and 3.1 has the same names, except for reserved ones (128005 is <|step_id|>, 128011
+  <|image|>). Names in tokenizer_config.json (added_tokens_decoder) replace them. Only Llama 3's file is known, by its
+  size.
 - tekken.json: the first `default_num_special_tokens` ids are the special tokens, the ranks follow. Tokens beyond
   `default_vocab_size` are left out. Files up to version 7 without `special_tokens` have mistral-common's names.
 - Special tokens are matched in the text, as transformers does, and BOS is added, as in the released tokenizer.json.
@@ -70,7 +71,7 @@ class Ranks:
 
 
 LLAMA_3_SIZE = 128000
-"""How many tokens Llama 3's tiktoken file has."""
+"""The number of tokens of Llama 3's tiktoken file."""
 _LLAMA_3 = Ranks(
     pattern=LLAMA_3_PATTERN,
     special=_LLAMA_3_SPECIAL,
@@ -81,7 +82,7 @@ _LLAMA_3 = Ranks(
     },
     stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
 )
-"""What its file does not say."""
+"""What the file of Llama 3 does not say."""
 
 
 class RanksBackend(JsonBackend):

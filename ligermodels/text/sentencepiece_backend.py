@@ -1,13 +1,13 @@
 """tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
 
 SentencePiece knows only its own pieces. This module adds what Hugging Face adds:
-- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers, while
-  SentencePiece and mistral-common take it for text. User-defined pieces are matched by SentencePiece itself;
+- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers, where
+  SentencePiece and mistral-common read plain text. User-defined pieces are matched by SentencePiece itself;
 - bos, eos, unk and pad are the file's where tokenizer_config.json does not name them. A text that begins with BOS gets
   no second one (in transformers it does);
 - added and special tokens are split off first, the longest at each place, and never reach SentencePiece;
-- `legacy: false` (the default, as in transformers 5): the dummy prefix space stands before the text's first piece,
-  unless an added token comes first. `legacy: true`: before every piece of text between added tokens.
+- `legacy: false` (the default, as in transformers 5): the dummy prefix space is before the text's first piece, unless
+  an added token comes first. `legacy: true`: before every part of the text between added tokens.
   `add_prefix_space: false`: nowhere;
 - `add_bos_token` (default true) and `add_eos_token` (default false);
 - decoding is that of transformers' converted tokenizer: pieces are joined, U+2581 is a space, runs of byte
@@ -102,28 +102,28 @@ class SentencePieceBackend(Backend):
             model_proto=model, add_dummy_prefix=False, escape_whitespaces=False, remove_extra_whitespaces=False
         )
         raw = {token.content: token for token in self.added.values() if not token.normalized}
-        cooked = {normalizer.normalize(t.content): t for t in self.added.values() if t.normalized}
+        normalized_tokens = {normalizer.normalize(t.content): t for t in self.added.values() if t.normalized}
         self._rounds = [
             (normalize, _pattern(tokens), tokens)
-            for normalize, tokens in ((str, raw), (normalizer.normalize, cooked))
+            for normalize, tokens in ((str, raw), (normalizer.normalize, normalized_tokens))
             if tokens
         ]
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
-        """Raises TokenizerError with offsets for a text that SentencePiece normalises, whose offsets are unknown."""
+        """Raises TokenizerError for the offsets of a text that SentencePiece normalises: they are unknown."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         rows = []
         for text in texts:
             ids, offsets, at = list(before), [(0, 0)] * len(before), 0
-            for place, stretch in enumerate(self._split(text)):
-                found = [stretch.id] if isinstance(stretch, AddedToken) else self._encode_stretch(stretch, place == 0)
+            for place, part in enumerate(self._split(text)):
+                found = [part.id] if isinstance(part, AddedToken) else self._encode_part(part, place == 0)
                 ids += found
                 if with_offsets:
-                    content = stretch.content if isinstance(stretch, AddedToken) else stretch
+                    content = part.content if isinstance(part, AddedToken) else part
                     at = text.find(content, at)
                     if at < 0:
                         raise self._changed(text)
-                    own = [(0, len(content))] if isinstance(stretch, AddedToken) else self._offsets(found, stretch)
+                    own = [(0, len(content))] if isinstance(part, AddedToken) else self._offsets(found, part)
                     offsets += [(at + start, at + end) for start, end in own]
                     at += len(content)
             offsets += [(0, 0)] * len(after)
@@ -156,7 +156,7 @@ class SentencePieceBackend(Backend):
         known = 0 <= index < self.base_vocab_size and self._native.id_to_piece(index) == piece
         return index if known else None
 
-    def _encode_stretch(self, text: str, first: bool) -> list[int]:
+    def _encode_part(self, text: str, first: bool) -> list[int]:
         if self._prefixes and (first or self._legacy):
             return self._native.encode(text)
         # A model that squeezes white space would drop the leading space of the text; the dummy prefix replaces it.
@@ -165,17 +165,14 @@ class SentencePieceBackend(Backend):
         return self._bare.encode(text)
 
     def _split(self, text: str) -> list[str | AddedToken]:
-        """The added tokens of a text, and the stretches between them."""
-        stretches: list[str | AddedToken] = [text]
+        """The added tokens of a text, and the parts between them."""
+        parts: list[str | AddedToken] = [text]
         for normalize, pattern, tokens in self._rounds:
-            parts: list[str | AddedToken] = []
-            for stretch in stretches:
-                if isinstance(stretch, AddedToken):
-                    parts.append(stretch)
-                else:
-                    parts += _cut(normalize(stretch), pattern, tokens)
-            stretches = parts
-        return stretches
+            split: list[str | AddedToken] = []
+            for part in parts:
+                split += [part] if isinstance(part, AddedToken) else _split_at(normalize(part), pattern, tokens)
+            parts = split
+        return parts
 
     def _offsets(self, ids: list[int], text: str) -> list[tuple[int, int]]:
         """The (start, end) in `text` of each piece: the characters that have one of its bytes."""
@@ -192,7 +189,7 @@ class SentencePieceBackend(Backend):
         return found
 
     def _spelled(self, index: int) -> bytes:
-        """The bytes of an id; none for an id without a token."""
+        """The bytes of an id; b"" for an id without a token."""
         if self._is_byte(index):
             return bytes([int(self._native.id_to_piece(index)[3:5], 16)])
         return (self.id_to_token(index) or "").replace(SPACE, " ").encode()
@@ -248,8 +245,8 @@ def _pattern(tokens: Mapping[str, AddedToken]) -> re.Pattern[str]:
     )
 
 
-def _cut(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) -> Iterator[str | AddedToken]:
-    """The tokens that `pattern` finds in a text, and the stretches between them."""
+def _split_at(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) -> Iterator[str | AddedToken]:
+    """The tokens that `pattern` finds in a text, and the parts between them."""
     start, strip_left = 0, False
     for match in pattern.finditer(text):
         token = tokens[match[0]]
