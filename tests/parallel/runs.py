@@ -1,12 +1,10 @@
-"""What the processes of test_parallelize.py do: each check compares a model that is spread over them with a whole one.
+"""Checks for test_parallelize.py, each of which compares a model that is spread over processes with a whole one.
 
-A check returns a dict of numbers, each an error relative to what it is compared with, or of texts, and is run by name:
-`run` starts the processes once for many checks and returns what each process found.
+A check returns a dict of errors, relative to what they are compared with, or of texts. `run` starts the processes once
+for many checks, given by name, and returns what each process found.
 """
 
-import datetime
 import functools
-import json
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW
 from tests.arch import qwen2_vl
-from tests.processes import spawn
+from tests.parallel.ranks import results_of_ranks
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
 SIZES = dict(
@@ -148,7 +146,7 @@ def whole(family, kind):
     model = make(family)
     loss = model(**batch(family, kind)).loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.detach(), grads(model)
 
 
 def error(found, wanted):
@@ -158,7 +156,7 @@ def error(found, wanted):
 
 
 def grads(model):
-    """Under tensor parallel, the gate and up of experts have a dim of their own, which `error` takes away."""
+    """{name: gradient, whole}. Under tensor parallel, gate and up of experts have a further dim; `error` removes it."""
     return {
         name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
         for name, p in model.named_parameters()
@@ -195,8 +193,7 @@ def images_on_one_rank(family, packed=False):
     spread = Spread(family, "fsdp2")
     found = spread.model(**(text if spread.index else images)).loss
     found.backward()
-    wanted = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": error(found, sum(losses)), **grad_errors(spread.model, wanted)}
+    return {"loss": error(found, sum(losses)), **grad_errors(spread.model, grads(model))}
 
 
 def accumulated(family, split):
@@ -231,7 +228,7 @@ def logits(family, split, kind="plain"):
     if spread.parts == 1:
         loss(wanted, labels).backward()
         loss(found, own).backward()
-        errors |= grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+        errors |= grad_errors(spread.model, grads(model))
         model.zero_grad()
         spread.model.zero_grad()
     for each in (model, spread.model):
@@ -243,9 +240,8 @@ def logits(family, split, kind="plain"):
     both.loss.backward()
     model.train()(**made, labels=labels).loss.backward()
     errors |= {"logits beside the loss": error(both.logits, expected), "loss": error(both.loss, reference.loss)}
-    wanted = {f"{name} with logits": p.grad for name, p in model.named_parameters()}
-    found = {f"{name} with logits": grad for name, grad in grads(spread.model).items()}
-    return errors | {name: error(found[name], wanted[name]) for name in wanted}
+    wanted, found = grads(model), grads(spread.model)
+    return errors | {f"{name} with logits": error(found[name], wanted[name]) for name in wanted}
 
 
 def norm(family, split, kind="plain", torchs=True):
@@ -261,7 +257,7 @@ def norm(family, split, kind="plain", torchs=True):
     if not torchs:
         return errors
     found = torch.nn.utils.clip_grad_norm_(spread.model.parameters(), 0.1)
-    clipped = grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+    clipped = grad_errors(spread.model, grads(model))
     return {**errors, "torch": error(found.full_tensor(), wanted), **clipped}
 
 
@@ -276,7 +272,7 @@ def headless(family, split):
     (states * weights).sum().backward()
     found = spread.model(**{name: rows[name] for name in own}, return_logits=False).last_hidden_state
     (found * weights.chunk(spread.parts)[spread.index]).sum().backward()
-    errors = grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+    errors = grad_errors(spread.model, grads(model))
     spread.model.zero_grad()
     spread.model(**rows).loss.backward()
     wanted = whole(family, "plain")[1]
@@ -296,7 +292,7 @@ def frozen(family, split):
     spread = Spread(family, split, prepare=freeze)
     spread.model(**spread.rows(made)).loss.backward()
     assert [p.requires_grad for p in spread.model.parameters()] == [p.requires_grad for p in model.parameters()]
-    return grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+    return grad_errors(spread.model, grads(model))
 
 
 def steps(family, split):
@@ -381,7 +377,7 @@ def adapted(split):
     spread, data = parallelize(made(), mesh), mesh["dp_shard"]
     found = spread(**part(inputs, data.get_local_rank(), data.size())).loss
     found.backward()
-    return {"loss": error(found, loss), **grad_errors(spread, {name: p.grad for name, p in model.named_parameters()})}
+    return {"loss": error(found, loss), **grad_errors(spread, grads(model))}
 
 
 def custom(split):
@@ -397,7 +393,7 @@ def custom(split):
     spread = parallelize(made(), mesh)
     rows = ids.chunk(mesh.size())[dist.get_rank()]
     (spread(rows[:, :-1], labels=rows[:, 1:]) / mesh.size()).backward()
-    return grad_errors(spread, {name: p.grad for name, p in model.named_parameters()})
+    return grad_errors(spread, grads(model))
 
 
 def _before(model):
@@ -474,26 +470,18 @@ CHECKS = (
 _CHECKS = {check.__name__: check for check in CHECKS}
 
 
-def _process(rank, size, folder, jobs):
-    torch.set_num_threads(1)
-    meeting = dict(init_method=f"file://{folder}/meeting", timeout=datetime.timedelta(seconds=60))
-    dist.init_process_group("gloo", rank=rank, world_size=size, **meeting)
-    try:
-        found = {}
-        for name, check, options in jobs:
-            if rank == 0:
-                (folder / "running").write_text(name)
-            found[name] = _CHECKS[check](**options)
-        (folder / f"{rank}.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
-
-
 def run(size, folder, jobs):
     """Runs jobs, each (name, check, options), in `size` processes; returns {name: what each process found}."""
-    try:
-        spawn(_process, args=(size, folder, jobs), nprocs=size)
-    except Exception as error:
-        raise AssertionError(f"in {(folder / 'running').read_text()}: {error}") from error
-    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+    def work():
+        found = {}
+        for name, check, options in jobs:
+            try:
+                found[name] = _CHECKS[check](**options)
+            except Exception as error:
+                error.add_note(f"in {name}")
+                raise
+        return found
+
+    found = results_of_ranks(folder, work, size, seconds=1800)
     return {name: [one[name] for one in found] for name, _, _ in jobs}

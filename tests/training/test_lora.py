@@ -14,7 +14,6 @@ from torch import nn
 from ligermodels import CheckpointError, InputError
 from ligermodels import layers as L
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import adapters
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
@@ -174,12 +173,6 @@ def test_off_and_copied():
     assert torch.equal(logits(model), on)
 
 
-def test_saving_the_model_says_what_to_do(tmp_path):
-    with pytest.raises(CheckpointError, match=r"merge_lora.*save_adapter"):
-        adapted().save_pretrained(tmp_path / "a")
-    assert not (tmp_path / "a").exists()
-
-
 def test_fusion_report():
     def said(**options):
         found = adapted(**options).train().fusion_report()
@@ -275,21 +268,22 @@ def test_vision_towers_are_left_out_unless_named(tmp_path):
     ("'lm_head' is a LMHead", "llama", {"targets": ["lm_head"]}),
     ("expected 'all-linear' or a list", "llama", {"targets": "q_proj"}),
     ("expected 'all-linear' or a list", "llama", {"targets": []}),
-    ("names 'head'", "llama", {"modules_to_save": ["heads", "head"]}),
+    ("names 'heads'", "llama", {"modules_to_save": ["heads", "head"]}),
     ("gets an adapter, or parts of it do", "llama", {"modules_to_save": ["mlp"]}),
     ("r=0", "llama", {"r": 0}),
     ("dropout=1", "llama", {"dropout": 1.0}),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(says, family, options):
     model = make(family)
-    if "names" in says:
-        says = "names 'heads'"
     with pytest.raises(InputError, match=says):
         add_lora(model, **options)
     assert all(p.requires_grad for p in model.parameters())
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"merge_lora.*save_adapter"):
+        adapted().save_pretrained(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
     with pytest.raises(InputError, match="has adapters already"):
         add_lora(adapted())
     for call in (merge_lora, lambda model: save_adapter(model, tmp_path / "a")):
@@ -304,25 +298,13 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
 
 
 WRONG_VALUES = [
-    ("lora_alpha", value) for value in ("16", None, [16], {}, True, float("nan"), float("inf"), 10**40, 0, -1.5)
-] + [("r", value) for value in ("4", None, [4], 4.0, True, float("nan"), 0, -4)] + [
-    ("alpha_pattern", value) for value in ({"q_proj": "8"}, {"q_proj": None}, {"q_proj": float("nan")}, {"q_proj": -8},
-                                           {"q_(": 8}, [8], "q_proj", 8)
-] + [
-    ("rank_pattern", value) for value in ({"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, ["q_proj"], 4)
-] + [
-    ("lora_dropout", "0.1"), ("lora_dropout", float("nan")), ("lora_dropout", 1), ("lora_dropout", -0.1),
-    ("use_rslora", "false"), ("use_dora", "no"), ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
+    *(("lora_alpha", value) for value in ("16", None, {}, True, float("nan"), 10**40, 0, -1.5)),
+    *(("r", value) for value in ("4", 4.0, True, 0)),
+    *(("alpha_pattern", value) for value in ({"q_proj": "8"}, {"q_proj": float("nan")}, {"q_(": 8}, [8])),
+    *(("rank_pattern", value) for value in ({"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, 4)),
+    ("lora_dropout", "0.1"), ("lora_dropout", 1), ("use_rslora", "false"), ("use_dora", "no"),
+    ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "pattern, r", [("q_proj", 4), ("self_attn.q_proj", 4), ("q", 8), ("proj", 8), (r"layers\.1\..*", 4)]
-)
-def test_a_pattern_names_whole_words_of_a_module(pattern, r):
-    options = {"r": 8, "lora_alpha": 16, "rank_pattern": {pattern: 4}}
-    assert adapters.size_of(options, "model.layers.1.self_attn.q_proj") == (r, 16)
-    assert adapters.size_of(options, "model.layers.1.self_attn.q_proj_extra")[0] == (4 if "*" in pattern else 8)
 
 
 @pytest.fixture(scope="module")
