@@ -71,6 +71,14 @@ class Run:
         kept = dict(scheduler=self.scheduler, data=self.data)
         return Checkpoints(folder, self.model, self.optimizer, **{**kept, **options})
 
+    def save(self, folder, step=1, **options):
+        with self.checkpoints(folder, **options) as checkpoints:
+            checkpoints.save(step)
+
+    def load(self, folder, **options):
+        with self.checkpoints(folder, **options) as checkpoints:
+            return checkpoints.load()
+
     def weights(self):
         return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
 
@@ -98,8 +106,7 @@ def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype
                 checkpoints.save(2, wait=False)
         expected = [run.step() for _ in range(2)]
     other = Run(optimizer, dtype=dtype, seed=1)
-    with other.checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.load() == 2
+    assert other.load(tmp_path) == 2
     for _ in range(2):
         other.step()
     assert [other.step() for _ in range(2)] == expected
@@ -119,30 +126,14 @@ def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype
 def test_saving_before_the_first_step_takes_none(tmp_path):
     """Nor does loading such a checkpoint; torch's get_optimizer_state_dict would leave step counts of 1."""
     run = Run()
-    with run.checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0)
+    run.save(tmp_path, 0)
     assert not run.optimizer.state
     run.step()
     other = Run()
-    with other.checkpoints(tmp_path) as checkpoints:
-        checkpoints.load()
+    other.load(tmp_path)
     assert not other.optimizer.state
     other.step()
     assert same(run.weights(), other.weights())
-
-
-def test_parameters_without_gradient_and_frozen_ones(tmp_path):
-    runs = Run(), Run()
-    for run in runs:
-        run.model.lm_head.weight.requires_grad_(False)
-    with runs[0].checkpoints(tmp_path) as checkpoints:
-        runs[0].step()
-        checkpoints.save(1)
-    expected = runs[0].step()
-    with runs[1].checkpoints(tmp_path) as checkpoints:
-        checkpoints.load()
-    assert runs[1].model.lm_head.weight not in runs[1].optimizer.state
-    assert runs[1].step() == expected
 
 
 def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, monkeypatch):
@@ -160,33 +151,28 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, monke
     shutil.rmtree(tmp_path / "step-00000003")
     assert not same(run.weights(), saved)
     other = Run("master", dtype=torch.bfloat16)
-    with other.checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.load() == 1
+    assert other.load(tmp_path) == 1
     assert same(other.weights(), saved)
     assert [other.step() for _ in range(2)] == losses
 
 
-def test_frozen_parameters_can_be_left_out(tmp_path):
-    def frozen(model):
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_parameters_can_be_left_out(tmp_path, frozen):
+    def freeze(model):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)
         return model
 
-    run = Run(spread=frozen)
-    with run.checkpoints(tmp_path, frozen=False) as checkpoints:
+    run, again = Run(spread=freeze), Run(spread=freeze)
+    with run.checkpoints(tmp_path, frozen=frozen) as checkpoints:
         run.step()
         checkpoints.save(1, wait=False)
         losses = [run.step(), run.step()]
     stored = {key for key in Reader(tmp_path / "step-00000001").headers if key.startswith("model.")}
-    assert stored == {f"model.{name}" for name, p in run.model.named_parameters() if p.requires_grad}
-    again = Run(spread=frozen)
-    with again.checkpoints(tmp_path, frozen=False) as checkpoints:
-        assert checkpoints.load() == 1
-        assert [again.step(), again.step()] == losses
-    assert all(
-        torch.equal(found, wanted)
-        for found, wanted in zip(again.model.parameters(), run.model.parameters(), strict=True)
-    )
+    assert stored == {f"model.{name}" for name, p in run.model.named_parameters() if p.requires_grad or frozen}
+    assert again.load(tmp_path, frozen=frozen) == 1
+    assert again.model.lm_head.weight not in again.optimizer.state
+    assert [again.step(), again.step()] == losses and same(again.weights(), run.weights())
 
 
 def test_which_checkpoints_are_kept(tmp_path, monkeypatch):
@@ -361,8 +347,7 @@ HOSTILE = {
 def good(tmp_path_factory):
     run, folder = Run(), tmp_path_factory.mktemp("good")
     run.step()
-    with run.checkpoints(folder) as checkpoints:
-        checkpoints.save(1)
+    run.save(folder)
     return folder
 
 
@@ -371,8 +356,8 @@ def test_other_models_and_optimizers(good, case):
     changes, message = OTHER_RUNS[case]
     run = Run(**changes)
     before = {name: tensor.clone() for name, tensor in run.weights().items()}
-    with run.checkpoints(good) as checkpoints, pytest.raises(CheckpointError, match=message):
-        checkpoints.load()
+    with pytest.raises(CheckpointError, match=message):
+        run.load(good)
     assert same(run.weights(), before) and not run.optimizer.state
 
 
@@ -411,16 +396,15 @@ def test_hostile_checkpoints(tmp_path, monkeypatch, good, case):
 
 def test_other_parameter_groups(tmp_path):
     run = Run()
-    with run.checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1)
+    run.save(tmp_path)
     norms = [p for p in run.model.parameters() if p.dim() == 1]
     rest = [p for p in run.model.parameters() if p.dim() > 1]
     run.optimizer = AdamW([{"params": rest}, {"params": norms, "weight_decay": 0.0}])
-    with run.checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="21 parameters there, 16, 5"):
-        checkpoints.load()
+    with pytest.raises(CheckpointError, match="21 parameters there, 16, 5"):
+        run.load(tmp_path)
     run.optimizer = AdamW([*run.model.parameters(), torch.zeros(3, requires_grad=True)])
-    with run.checkpoints(tmp_path) as checkpoints, pytest.raises(InputError, match=r"\(3,\) that is not the model's"):
-        checkpoints.load()
+    with pytest.raises(InputError, match=r"\(3,\) that is not the model's"):
+        run.load(tmp_path)
 
 
 def test_wrapped_modules_have_the_names_of_bare_ones(tmp_path, good):
@@ -428,10 +412,8 @@ def test_wrapped_modules_have_the_names_of_bare_ones(tmp_path, good):
     layers = run.model.model.layers
     layers[0], layers[1] = torch.compile(layers[0]), checkpoint_wrapper(layers[1])
     run.model = torch.compile(run.model)
-    with run.checkpoints(good) as checkpoints:
-        assert checkpoints.load() == 1
-    with run.checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1)
+    assert run.load(good) == 1
+    run.save(tmp_path)
     ours, theirs = (Reader(folder / "step-00000001").headers for folder in (tmp_path, good))
     assert ours == theirs
 
@@ -448,8 +430,8 @@ def test_states_go_by_names(good):
     for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(run.optimizer.state[p]["exp_avg"], other.optimizer.state[q]["exp_avg"])
     message = r"no state of 'loader'; it has data, scheduler"
-    with run.checkpoints(good, loader=Data()) as checkpoints, pytest.raises(CheckpointError, match=message):
-        checkpoints.load()
+    with pytest.raises(CheckpointError, match=message):
+        run.load(good, loader=Data())
 
 
 def test_bad_calls(tmp_path, good):
@@ -524,8 +506,8 @@ def on_two_ranks(folder):
     # What one process saved, on two ranks; and what two in FSDP saved, in DDP on two.
     run = Run(**fsdp)
     warns = pytest.warns(UserWarning, match="random states") if rank == 0 else contextlib.nullcontext()
-    with run.checkpoints(folder / "single") as checkpoints, warns:
-        assert checkpoints.load() == 1
+    with warns:
+        assert run.load(folder / "single") == 1
     assert run.data.position == 1
     assert same(run.weights(), torch.load(folder / "single.pt"))
     wrapped = Run(spread=DistributedDataParallel, rank=rank)
@@ -572,8 +554,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     run = Run()
     run.step()
-    with run.checkpoints(folder / "single") as checkpoints:
-        checkpoints.save(1)
+    run.save(folder / "single")
     torch.save(run.weights(), folder / "single.pt")
     on_ranks(folder, lambda: on_two_ranks(folder))
     return folder
@@ -588,8 +569,8 @@ def test_what_ranks_saved_is_resumed_by_one_process(saved, saved_by):
     assert extra == {"extra.scheduler", "rng.0", "rng.1", "run"} | per_rank
     if per_rank:
         message = r"(?s)another state of 'data' for each rank of 2 ranks.*1 rank\b"
-        with run.checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=message):
-            checkpoints.load()
+        with pytest.raises(CheckpointError, match=message):
+            run.load(folder)
     without_data = Checkpoints(folder, run.model, run.optimizer, scheduler=run.scheduler)
     with without_data as checkpoints, warnings.catch_warnings(record=True) as warned:
         assert checkpoints.load() == 2
@@ -624,8 +605,7 @@ def on_four_ranks(folder):
     if dist.get_rank() == 0:
         torch.save((weights, moments), folder / "expected.pt")
     other = Run("torch", spread=spread, seed=1, intermediate_size=43, vocab_size=61)
-    with other.checkpoints(folder / "run") as checkpoints:
-        assert checkpoints.load() == 1
+    assert other.load(folder / "run") == 1
     assert same(other.weights(), weights)
     flat = Run("torch", spread=lambda model: sharded(model, None), intermediate_size=43, vocab_size=61)
     with flat.checkpoints(folder / "run") as checkpoints, warnings.catch_warnings():
