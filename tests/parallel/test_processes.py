@@ -69,6 +69,10 @@ def check_part():
         assert str(found) == ("odd" if rank == 3 else "rank 3: odd")
         assert half.from_main(lambda: rank) == 2
     dist.barrier()
+    row = DeviceMesh("cpu", [[1, 3]])  # of two groups, the first of one rank
+    if rank in (1, 3):
+        assert Processes.of_mesh(row).from_main(lambda: rank) == 1
+    dist.barrier()
     mesh = DeviceMesh("cpu", [[3, 0], [1, 2]])
     part = distribute_tensor(torch.ones(2), halves["tp"], [Replicate()])
     whole = distribute_tensor(torch.ones(2), mesh, [Replicate()] * 2)
