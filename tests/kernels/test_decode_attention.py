@@ -130,8 +130,8 @@ def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, mos
 def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
     monkeypatch.setattr(module, "num_sms", lambda index: 132)
     q, counters = torch.randn(3, 1, 4, 64, device=device), torch.zeros(6, dtype=torch.int32, device=device)
-    for ends in ([300, 1, 0], [20, 300, 299], [0, 0, 0], [299, 300, 300]):
-        held = cache(3, 300, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
+    for ends in ([130, 1, 0], [20, 130, 129], [0, 0, 0], [129, 130, 130]):
+        held = cache(3, 130, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
         assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
         assert not counters.any()
 

@@ -197,15 +197,6 @@ def test_adds_in_place(device, poison, laid, some):
     assert memory[0] == memory[1] == memory[2]
 
 
-def test_one_weight_twice(device):
-    x, (weight, *_), _, _ = several(device, "apart")
-    dy = torch.randn(5, 10, device=device)
-    for w in (weight, *adding_in_place(weight)):
-        for times in (1, 2):
-            joint_linear(x, [w, w]).backward(dy)
-            torch.testing.assert_close(w.grad, times * (dy[:, :5] + dy[:, 5:]).t() @ x.detach())
-
-
 # What lies together.
 
 

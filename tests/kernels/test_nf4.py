@@ -63,8 +63,9 @@ def test_kernels_give_the_bits_of_the_reference(device, poison, shape, double):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_weights_become_the_nearest_code_times_absmax(device, double):
-    weight = make((48, 130), device=device)
+    weight = make((130, 48), device=device).t()  # strided
     packed, state = quantize_nf4(weight, double=double)
+    weight = weight.contiguous()
     w, absmax = weight.view(-1).cpu().double(), absmax_of(state).cpu().double()
     blocks = w.split(64)
     exact = torch.stack([block.abs().max() for block in blocks])
@@ -81,13 +82,6 @@ def test_weights_become_the_nearest_code_times_absmax(device, double):
     found = dequantize_nf4(packed, state).view(-1).cpu().double()
     expected = codes[index] * absmax.repeat_interleave(64)[: len(w)]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-
-
-def test_strided_weights_and_several_dims(device):
-    weight = make((40, 96), device=device).t()
-    found, expected = quantize_nf4(weight), quantize_nf4(weight.contiguous())
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1].absmax, expected[1].absmax)
-    assert dequantize_nf4(*found).shape == (96, 40)
 
 
 # Against bitsandbytes
@@ -122,15 +116,6 @@ def test_bytes_are_those_of_bitsandbytes(bnb, shape):
             assert same(nested.offset, offset) and same(nested.nested_code, code)
             if len(state.absmax) > 1:  # else all of absmax is the offset, and what is left is 0 / 0
                 assert same(nested.absmax, index.view(-1)) and same(nested.nested_absmax, sizes.float())
-
-
-def test_the_library_of_bitsandbytes_quantises_absmax_to_a_neighbour_at_most(bnb):
-    """On the CPU it looks up the code in a table of 2^16 entries: between two codes it may take the other one."""
-    weight = torch.randn(512, 512)
-    state = quantize_nf4(weight)[1]
-    wanted = bnb.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")[1]
-    apart = (state.absmax.int() - wanted.absmax.int()).abs()
-    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("shape", [(33, 70), (48, 128), (1, 64), (130, 256)], ids=str)

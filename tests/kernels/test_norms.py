@@ -23,20 +23,6 @@ def run(op, inputs, grads):
     return [*(t.detach() for t in outputs), *torch.autograd.grad(outputs, leaves, grads)]
 
 
-@pytest.mark.parametrize("width", [9000, 17001])
-@each_norm
-def test_rows_wider_than_registers(device, poison, name, width):
-    """The forward above 16384 columns and the backward above 8192 take several tiles a row."""
-    op, reference, count = ADDS[name]
-    dtype = torch.float32 if device == "cuda" else torch.float64
-    x, residual, dy, dtotal = torch.randn(4, 5, width, dtype=dtype, device=device)
-    inputs = [x + 1, residual, *torch.randn(count, width, dtype=dtype, device=device)]
-    expected = run(reference, [t.double() for t in inputs], [dy.double(), dtotal.double()])
-    eps = torch.finfo(dtype).eps
-    for a, b in zip(run(op, inputs, [dy, dtotal]), expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=256 * eps, atol=256 * eps)
-
-
 @each_norm
 def test_mixed_dtypes(device, poison, name):
     """Autocast's mixtures: fp32 weights, and an fp32 residual stream, with half precision x."""

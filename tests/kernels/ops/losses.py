@@ -186,42 +186,46 @@ def known_labels(labels: Tensor, known: bool) -> dict[str, int]:
     return {"num_valid": int((labels != IGNORE).sum())} if known else {}
 
 
+def head_case(
+    m, rows, *, vocab, hidden, bias=False, weighted=False, items=None, metrics=False, known=False, ignored=None,
+    scale=1.0, **options,
+) -> Case:  # fmt: skip
+    """A call of a loss over a linear head."""
+    lead = m.lead(rows)
+    x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
+    tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
+    if bias:
+        tensors["bias"] = m(vocab)
+    if weighted:
+        tensors["class_weight"] = torch.rand(vocab, device=m.device) + 0.5
+    options |= known_labels(tensors["labels"], known)
+    return Case(tensors, loss_options(m, options, items, metrics), vocab, max(vocab, hidden, rows))
+
+
+def head_edge(rows=9, vocab=70, **more):
+    return lambda m: head_case(m, rows, vocab=vocab, hidden=16, **more)
+
+
+def huge_head(m, scale=1.0, **options) -> Case:
+    m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
+    weight = m(vocab, hidden, scale=scale)
+    return Case({"x": m.big(rows, hidden), "weight": weight, "labels": m.labels(vocab, rows)}, options)
+
+
 def linear_loss_op() -> Op:
-    def make(
-        m, rows, *, vocab, hidden, bias=False, weighted=False, items=None, metrics=False, known=False, ignored=None,
-        scale=1.0, **options,
-    ):  # fmt: skip
-        lead = m.lead(rows)
-        x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
-        tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
-        if bias:
-            tensors["bias"] = m(vocab)
-        if weighted:
-            tensors["class_weight"] = torch.rand(vocab, device=m.device) + 0.5
-        options |= known_labels(tensors["labels"], known)
-        return Case(tensors, loss_options(m, options, items, metrics), vocab, max(vocab, hidden, rows))
-
-    def edge(rows=9, vocab=70, ignored=0.0, **more):
-        return lambda m: make(m, rows, vocab=vocab, hidden=16, ignored=ignored, **more)
-
     edges: dict[str, Any] = {}
     for reduction in ("mean", "none"):
         edges |= {
             f"label at p = 0.9999, {reduction}": functools.partial(sure_head, reduction=reduction),
-            f"logits of 1e4, {reduction}": edge(scale=1e4, reduction=reduction),
-            f"rows of equal values, {reduction}": edge(scale=0.0, reduction=reduction),
-            f"all ignored, {reduction}": edge(ignored=1.1, reduction=reduction),
-            f"one class, {reduction}": edge(vocab=1, reduction=reduction),
+            f"logits of 1e4, {reduction}": head_edge(scale=1e4, ignored=0.0, reduction=reduction),
+            f"rows of equal values, {reduction}": head_edge(scale=0.0, ignored=0.0, reduction=reduction),
+            f"all ignored, {reduction}": head_edge(ignored=1.1, reduction=reduction),
+            f"one class, {reduction}": head_edge(vocab=1, ignored=0.0, reduction=reduction),
         }
-
-    def huge(m):
-        m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
-        tensors = {"x": m.big(rows, hidden), "weight": m(vocab, hidden), "labels": m.labels(vocab, rows)}
-        return Case(tensors, {"reduction": "none"})
 
     return Op(
         kernels.linear_cross_entropy, no_chunks(kernels.linear_cross_entropy_reference), eager_linear_cross_entropy,
-        make,
+        head_case,
         choices=head_choices(bias=[False, False, True]) | LOSS_CHOICES,
         complete={"vocab": 7, "hidden": 5, "reduction": "none", "bias": True, "weighted": True},
         row=widest_of_a_head,
@@ -229,7 +233,7 @@ def linear_loss_op() -> Op:
         few_rows=HEAD_ROWS,
         fits=head_of_usual_size,
         edges=edges,
-        past_2_31=huge,
+        past_2_31=functools.partial(huge_head, reduction="none"),
         noise=probability_noise,
         matmuls=True,
         runs_once=True,
@@ -257,34 +261,17 @@ def eager_linear_logprobs(
 
 
 def logprobs_op() -> Op:
-    def make(m, rows, *, vocab, hidden, bias=False, known=False, ignored=None, scale=1.0, **options):
-        lead = m.lead(rows)
-        x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
-        tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
-        if bias:
-            tensors["bias"] = m(vocab)
-        options |= known_labels(tensors["labels"], known)
-        return Case(tensors, options, vocab, max(vocab, hidden, rows))
-
-    def edge(rows=9, vocab=70, **more):
-        return lambda m: make(m, rows, vocab=vocab, hidden=16, **more)
-
     edges: dict[str, Any] = {"label at p = 0.9999": functools.partial(sure_head, return_entropy=True)}
     for entropy in (False, True):
         edges |= {
-            f"one class, entropy={entropy}": edge(vocab=1, return_entropy=entropy),
-            f"all ignored, entropy={entropy}": edge(ignored=1.1, return_entropy=entropy),
-            f"rows of equal values, entropy={entropy}": edge(scale=0.0, return_entropy=entropy),
-            f"logits of 1e4, entropy={entropy}": edge(scale=1e4, return_entropy=entropy),
+            f"one class, entropy={entropy}": head_edge(vocab=1, return_entropy=entropy),
+            f"all ignored, entropy={entropy}": head_edge(ignored=1.1, return_entropy=entropy),
+            f"rows of equal values, entropy={entropy}": head_edge(scale=0.0, return_entropy=entropy),
+            f"logits of 1e4, entropy={entropy}": head_edge(scale=1e4, return_entropy=entropy),
         }
 
-    def huge(m):
-        m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
-        weight = m(vocab, hidden, scale=hidden**-0.5)
-        return Case({"x": m.big(rows, hidden), "weight": weight, "labels": m.labels(vocab, rows)}, {})
-
     return Op(
-        kernels.linear_logprobs, no_chunks(kernels.linear_logprobs_reference), eager_linear_logprobs, make,
+        kernels.linear_logprobs, no_chunks(kernels.linear_logprobs_reference), eager_linear_logprobs, head_case,
         choices=head_choices(
             bias=[False, False, True], temperature=[1.0, 0.6, 2.0], softcap=[None, None, 30.0],
             return_entropy=[False, False, True], return_logits_mean=[False, False, True],
@@ -295,7 +282,7 @@ def logprobs_op() -> Op:
         few_rows=HEAD_ROWS,
         fits=head_of_usual_size,
         edges=edges,
-        past_2_31=huge,
+        past_2_31=functools.partial(huge_head, scale=2048**-0.5),
         noise=probability_noise,
         matmuls=True,
     )  # fmt: skip
