@@ -27,19 +27,19 @@ def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
 
 
 def slices(tokens: int, rows: int | None) -> list[slice]:
-    """All tokens at once, or `rows` at a time."""
+    """One slice of all tokens, or slices of `rows` tokens."""
     return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
 
 
 def gather(x: Tensor, source: Tensor) -> Tensor:
-    """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
+    """x [N, H] -> rows x[source], and zeros where source is negative, even if x has NaN there."""
     return x.index_select(0, source.clamp(min=0)).masked_fill_(source[:, None] < 0, 0)
 
 
 def compact(labels: Tensor, limit: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(labels of the valid tokens [limit], the token each came from or -1, the place of each token or -1).
+    """(labels of the valid tokens [limit], source: the token of each or -1, place: the row of each token or -1).
 
-    With more than `limit` valid labels, all labels returned are negative, no class, so that the loss becomes NaN.
+    With more than `limit` valid labels, all returned labels are negative, so that the loss becomes NaN.
     """
     valid = labels != ignore_index
     rank = valid.cumsum(0) - 1
@@ -52,7 +52,7 @@ def compact(labels: Tensor, limit: int, ignore_index: int) -> tuple[Tensor, Tens
 
 
 class Settings(NamedTuple):
-    """How a loss over a linear head runs, as against what it computes."""
+    """How a loss over a linear head runs; none of it changes what is computed."""
 
     num_valid: int | None
     workspace_bytes: int
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
     accumulate_fp32: bool
 
     def sum_dtype(self, weight: Tensor) -> torch.dtype:
-        """The dtype of dweight while it is summed; cuBLAS adds to the dtype it multiplies in, or to fp32."""
+        """The dtype of the sum of dweight; cuBLAS can add in the dtype of the factors, or in fp32."""
         upcast = self.accumulate_fp32 or weight.dtype != self.dtype
         return torch.promote_types(weight.dtype, torch.float32) if upcast else weight.dtype
 
@@ -70,18 +70,18 @@ class Settings(NamedTuple):
         return self.dtype == torch.float16 and reduction == "mean" and any(needs)
 
     def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
-        """What the logits of all tokens may take to be one chunk: workspace_bytes, and the memory beyond dweight of an
-        fp32 sum of it, which a single chunk does without."""
+        """The largest size of all logits for a single chunk: workspace_bytes, and the memory that a single chunk saves
+        because it needs no fp32 sum of dweight."""
         summed = need_weight and weight.numel() * (self.sum_dtype(weight).itemsize - weight.itemsize)
         return self.workspace_bytes + summed
 
 
 class Chunks:
-    """Tokens x [T, H] on their way through a head: in chunks of `rows`, ignored ones left out where that pays.
+    """Tokens x [T, H] and their labels [R], in chunks of `rows` rows, without the ignored tokens where that is faster.
 
-    labels [R] are those of the tokens that are left; `source` [R] says which token each is (-1: none) and `place`
-    [T] where each token went (-1: left out); both are None where no token is left out, which is the case unless the
-    number of valid labels is known (num_valid, or labels on the CPU) and at most nine tenths of T.
+    source [R]: the token of each row (-1: none); place [T]: the row of each token (-1: dropped). Both are None if no
+    token is dropped: tokens are dropped if the number of valid labels is known (num_valid, or labels on the CPU) and at
+    most nine tenths of T.
     """
 
     def __init__(
@@ -99,26 +99,26 @@ class Chunks:
             x = gather(x, self.source)
         self.x, self.weight = x.to(dtype), weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
-        # Rows start on 128 bytes whatever V is, for wide loads and for cuBLAS.
+        # Rows start at multiples of 128 bytes for any V, for vector loads and for cuBLAS.
         self.pitch = -(-self.vocab // 64) * 64
         self.limit(settings.workspace_bytes)
 
     def logits_bytes(self, rows: int) -> int:
-        """What the logits of so many rows take."""
+        """The size of the logits of `rows` rows."""
         return rows * self.pitch * self.x.element_size()
 
     def limit(self, workspace_bytes: int, whole_bytes: int = 0) -> None:
-        """A chunk has as many rows as fit into workspace_bytes, and all of them where they fit into whole_bytes."""
+        """Sets `rows`: all of them if they fit into whole_bytes, else as many as fit into workspace_bytes."""
         self.rows = len(self.labels)
         if self.logits_bytes(self.rows) > whole_bytes:
             self.rows = chunk_rows(self.rows, self.logits_bytes(1), workspace_bytes)
 
     def workspace(self) -> Tensor:
-        """Room for the logits of a chunk, [rows, V]."""
+        """Uninitialised memory for the logits of a chunk, [rows, V]."""
         return torch.empty(self.rows, self.pitch, dtype=self.x.dtype, device=self.x.device)[:, : self.vocab]
 
     def logits(self, workspace: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(first row, logits [at most rows, V] in the workspace) of each chunk."""
+        """(first row, logits in the workspace) of each chunk."""
         for start in range(0, len(self.labels), max(self.rows, 1)):
             chunk = self.x[start : start + self.rows]
             z = workspace[: chunk.shape[0]]
@@ -129,13 +129,13 @@ class Chunks:
             yield start, z
 
     def per_row(self, values: Tensor | None) -> Tensor | None:
-        """values [T] of the tokens -> [R], 0 where a row has none."""
+        """values [T] of the tokens -> [R], 0 where a row has no token."""
         if values is None or self.source is None:
             return values
         return torch.where(self.source < 0, 0, values.gather(0, self.source.clamp(min=0)))
 
     def per_token(self, values: Tensor | None, fill: int) -> Tensor | None:
-        """values [R] of the rows -> [T], `fill` where a token was left out."""
+        """values [R] of the rows -> [T], `fill` where a token was dropped."""
         if values is None or self.place is None:
             return values
         return torch.where(self.place < 0, fill, values.gather(0, self.place.clamp(min=0)))
@@ -197,24 +197,24 @@ class Gradients:
 
 
 def stash(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
-    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `release` in the backward.
+    """In a forward: stores dx, dweight, dbias and a factor (None: 1) for `release` in the backward.
 
-    weight: the one of dweight, where that may be added to its .grad in place.
+    weight: that of dweight, where the gradient may be added to its .grad in place.
     """
     ctx.gradients = ctx.weight = None
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*gradients)
     else:
-        # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
+        # save_for_backward would keep references, and autograd would then copy dweight into weight.grad.
         ctx.gradients = gradients
         ctx.weight = weight if weight is not None and is_marked(weight) else None
 
 
 def release(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
-    """In the backward of `op`: the dx, dweight and dbias of forward, times upstream and factor, once.
+    """In the backward of `op`, once: dx, dweight and dbias of the forward, times upstream and factor.
 
-    dweight is None where it was added to the .grad of the weight given to `stash`. Autograd casts each to the dtype of
-    its input.
+    dweight is None if it was added to the .grad of the weight given to `stash`. Autograd casts each to its input's
+    dtype.
     """
     if torch.compiler.is_compiling():
         *gradients, factor = ctx.saved_tensors

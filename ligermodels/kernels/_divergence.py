@@ -126,8 +126,8 @@ def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, ST
                 R: tl.constexpr):  # fmt: skip
     """Of two rows of logits: maximum and log sum exp((z - maximum) SCALE), and the student's log sum exp(z - maximum).
 
-    Maximum and sum are kept apart: rounded into one number, they would cost each probability half an ulp of it.
-    One maximum and sum are kept per strip of 8 columns, which lie in one thread; threads meet once, at the end.
+    Maximum and log-sum are separate: the rounding of their sum would change each probability by half an ulp of it. Each
+    strip of 8 columns, which belongs to one thread, has its own maximum and sum; threads synchronise once, at the end.
     """
     APART: tl.constexpr = HARD and SCALE != 1.0
     m, n = tl.full([R], -float("inf"), DTYPE), tl.full([R], -float("inf"), DTYPE)
@@ -188,7 +188,7 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
                 if STUDENT_CAP is not None:
                     dx *= cap_slope
                 if LOGITS and d_student.dtype.element_ty != student.dtype.element_ty:
-                    tl.debug_barrier()  # other threads hold the columns that lie where this one writes
+                    tl.debug_barrier()  # other threads may have yet to load what this one overwrites
                 tl.store(d_student + columns, dx.to(d_student.dtype.element_ty), mask=columns < V)
             if d_teacher is not None:
                 tl.store(d_teacher + columns, (soft * dy).to(d_teacher.dtype.element_ty), mask=columns < V)

@@ -1,16 +1,16 @@
-"""Cross entropy over a vocabulary, with all that a training loss hangs on it, in one pass over the logits.
+"""Cross entropy with z-loss, label smoothing, softcap and metrics, in one pass over the logits.
 
     z    = softcap * tanh(logits / softcap)                    lse = log sum_c exp z_c
     loss = (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss lse^2
 
-Fused: the cap, the loss of every token, z-loss, label smoothing, argmax and entropy come out of one online pass; the
-divisor of the mean is counted on the device. The logits are never written.
+Fused: one online pass computes the cap, the loss of every token, z-loss, label smoothing, argmax and entropy; the
+divisor of the mean is counted on the device. The logits are not written.
 
-With a mean or a sum, forward writes d logits for an upstream gradient of 1 while it has the row in L2: 2 V itemsize
-bytes per token (read, write), the minimum. Backward multiplies by the upstream gradient in place, 2 V itemsize bytes
-more where that is not 1: divide by num_items_in_batch rather than the loss by a number of steps. With
-reduction="none", in fp16 and in torch.compile, forward saves two numbers per row and backward reads the logits once
-more: 3 V itemsize. `linear_cross_entropy` runs the same kernel over a workspace of its own.
+With a mean or a sum, the forward writes d logits for an upstream gradient of 1 while the row is in L2: 2 V itemsize
+bytes per token (read, write), the minimum. The backward multiplies by the upstream gradient in place, 2 V itemsize
+bytes more unless it is 1: pass num_items_in_batch rather than dividing the loss. With reduction="none", in fp16 and in
+torch.compile, the forward saves two numbers per row, and the backward reads the logits again: 3 V itemsize bytes.
+`linear_cross_entropy` runs the same kernel over its workspace.
 
 Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); torch.nn.CrossEntropyLoss (the options).
 """
@@ -28,7 +28,7 @@ from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_d
 
 
 class CrossEntropyOutput(NamedTuple):
-    """What cross_entropy and linear_cross_entropy return where more than the loss was asked for."""
+    """The result of cross_entropy and linear_cross_entropy if more than the loss is requested."""
 
     loss: Tensor
     z_loss: Tensor | None
@@ -43,7 +43,7 @@ def cross_entropy_reference(
     num_items_in_batch: int | Tensor | None = None, token_scaling: bool = False, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False, return_entropy: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """What `cross_entropy` computes, in plain PyTorch; a label that is no class raises InputError."""
+    """`cross_entropy` in plain PyTorch; raises InputError for a label outside [0, V)."""
     vocab = logits.shape[-1]
     y = labels.reshape(-1).long()
     valid = y != ignore_index
@@ -88,7 +88,7 @@ def cross_entropy_reference(
 
 
 def reduce_rows(rows: Rows, scales: Tensor | None, options: Options) -> CrossEntropyOutput:
-    """Per-token results, which hold the divisors already, to those of the reduction."""
+    """Reduces per-token results, which are divided already."""
     loss, z_loss, correct, predicted, entropy, _ = rows
     if options.reduction == "none":
         return CrossEntropyOutput(loss, z_loss, correct, predicted, entropy)
@@ -104,12 +104,12 @@ def reduce_rows(rows: Rows, scales: Tensor | None, options: Options) -> CrossEnt
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, class_weight, num_items, options, backward_follows):
-        # One upstream gradient for all tokens: their gradient is written while the row lies in L2. Not in fp16, where
-        # p / T underflows before a loss scaler's factor comes, nor in torch.compile, which would copy what is scaled.
+        # One upstream gradient for all tokens: the gradient is written while the row is in L2. Not in fp16, where p / T
+        # would underflow without a loss scaler's factor, nor in torch.compile, which would copy the scaled gradient.
         at_once = options.reduction != "none" and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
         scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
         rows = empty_rows(labels, logits, options)
-        # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
+        # Maximum and sum, not lse: its rounding would change each probability by half an ulp of lse.
         stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
         ctx.gradient = logits.new_empty(logits.shape) if at_once and backward_follows else None
         launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
@@ -124,7 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, *_):
         if ctx.gradient is not None:
-            grad, ctx.gradient = ctx.gradient, None  # released; a second backward computes it again
+            grad, ctx.gradient = ctx.gradient, None  # freed; a second backward computes it again
             return scale_(grad, grad_loss), *(None,) * 5
         logits, labels, class_weight, weight_sum, scales, stats = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -138,7 +138,7 @@ def check_inputs(
     name: str, x: Tensor, labels: Tensor, vocab: int, class_weight: Tensor | None, num_items: int | Tensor | None,
     options: Options,
 ) -> None:  # fmt: skip
-    """Raises InputError where shapes, dtypes, devices and scalars do not fit x, called `name`; reads no tensor."""
+    """Raises InputError where shapes, dtypes, devices or scalars do not fit x, called `name`; reads no values."""
     if not x.is_floating_point():
         raise InputError(f"{name}: {x.dtype}; a loss needs floating point.")
     check_label_tensor(name, labels, x.shape[:-1], x.device)
@@ -162,7 +162,7 @@ def check_inputs(
 
 
 def on_device(count: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """The divisor as a tensor that a kernel can read, without synchronising."""
+    """The divisor as a tensor on the device, without synchronising."""
     if count is None or isinstance(count, Tensor):
         return count if count is None else count.to(device, non_blocking=True)
     return torch.full((), count, dtype=torch.float64, device=device)
@@ -176,24 +176,24 @@ def cross_entropy(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """Cross entropy of logits [..., V] and labels [...] of class indices, by the formula at the top of this file.
 
-    T tokens are all leading dims, flattened. The loss is fp32 (fp64 for fp64 logits): a scalar, or [T] with
+    T tokens: all leading dims, flattened. The loss is fp32 (fp64 for fp64 logits): a scalar, or [T] with
     reduction="none", 0 where the label is ignore_index. "mean" divides the cross entropy by the sum of the class
-    weights of the valid labels (without weights: their number) and the z part by their number;
-    num_items_in_batch, an int or a device scalar, replaces both, for gradient accumulation. Where the divisor is
-    0, as when every label is ignored, loss and gradient are 0 (torch returns NaN).
+    weights of the valid labels (without weights: their number) and the z part by their number; num_items_in_batch, an
+    int or a device scalar, replaces both, for gradient accumulation. With a divisor of 0, for example if every label is
+    ignored, loss and gradient are 0 (torch returns NaN).
 
-    class_weight [V] weighs classes as in torch.nn.CrossEntropyLoss, and leaves the z part alone. token_scaling
-    multiplies a token's loss and gradient by the probability of its label, taken as a constant. The other
-    outputs have no gradient: z_loss is the reduced z part, which the loss includes; token_accuracy the share of
-    valid tokens whose argmax is the label ("none": 0 or 1 per token); predicted_tokens int64 [T] the argmax, -1
-    at ignored labels; entropy, in nats, the mean over valid tokens of that of softmax(z) ("none": per token).
+    class_weight [V]: as in torch.nn.CrossEntropyLoss; does not change the z part. token_scaling: multiplies a token's
+    loss and gradient by the probability of its label, taken as a constant. The other outputs have no gradient: z_loss,
+    the reduced z part, which the loss includes; token_accuracy, the share of valid tokens whose argmax is the label
+    ("none": 0 or 1 per token); predicted_tokens, int64 [T], the argmax, -1 at ignored labels; entropy of softmax(z) in
+    nats, the mean over valid tokens ("none": per token).
 
-    Between forward and backward the logits are saved and, with a mean or a sum, their gradient beside them, which is
-    what backward has in memory anyway. A second backward through the same loss computes the gradient again.
+    The logits are saved and, with a mean or a sum, their gradient, which the backward would allocate anyway. A second
+    backward through the same loss computes the gradient again. There is no second derivative.
 
-    A label that is neither a class nor ignore_index makes the loss NaN on a GPU, and
-    raises InputError on the CPU. Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a
-    batch, are copied: shift the labels instead. There is no second derivative.
+    A label that is neither a class nor ignore_index makes the loss NaN on a GPU, and raises InputError on the CPU.
+    Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a batch, are copied: shift the labels
+    instead.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens, return_entropy)  # fmt: skip

@@ -28,7 +28,7 @@ def jsd_reference(
     input: Tensor, target: Tensor, *, labels: Tensor | None = None, beta: float = 0.5, ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
-    """What `jsd` computes, in plain PyTorch; a label that is no class raises InputError."""
+    """`jsd` in plain PyTorch; raises InputError for a label outside [0, V)."""
     dtype = accumulator(torch.promote_types(input.dtype, target.dtype))
     x, y = input.to(dtype), target.to(dtype)
     valid = valid_tokens(labels, x, ignore_index)
@@ -49,7 +49,7 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def valid_tokens(labels: Tensor | None, x: Tensor, ignore_index: int) -> Tensor:
-    """Which of the tokens of x [..., V] count, [...]."""
+    """Which tokens of x [..., V] are valid, [...]."""
     if labels is None:
         return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     labels = labels.to(x.device)
@@ -91,7 +91,7 @@ class _JSD(torch.autograd.Function):
 def check_options(
     options: JSDOptions, labels: Tensor | None, tokens: tuple[int, ...], device: torch.device, where: str
 ) -> None:
-    """Raises InputError for scalars outside their range and labels that do not fit; reads no tensor."""
+    """Raises InputError for scalars out of range and labels that do not fit; reads no values."""
     if options.reduction not in ("mean", "sum", "none"):
         raise InputError(f"{where}: reduction={options.reduction!r}; use 'mean', 'sum' or 'none'.")
     if not 0 <= options.beta <= 1:

@@ -3,7 +3,7 @@
     loss = t (log t - x)              d/dx = -t            d/dt = log t - x + 1
     loss = exp(t) (t - x)             d/dx = -exp(t)       d/dt = exp(t) (t - x + 1)         with log_target
 
-for x = input, which holds log-probabilities, and t = target: probabilities or, with log_target, their logarithms.
+for x = input, log-probabilities, and t = target, probabilities or, with log_target, log-probabilities.
 Where the target's probability is 0, loss and gradients are 0, whatever x is there (torch has NaN where x is -inf).
 
 Fused: the sum, its divisor and, in backward, the upstream gradient. Bytes per element at 2-byte dtypes, which are
@@ -106,7 +106,8 @@ def _kernel(x, t, dy, dx, dt, loss, x_stride, t_stride, R, N, count, SUM: tl.con
 
 
 def _block(width: int) -> int:
-    """The power of two that holds a row, 16 to 2048; by comparisons, so that torch.compile does not specialise."""
+    """The smallest power of two >= width, within 16 .. 2048; a loop, so that torch.compile does not specialise
+    width."""
     block = 16
     while block < min(width, 2048):
         block *= 2
@@ -159,8 +160,8 @@ class _KLDiv(torch.autograd.Function):
 def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:
     """torch.nn.functional.kl_div(input, target), by the formula at the top of this file, for any shape and width.
 
-    input holds log-probabilities, target probabilities or, with log_target, log-probabilities; both are broadcast to
-    one shape and may differ in dtype. Gradients go to both where they are required. reduction: "mean" divides by the
+    input: log-probabilities; target: probabilities or, with log_target, log-probabilities; both are broadcast to one
+    shape and may differ in dtype. Gradients go to both where they are required. reduction: "mean" divides by the
     number of elements, "batchmean" by input.shape[0], which makes it the divergence of [tokens, V]; "sum" divides
     by nothing. Those three return an fp32 scalar (fp64 if either is fp64; torch rounds it to the inputs' dtype),
     NaN for the mean of nothing; "none" returns the elements, in the dtype torch promotes the inputs' dtypes to.

@@ -1,18 +1,18 @@
-"""A linear head and its cross entropy as one op: the logits [T, V] exist only C rows at a time.
+"""A linear head and its cross entropy as one op; only C rows of the logits [T, V] are in memory at a time.
 
     loss = cross_entropy(x @ weight.T + bias, labels)
 
-Forward takes the tokens in chunks of C with ONE workspace [C, V]. cuBLAS writes the logits, the kernel of cross_entropy
-turns them into their gradient in place, and cuBLAS multiplies that with weight (dx) and into x (dweight, accumulated in
-fp32 over the chunks, so that the result hardly depends on C). Backward multiplies these gradients by the upstream one,
-in place. So there are three GEMMs, as without fusing, and beside them the logits move 4 V itemsize bytes per token (6
-where L2 does not hold a row per multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
+The forward runs over chunks of C tokens with ONE workspace [C, V]: cuBLAS writes the logits, the kernel of
+cross_entropy overwrites them with their gradient, and cuBLAS multiplies that with weight (dx) and with x (dweight,
+summed in fp32 over the chunks, so that the result hardly depends on C). The backward multiplies these gradients by the
+upstream gradient in place. There are three GEMMs, as without fusing; the logits move 4 V itemsize bytes per token (6 if
+L2 is smaller than a row per multiprocessor), less than a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most workspace_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32, which at the end is rounded into the memory of the workspace, or into its own where
-that is too small. Every chunk reads and writes that sum, so that chunks have 2048 rows or more if not told otherwise. A
-single chunk needs no sum, and its workspace may take that memory too. Where the gradient of weight is added in place
-(`ligermodels.training.accumulate_in_place`), backward adds the fp32 sum itself.
+accumulation dweight in fp32, which at the end is rounded into the memory of the workspace, or into its own if that is
+too small. Every chunk reads and writes this sum, so chunks have at least 2048 rows by default. A single chunk needs no
+sum, and its workspace may have that memory too. If the gradient of weight is added in place
+(`ligermodels.training.accumulate_in_place`), the backward adds the fp32 sum itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
@@ -49,7 +49,7 @@ from ligermodels.kernels.linear_logprobs import rows_of_head
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options: Any
 ) -> Tensor | CrossEntropyOutput:
-    """What `linear_cross_entropy` computes, in plain PyTorch, which holds all logits; options of `cross_entropy`."""
+    """`linear_cross_entropy` in plain PyTorch, with all logits in memory; options of `cross_entropy`."""
     return cross_entropy_reference(F.linear(x, weight, bias), labels, **options)
 
 
@@ -58,7 +58,7 @@ _ROWS = 2048
 
 
 class _Results(NamedTuple):
-    """dx, dweight and dbias lack the upstream gradient and, where it is not None, `factor`."""
+    """dx, dweight and dbias are still to be multiplied by the upstream gradient and, unless None, by `factor`."""
 
     loss: Tensor
     z_loss: Tensor | None
@@ -153,22 +153,22 @@ def linear_cross_entropy(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """cross_entropy(x @ weight.T + bias, labels, ...) for x [..., H], weight [V, H], bias [V] and labels [...].
 
-    Loss, options and extra outputs are those of `cross_entropy`. Where no gradient is asked for, none is computed;
-    without a gradient of weight there is no [V, H] buffer. With reduction="none" the upstream gradient differs
-    from token to token: forward computes the loss only, and backward the logits a second time, unless those of all
-    tokens fit into workspace_bytes and are saved (see `linear_logprobs`).
+    Loss, options and extra outputs are those of `cross_entropy`. A gradient that is not needed is not computed; without
+    a gradient of weight there is no [V, H] buffer. With reduction="none" each token has its own upstream gradient: the
+    forward computes only the loss, and the backward computes the logits again, unless all logits fit into
+    workspace_bytes and are saved (see `linear_logprobs`).
 
-    num_valid, where the host knows it, is the number of labels that are not ignored, or a bound above it. If it is
-    at most about nine tenths of the tokens, ignored tokens are left out of the GEMMs, without synchronising. Labels on
-    the CPU are counted. If there are more valid labels than num_valid allows for, the loss is NaN.
+    num_valid: the number of labels that are not ignored, or an upper bound, where the host knows it. If it is at most
+    about nine tenths of the tokens, ignored tokens are dropped from the GEMMs, without synchronising. Labels on the CPU
+    are counted. With more valid labels than num_valid allows, the loss is NaN.
 
-    accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
-    which saves 4 V H bytes and some time, and adds a rounding per chunk. workspace_bytes bounds the logits workspace,
-    which has 128 rows at least; None: 512 MiB, or 2048 rows where those take more. All tokens are one chunk where they
-    fit into that and the memory that an fp32 sum of dweight would take. Under torch.autocast, x, weight and bias are
-    cast as for F.linear, and the gradients of fp32 weights stay fp32.
+    accum_dtype: the dtype in which dweight is summed over the chunks: torch.float32, or None for that of weight, which
+    saves 4 V H bytes and some time, and rounds once per chunk. workspace_bytes: maximum size of the logits workspace,
+    which has at least 128 rows; None: 512 MiB, or 2048 rows if these are larger. All tokens are one chunk if their
+    logits fit into that and the memory that an fp32 sum of dweight would take. Under torch.autocast, x, weight and bias
+    are cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
-    backward releases the gradients that forward computed: it runs once. On a CPU this is F.linear and
+    The backward returns the gradients that the forward computed, and so runs only once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,

@@ -1,19 +1,19 @@
-"""Distillation of a linear head from another: divergence of student and teacher, the logits never whole.
+"""Distillation: divergence of a student's linear head from a teacher's, without all logits in memory.
 
     z = cap(student_x @ student_weight.T + student_bias)        S = softmax(z / temperature)
     u = cap(teacher_x @ teacher_weight.T + teacher_bias)        T = softmax(u / temperature)
     loss = weight_soft jsd(log S, log T; beta) + weight_hard (log sum_c exp z_c - z_label)
 
-averaged over the tokens that count. cap is softcap * tanh(. / softcap), each head having a softcap of its own or none.
-The temperature leaves the hard loss alone, and no power of it multiplies the soft one: for Hinton's form, weight_soft =
-temperature^2.
+averaged over the valid tokens. cap(z) = softcap * tanh(z / softcap), with a softcap for each head, or none. The
+temperature does not change the hard loss, and no power of it multiplies the soft loss: for Hinton's form, set
+weight_soft = temperature^2.
 
-Forward takes the tokens in chunks of C with two workspaces [C, V]. cuBLAS writes both logits, in fp32 of 16-bit inputs
-too: the gradient consists of differences between them, of which rounding would leave little where the student is near
-its teacher. The kernel of `jsd` turns the student's into their gradient in place, in the dtype of the inputs, which
-takes the first half of each row, and cuBLAS multiplies that with the weight (dx) and into x (dweight, accumulated in
-fp32 over the chunks). Backward multiplies these gradients by the upstream one, in place. Four GEMMs, of which one is
-the teacher's; beside them each logit is read three times (twice at beta = 0) and the student's written once.
+The forward runs over chunks of C tokens with two workspaces [C, V]. cuBLAS writes both logits, in fp32 for 16-bit
+inputs too: the gradient consists of their differences, which rounding would spoil where the student is close to its
+teacher. The kernel of `jsd` overwrites the student's logits with their gradient, in the dtype of the inputs, in the
+first half of each row, and cuBLAS multiplies it with the weight (dx) and with x (dweight, summed in fp32 over the
+chunks). The backward multiplies these gradients by the upstream gradient in place. Four GEMMs, one of them the
+teacher's; each logit is read three times (twice at beta = 0), and the student's logits are written once.
 
 Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most
 workspace_bytes, but 128 rows), dx, and dweight; with fp32 accumulation dweight in fp32, rounded into its own memory.
@@ -48,7 +48,7 @@ from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens,
 
 
 def _fp32_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear of inputs of the dtype that it would take, under autocast too, with an unrounded fp32 result."""
+    """F.linear, also under autocast, with an unrounded fp32 result."""
     kind, dtype = x.device.type, x.dtype
     cast = not x.is_meta and torch.is_autocast_enabled(kind)
     if cast and torch.float64 not in (dtype, weight.dtype):
@@ -63,7 +63,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class LinearJSDOutput(NamedTuple):
-    """What linear_jsd returns where the two losses were asked for, without their weights and without gradients."""
+    """The result of linear_jsd with return_soft_hard_loss; the two parts are not weighted, and have no gradient."""
 
     loss: Tensor
     soft_loss: Tensor
@@ -77,7 +77,7 @@ def linear_jsd_reference(
     weight_soft: float = 1.0, student_softcap: float | None = None, teacher_softcap: float | None = None,
     reduction: str = "mean", return_soft_hard_loss: bool = False,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
-    """What `linear_jsd` computes, in plain PyTorch, which holds all logits."""
+    """`linear_jsd` in plain PyTorch, with all logits in memory."""
     vocab = student_weight.shape[0]
     with torch.no_grad():
         u = _capped(_fp32_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab], teacher_softcap)
@@ -99,7 +99,7 @@ def linear_jsd_reference(
 
 
 class _Results(NamedTuple):
-    """dx, dweight and dbias lack the upstream gradient and, where it is not None, `factor`."""
+    """dx, dweight and dbias are still to be multiplied by the upstream gradient and, unless None, by `factor`."""
 
     loss: Tensor | None
     soft_loss: Tensor | None
@@ -127,7 +127,7 @@ def _run(
     teacher_bias: Tensor | None, labels: Tensor | None, upstream: Tensor | None, parts: bool,
     teacher_dtype: torch.dtype, options: JSDOptions, settings: Settings, needs: tuple[bool, bool, bool],
 ) -> _Results:  # fmt: skip
-    """Losses, or with upstream [T] none, and gradients, which upstream multiplies, of x [T, H] and labels [T]."""
+    """Losses and gradients of x [T, H] and labels [T]; with upstream [T], only the gradients, times upstream."""
     marks, ignore_index = labels, options.ignore_index
     if marks is None:
         marks, ignore_index = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), -1

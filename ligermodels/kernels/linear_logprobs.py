@@ -1,19 +1,18 @@
-"""Log probabilities of labels under a linear head, token by token, the logits never whole.
+"""Log probabilities of labels under a linear head, per token, without all logits in memory.
 
     z        = (x @ weight.T + bias, capped) / temperature          log p = z_y - log sum_c exp z_c
     entropy  = - sum_c p_c log p_c                                  logits_mean = mean_c temperature z_c
 
-What preference losses and policy gradients stand on. A log probability is minus the loss of `cross_entropy`, and the
-same kernel computes it, chunk by chunk of tokens over one workspace [C, V] as in `linear_cross_entropy`. But each
-token has its own upstream gradient here, which is known in backward only. So forward saves two numbers per token, and
-backward computes the logits of each chunk again, writes their gradient where they lie,
+For preference losses and policy gradients. A log probability is minus the loss of `cross_entropy`, and the same kernel
+computes it, over chunks of tokens with one workspace [C, V] as in `linear_cross_entropy`. But each token has its own
+upstream gradient, which only the backward knows. So the forward saves two numbers per token, and the backward computes
+the logits of each chunk again, overwrites them with their gradient,
 
     dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
 
-and multiplies it with weight (dx) and into x (dweight): one GEMM forward and three backward. Where the logits of all
-tokens fit into workspace_bytes and the memory of an fp32 sum of dweight, which is then not needed, they are saved for
-the backward, which saves a GEMM. The logits move 2 V itemsize bytes per token forward and 4 V backward, the minimum,
-beside those that GEMMs move.
+and multiplies it with weight (dx) and with x (dweight): one GEMM forward and three backward. If all logits fit into
+workspace_bytes and the memory of an fp32 sum of dweight, which is then not needed, they are saved, which saves a GEMM.
+Beside the GEMMs the logits move 2 V itemsize bytes per token forward and 4 V backward, the minimum.
 
 `linear_cross_entropy(reduction="none")` is this op with the options of `cross_entropy`.
 
@@ -36,7 +35,7 @@ from ligermodels.kernels.cross_entropy import check_inputs
 
 
 class LogprobsOutput(NamedTuple):
-    """What linear_logprobs returns where more than the log probabilities was asked for."""
+    """The result of linear_logprobs if more than the log probabilities is requested."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -48,7 +47,7 @@ def linear_logprobs_reference(
     temperature: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
     return_logits_mean: bool = False,
 ) -> Tensor | LogprobsOutput:  # fmt: skip
-    """What `linear_logprobs` computes, in plain PyTorch, which holds all logits."""
+    """`linear_logprobs` in plain PyTorch, with all logits in memory."""
     vocab = weight.shape[0]
     valid = labels != ignore_index
     check_labels(labels, valid, vocab, ignore_index)
@@ -60,7 +59,7 @@ def linear_logprobs_reference(
     logprobs = log_p.gather(-1, labels.where(valid, 0).long()[..., None])[..., 0].where(valid, 0)
     if not (return_entropy or return_logits_mean):
         return logprobs
-    # p log p is 0 at p = 0, and so is what reaches it.
+    # p log p and its gradient are 0 at p = 0.
     entropy = (log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1).neg().where(valid, 0)
     mean = logits.detach().mean(-1).where(valid, 0)
     return LogprobsOutput(logprobs, entropy if return_entropy else None, mean if return_logits_mean else None)
@@ -93,7 +92,7 @@ def _backward(
     entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, logits: Tensor | None, options: Options,
     settings: Settings, temperature: float, needs: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """(dx, dweight, dbias), dweight unrounded where it is to be added in place; saved `logits` are overwritten."""
+    """[dx, dweight, dbias], with dweight not rounded if it is to be added in place; overwrites saved `logits`."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
@@ -132,7 +131,7 @@ _backward_opaque = Opaque("linear_logprobs_backward", _backward, _like_backward)
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Results per token as `Rows` names them. torch.compile sees two opaque ops (see linear_cross_entropy)."""
+    """Returns the fields of `Rows`."""
 
     @staticmethod
     def forward(
@@ -198,13 +197,13 @@ def linear_logprobs(
     the mean [...] of each token's logits over the vocabulary, capped and before the temperature, a metric without
     gradient.
 
-    num_valid, accum_dtype, workspace_bytes (None: 512 MiB) and torch.autocast are as in `linear_cross_entropy`. Where
-    all (valid) tokens fit into the workspace, or into it and the memory of an fp32 sum of dweight, the logits are saved
-    for the backward, which then needs neither that sum nor to compute them again (not in torch.compile). Nothing of
-    size [V, H] exists where weight needs no gradient, and no gradient is computed or saved under torch.no_grad.
+    num_valid, accum_dtype, workspace_bytes (None: 512 MiB) and torch.autocast are as in `linear_cross_entropy`. If the
+    logits of all (valid) tokens fit into the workspace and the memory of an fp32 sum of dweight, they are saved, and
+    the backward needs neither the sum nor to compute them again (not in torch.compile). There is no tensor of size [V,
+    H] if weight needs no gradient, and nothing is saved under torch.no_grad.
 
-    A label that is neither a class nor ignore_index makes its log probability NaN on a GPU,
-    and raises InputError on the CPU, where this is `linear_logprobs_reference`. There is no second derivative.
+    A label that is neither a class nor ignore_index makes its log probability NaN on a GPU, and raises InputError on
+    the CPU, where this is `linear_logprobs_reference`. There is no second derivative.
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
     check_inputs("x", x, labels, weight.shape[0], None, None, options)

@@ -192,7 +192,7 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> tup
     if block not in BLOCKS:
         raise InputError(f"quantize_nf4: block={block}; expected one of {', '.join(map(str, BLOCKS))}")
     if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
-        raise InputError("quantize_nf4: the weight holds NaN or infinity, which 4 bits cannot represent")
+        raise InputError("quantize_nf4: the weight has NaN or infinity, which 4 bits cannot represent")
     if not use_triton(weight):
         return quantize_nf4_reference(weight, block=block, double=double)
     weight, n = weight.contiguous(), weight.numel()

@@ -126,7 +126,7 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
     if weight.requires_grad:
         raise InputError(f"quantize: the weight requires a gradient, but {kind} is frozen; pass weight.detach()")
     if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
-        raise InputError(f"quantize: the weight holds NaN or infinity, which {kind} cannot represent")
+        raise InputError(f"quantize: the weight has NaN or infinity, which {kind} cannot represent")
     n, k = weight.shape
     groups = cdiv(k, GROUP)
     packed, scale = empty(kind, n, k, weight.device)

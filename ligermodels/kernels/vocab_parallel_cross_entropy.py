@@ -1,18 +1,18 @@
-"""Cross entropy of a linear head whose rows, one per class, are spread over a group of processes.
+"""Cross entropy of a linear head whose rows, one per class, are sharded over a group of processes.
 
     z    = softcap * tanh((x @ weight.T + bias) / softcap)         lse = log sum_c exp z_c, c over the rows of all ranks
     loss = lse - z_y + z_loss lse^2
 
-`linear_cross_entropy` with the vocabulary V split over n ranks: no rank holds more logits than those of C tokens times
-its own V/n classes, and none are sent. Per chunk of C tokens, cuBLAS writes the local logits into ONE workspace; a
-kernel reduces each row to its maximum, its sum of exponentials and, where the label is in the shard, the label's
-logit; ONE all-gather carries these 12 bytes a token; a second kernel merges them, writes the loss and turns the logits
-into their gradient in place; cuBLAS multiplies that with weight (dx) and into x (dweight, as in linear_cross_entropy).
-Every rank merges the same numbers in the same order, so that the loss has the same bits on all.
+`linear_cross_entropy` with the vocabulary V sharded over n ranks: a rank has the logits of C tokens and its V/n
+classes, and sends none. Per chunk of C tokens, cuBLAS writes the local logits into ONE workspace; a kernel reduces each
+row to its maximum, its sum of exponentials and, if the label is in the shard, the label's logit; ONE all-gather sends
+these 12 bytes per token; a second kernel merges them, writes the loss and overwrites the logits with their gradient;
+cuBLAS multiplies it with weight (dx) and with x (dweight, as in linear_cross_entropy). Every rank merges the same
+numbers in the same order, so that all have the same bits of the loss.
 
-Beside what the GEMMs move, the logits move 3 V/n itemsize bytes per token, one read more than in one process: the
-gradient waits for the other ranks. The all-gather is not hidden behind the next chunk's GEMM: with the default
-workspace there is about one chunk per 16k tokens at 16k classes a rank, and a second workspace would halve the chunks.
+Beside the GEMMs the logits move 3 V/n itemsize bytes per token, one read more than in one process, because the gradient
+needs the other ranks' sums. The all-gather does not overlap the next chunk's GEMM: with the default workspace there is
+about one chunk per 16k tokens at 16k classes a rank, and a second workspace would halve the chunks.
 
 Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3; fusing it with the head: linkedin/Liger-Kernel#1260.
 """
@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy_reference(
     vocab_size: int | None = None, bias: Tensor | None = None, ignore_index: int = -100, z_loss: float = 0.0,
     softcap: float | None = None, reduction: str = "mean", num_items_in_batch: int | Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `vocab_parallel_cross_entropy` computes, in plain PyTorch, which holds the local logits of all tokens."""
+    """`vocab_parallel_cross_entropy` in plain PyTorch, with the local logits of all tokens in memory."""
     vocab_size = group.size() * len(weight) if vocab_size is None else vocab_size
     y = labels.reshape(-1).long()
     valid = y != ignore_index

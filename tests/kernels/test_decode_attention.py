@@ -51,7 +51,7 @@ CASES = [
     (300, [0, 5, 40], [0, 5, 40], None, None),  # rows without a key
     (150, [0, 930, 1000], [1040, 1033, 1021], 900, 33),  # moved buffers
     (150, [0, 0, 0], [150, 20, 1], 0, 100),  # windows longer than the row, and not
-    (700, [3, 0, 200], [700, 2, 650], None, None),  # rows of very different length
+    (400, [3, 0, 100], [400, 2, 350], None, None),  # rows of very different length
 ]
 
 

@@ -134,10 +134,11 @@ def test_every_layout(device, poison, name, rows):
     op = OPS[name]
     dtype = torch.float32 if torch.float32 in op.dtypes else torch.float16
     with failures() as failed, torch.no_grad():
-        for layout, lay in list(LAYOUTS.items())[1:]:  # the first is contiguous
+        for i, (layout, lay) in enumerate(list(LAYOUTS.items())[1:]):  # the first is contiguous
             torch.manual_seed(0)
             case = complete(name, Maker(random.Random(0), dtype, device), rows)
-            for laid_out in (*([n] for n in case.tensors), list(case.tensors)):
+            # All operands, and by turns one alone.
+            for laid_out in (list(case.tensors), *([n] for j, n in enumerate(case.tensors) if (i + j + rows) % 4 == 0)):
                 tensors = {n: (lay(t) if n in laid_out and t.dim() else t).detach() for n, t in case.tensors.items()}
                 with failed(f"{name} {layout} {laid_out}"):
                     changed = dataclasses.replace(case, tensors=tensors)

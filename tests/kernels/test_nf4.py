@@ -45,20 +45,19 @@ def same(a, b):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("double", [True, False])
 def test_kernels_give_the_bits_of_the_reference(device, poison, shape, double):
-    for dtype in DTYPES:
-        for block in (64, 32, 256):
-            weight = make(shape, dtype, device)
-            packed, state = quantize_nf4(weight, block=block, double=double)
-            expected, wanted = quantize_nf4_reference(weight, block=block, double=double)
-            assert packed.shape == (math.ceil(weight.numel() / 2), 1) and torch.equal(packed, expected)
-            assert values(state) == values(wanted) == [shape, dtype, block]
-            assert len(of(state)) == len(of(wanted)) == (5 if double else 2)
-            assert all(map(same, of(state), of(wanted)))
-            for out in (torch.float32, torch.float16, torch.float64) + (torch.bfloat16,) * (device == "cuda"):
-                found = dequantize_nf4(packed, state, dtype=out)  # interpreted, bf16 is truncated
-                assert found.shape == shape and same(found, dequantize_nf4_reference(packed, state, out))
-                into = torch.empty(shape, dtype=out, device=device)
-                assert dequantize_nf4(packed, state, out=into) is into and torch.equal(into, found)
+    for dtype, block in zip(DTYPES, (64, 32, 256), strict=True):
+        weight = make(shape, dtype, device)
+        packed, state = quantize_nf4(weight, block=block, double=double)
+        expected, wanted = quantize_nf4_reference(weight, block=block, double=double)
+        assert packed.shape == (math.ceil(weight.numel() / 2), 1) and torch.equal(packed, expected)
+        assert values(state) == values(wanted) == [shape, dtype, block]
+        assert len(of(state)) == len(of(wanted)) == (5 if double else 2)
+        assert all(map(same, of(state), of(wanted)))
+        for out in (torch.float32, torch.float16, torch.float64) + (torch.bfloat16,) * (device == "cuda"):
+            found = dequantize_nf4(packed, state, dtype=out)  # interpreted, bf16 is truncated
+            assert found.shape == shape and same(found, dequantize_nf4_reference(packed, state, out))
+            into = torch.empty(shape, dtype=out, device=device)
+            assert dequantize_nf4(packed, state, out=into) is into and torch.equal(into, found)
 
 
 @pytest.mark.parametrize("double", [True, False])
