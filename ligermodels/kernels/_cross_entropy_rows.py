@@ -331,7 +331,7 @@ def divisors(
 
 def empty_rows(labels: Tensor, logits: Tensor, options: Options) -> Rows:
     """Uninitialised per-token results: loss, z part, 1 where the argmax is the label, argmax, entropy."""
-    loss = torch.empty(labels.shape, dtype=accumulator(logits.dtype), device=logits.device)
+    loss = logits.new_empty(labels.shape, dtype=accumulator(logits.dtype))
     return Rows(
         loss,
         torch.empty_like(loss) if options.return_z_loss else None,

@@ -143,6 +143,15 @@ def failures():
     assert not found, f"{len(found)} failures:\n" + "\n".join(found[:40])
 
 
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value.to(actual[name].device), rtol=rtol, atol=atol, check_dtype=False, equal_nan=True,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )  # fmt: skip
+
+
 def assert_equal_but_for_rounding(actual: dict[str, Tensor], exact: dict[str, Tensor], eps: float) -> None:
     assert actual.keys() == exact.keys()
     for what, value in exact.items():

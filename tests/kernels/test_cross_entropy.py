@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ligermodels.kernels import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from tests.kernels.cases import IGNORE
+from tests.kernels.judge import assert_same
 
 METRICS = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True, "return_entropy": True,
@@ -23,15 +24,6 @@ def results(output, *inputs: Tensor) -> dict[str, Tensor]:
     found = {name: value for name, value in found.items() if value is not None}
     gradients = torch.autograd.grad(found["loss"].sum(), inputs)
     return found | {f"grad{i}": g for i, g in enumerate(gradients)}
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value.to(actual[name].device), rtol=rtol, atol=atol, check_dtype=False, equal_nan=True,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )  # fmt: skip
 
 
 def test_metrics_of_the_reference_by_hand():

@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import ligermodels.layers as L
+from ligermodels.arch import ARCHS
 from ligermodels.kernels.linear import joint, joint_linear, linear, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.seen import Seen, adding_in_place, saved_by
@@ -104,37 +105,21 @@ def test_left_to_torch(device):
 # In a block.
 
 
-class Block(nn.Module):
-    """A block of Llama, put together of layers."""
-
-    def __init__(self, hidden=32, inner=48):
-        super().__init__()
-        self.attn_norm, self.mlp_norm = L.RMSNorm(hidden), L.RMSNorm(hidden)
-        self.attn = L.Attention(hidden, num_heads=4, num_kv_heads=2, head_dim=hidden // 4)
-        self.mlp = L.GatedMLP(hidden, inner)
-
-    def forward(self, x, residual, batch):
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
-
-
-def block_and_inputs(device, dtype, tokens=8, hidden=32, inner=48):
-    block = Block(hidden, inner).to(device, dtype)
-    cos, sin = L.RotaryEmbedding(hidden // 4)(torch.arange(tokens, device=device)[None])
-    x, residual = torch.randn(2, 2, tokens, hidden, dtype=dtype, device=device)
-    return block, [x.requires_grad_(), residual.requires_grad_(), L.Batch(cos=cos, sin=sin)]
-
-
 def test_what_a_block_saves_per_token(device):
     """4 H for two sums, 2 (q + 2 kv) for q, k and v, 2 q for the attention's output and 4 for each of its heads, 4 I
     for gate and up, and 4 for the statistics of each norm. The tables of the rotation belong to the model."""
     length, hidden, inner = (512, 512, 768) if device == "cuda" else (8, 32, 48)
-    block, inputs = block_and_inputs(device, torch.float16, length, hidden, inner)
-    batch, q, kv, heads = inputs[2], hidden, hidden // 2, 4
+    q, kv, heads = hidden, hidden // 2, 4
+    config = dict(
+        vocab_size=9, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    block = ARCHS["llama"].from_config(config, dtype=torch.float16, device=device).model.layers[0]
+    cos, sin = L.RotaryEmbedding(hidden // heads)(torch.arange(length, device=device)[None])
+    batch = L.Batch(cos=cos, sin=sin)
+    x, residual = torch.randn(2, 2, length, hidden, dtype=torch.float16, device=device)
     given = {t.untyped_storage().data_ptr() for t in (*block.parameters(), batch.cos, batch.sin)}
-    _, saved = saved_by(lambda: block(*inputs))
+    _, saved = saved_by(lambda: block(x.requires_grad_(), residual.requires_grad_(), batch))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     found = sum(size for pointer, size in storages.items() if pointer not in given)
     expected = 2 * length * (4 * hidden + 2 * (q + 2 * kv) + 2 * q + 4 * heads + 4 * inner + 2 * 4)

@@ -14,7 +14,7 @@ from ligermodels.kernels import (
 )
 from tests.kernels import CHUNK
 from tests.kernels.cases import IGNORE
-from tests.kernels.judge import as_dtype
+from tests.kernels.judge import as_dtype, assert_same
 from tests.kernels.on_gpu import large
 from tests.kernels.oracle import assert_as_exact
 from tests.kernels.seen import Seen, adding_in_place
@@ -66,15 +66,6 @@ def wide(call):
 def metrics(name):
     hard = {"weight_hard": 0.5} if name == "jsd" else {}
     return dict.fromkeys(METRICS[name], True) | hard
-
-
-def assert_same(actual, expected, rtol, atol):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value.to(actual[name].device), rtol=rtol, atol=atol, check_dtype=False, equal_nan=True,
-            msg=lambda m, name=name: f"{name}: {m}",
-        )  # fmt: skip
 
 
 # Chunks.
