@@ -75,14 +75,13 @@ def write_checkpoint(
             try:
                 if staging is not None and own is not None:
                     which = range(own, len(shards), len(writers))
-                    _write_files(staging, headers, stream, shards, metadata, which)
+                    write_shards(staging, headers, stream, shards, metadata, which)
                     for file in map(_file_names(shards).__getitem__, which):
                         sync(staging / file)  # here, since all of them do it at the same time
             finally:
                 collections.deque(stream, maxlen=0)  # the others wait for this process in gathering each tensor
         with processes.raise_on_all(), write_errors(target):
             if own == 0 and staging is not None:
-                _write_index(staging, headers, shards)
                 finish(staging, files or {})
                 stack.close()
     return target
@@ -195,34 +194,21 @@ def write_shards(
     tensors: Iterator[Tensor],
     shards: list[list[str]],
     metadata: Mapping[str, str] | None = None,
+    which: Iterable[int] | None = None,
 ) -> None:
-    """Writes the weight files and, if there are several, their index; `tensors` are in the order of `shards`.
+    """Writes weight files and, with the first of several, their index; `tensors` are in the order of `shards`.
 
+    which: the numbers of the files to write, by default all.
     The safetensors library's own writer would keep all tensors of a file in memory. Raises OSError.
     """
-    _write_files(folder, headers, tensors, shards, metadata, range(len(shards)))
-    _write_index(folder, headers, shards)
-
-
-def _write_files(
-    folder: Path,
-    headers: Mapping[str, TensorInfo],
-    tensors: Iterator[Tensor],
-    shards: list[list[str]],
-    metadata: Mapping[str, str] | None,
-    which: Iterable[int],
-) -> None:
     files = _file_names(shards)
-    for number in which:
+    for number in range(len(shards)) if which is None else which:
         write_file(folder / files[number], headers, shards[number], tensors, metadata or {"format": "pt"})
-
-
-def _write_index(folder: Path, headers: Mapping[str, TensorInfo], shards: list[list[str]]) -> None:
-    if len(shards) > 1:
-        size = sum(info.nbytes for info in headers.values())
-        weight_map = {name: file for file, names in zip(_file_names(shards), shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+        if number == 0 and len(shards) > 1:
+            size = sum(info.nbytes for info in headers.values())
+            weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
 
 
 def _file_names(shards: list[list[str]]) -> list[str]:
