@@ -1,4 +1,13 @@
-"""Converts checkpoints between layouts, and compares and inspects them. Imported on first use, with torch."""
+"""Converts checkpoints between layouts, and compares and inspects them. Imported on first use, with torch.
+
+source           `Source`: an open checkpoint under Hugging Face's names; `View`: checked against its model
+layouts          detects the layout of a folder and opens it; original (Meta, Mistral), distributed and merging
+                 (LoRA) are its sources, tokenizer_files the tokenizers of Meta and Mistral
+options          the options of convert
+pipeline         convert
+comparison       verify
+inspection       inspect
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

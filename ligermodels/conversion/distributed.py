@@ -77,18 +77,18 @@ class DcpSource(Source):
         kind = self._config.get("model_type")
         if kind not in ARCHS:
             raise ConfigError(f"{self._config_folder}: config.json has model_type {kind!r}; known: {', '.join(ARCHS)}")
-        arch, held = ARCHS[kind], set(stored)
+        arch, names_here = ARCHS[kind], set(stored)
         model = arch.from_config(self._config, device="meta")
         best, found = 0, ""
         for table in (arch.DISK_NAMES, *arch.ALSO_READ):
             names = [region.source for region in weights.regions(model, table)]
             embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
-            for prefix in sorted({name.removesuffix(embedding) for name in held if name.endswith(embedding)}):
-                hits = sum(prefix + name in held for name in names) if not _BESIDE.match(prefix) else 0
+            for prefix in sorted({name.removesuffix(embedding) for name in names_here if name.endswith(embedding)}):
+                hits = sum(prefix + name in names_here for name in names) if not _BESIDE.match(prefix) else 0
                 if hits > best:
                     best, found = hits, prefix
         if not best:
-            some = ", ".join(sorted(held)[:3]) or "no tensor"
+            some = ", ".join(sorted(names_here)[:3]) or "no tensor"
             raise CheckpointError(
                 f"{self.folder} holds no {arch.__name__}: it has {some}.\n"
                 "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."

@@ -7,7 +7,7 @@ Hugging Face folder in this:
 - Gemma's norm weights w are stored as 1 + w.
 - Norms, biases and routers are float32, whatever the dtype of the matrices is.
 - The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
-- A tied head is left out.
+- A tied head is not stored.
 - Llama 3's rope is a table of divisors, rope_freqs; LongRoPE has two, rope_factors_long and _short.
 - Metadata floats are stored as float32.
 

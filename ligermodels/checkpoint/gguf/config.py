@@ -75,7 +75,7 @@ class Metadata:
 
     @property
     def model_type(self) -> str:
-        """As in config.json. A Mistral without a window cannot be told from a Llama, and computes the same."""
+        """As in config.json. A Mistral without a window is read as a Llama, which computes the same."""
         if self.arch != "llama":
             return str(self.arch)
         if self.get("expert_count"):

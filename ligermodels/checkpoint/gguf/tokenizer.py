@@ -5,7 +5,7 @@
   are split off first, and the dummy prefix stands before every text and after every such token.
 
 Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), so do these files, although
-llama.cpp knows it by the model's name or leaves it out. Unused tokens at the end of the list are dropped.
+llama.cpp derives it from the model's name or ignores it. Unused tokens at the end of the list are dropped.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Writes GGUF files. What llama.cpp does not support is refused: no file is written that runs with another output.
 
 Three things differ in llama.cpp, whatever is written, and a warning names each: it ignores the sliding windows of all
-models but Gemma 2, leaves out the NFC of Qwen2's tokenizer, and chooses LongRoPE's table by the size of its context,
+models but Gemma 2 and the NFC of Qwen2's tokenizer, and chooses LongRoPE's table by the size of its context,
 not by the length of the text.
 """
 
