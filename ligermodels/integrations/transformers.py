@@ -3,13 +3,13 @@
     from ligermodels.integrations.transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", device_map="auto")
 
-For tools that check the type: Trainer's saving, pipeline, GRPO, RewardTrainer, device maps, quantisers. The class of
-such a model inherits from ours and from transformers' class of the same name. Ours are the modules, `forward`,
-`generate` and activation checkpointing; transformers' are config, loading, tying, adapters, resizing and saving. The
-parameters have the same names in both, so that transformers' loader fills our modules as it fills its own.
+It is for tools that check the type: Trainer's saving, pipeline, GRPO, RewardTrainer, device maps, quantisers. The class
+of such a model inherits from our class and from transformers' class of the same name. Modules, `forward`, `generate`
+and activation checkpointing are ours; config, loading, tying, adapters, resizing and saving are transformers'. Both
+classes have the same parameter names, so transformers' loader can fill our modules.
 
-- `generate` is ours: it takes transformers' generation_config and options, and raises for beams.
-- A tied `lm_head.weight` is the embedding's Parameter under a second name, as transformers ties it, and not absent.
+- `generate` takes transformers' generation_config and options, and raises for beams.
+- A tied `lm_head.weight` is the embedding's Parameter under a second name, as in transformers.
 
 `from_transformers(model)` makes a plain model of ours over the Parameters of a model of transformers.
 
@@ -48,7 +48,7 @@ _SCORED = {
     for name, arch in _CAUSAL.items()
     if name.endswith("ForCausalLM")
 }
-"""{name of a class of transformers, and of ours here: our class for its model_type}."""
+"""{name of a class of transformers, and of the class made here: our class for its model_type}."""
 
 _OURS = {
     "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",
@@ -56,20 +56,20 @@ _OURS = {
     "gradient_checkpointing_enable", "is_gradient_checkpointing", "prepare_inputs_for_generation",
     "set_input_embeddings", "_no_split_modules",
 }  # fmt: skip
-"""Members that come from our class where both classes have them. All others come from transformers' class."""
+"""Members that both classes have and that come from ours. All other common members come from transformers' class."""
 
 _OF_QUANTISERS = {"hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method"}
 """Attributes that transformers' quantisers set on a model, and that PEFT and Trainer read."""
 
 
 class _Model:
-    """The differences from transformers' own models, for every kind of head. First base of each model class."""
+    """The differences from transformers' own models, for all kinds of heads. The first base of each model class."""
 
     arch: ClassVar[type[CausalLM]]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """`PreTrainedModel.from_pretrained`; the weights of q, k, v and of gate, up then lie in one storage."""
+        """`PreTrainedModel.from_pretrained`; then the weights of q, k, v and of gate, up are joined."""
         for name in ("distributed_config", "tp_plan", "tp_size"):
             if options.get(name) is not None:
                 raise InputError(f"{name} is for transformers' layers; load the model, then shard it by other means")
@@ -87,27 +87,27 @@ class _Model:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: the conversions that transformers knows for names on disk are right for our modules too."""
+        """False, so that transformers applies its conversions of names on disk, which suit our modules too."""
         return False
 
     def _build(self, config: PreTrainedConfig) -> CausalLM:
-        """Our model of a config, in torch's default dtype and on its default device; a class takes its modules.
+        """Builds our model, whose modules this one takes, in torch's default dtype and on its default device.
 
-        The weights are initialised, unless the device is meta, where transformers builds a model that it will load.
+        The weights are initialised, except on the meta device, where transformers builds a model before loading it.
         """
         if is_deepspeed_zero3_enabled():
-            raise InputError("ZeRO-3 would split this model while it is built; load it by ligermodels.load instead")
+            raise InputError("ZeRO-3 would shard this model while it is built; load it with ligermodels.load instead")
         device = torch.empty(0).device
         seed = 0 if device.type == "meta" else int(torch.randint(2**31, (), device="cpu"))
         return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=device, seed=seed)
 
     def initialize_weights(self: Any) -> None:
-        """Initialises the weights that a checkpoint lacks; without a checkpoint `_build` has initialised all."""
+        """Initialises the weights that a checkpoint lacks; without a checkpoint `_build` did it."""
         if any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters()):
             PreTrainedModel.initialize_weights(self)
 
     def _adjust_missing_and_unexpected_keys(self: Any, loading_info: Any) -> None:
-        """Raises CheckpointError where transformers would go on with random weights, but for a classifier's head."""
+        """Raises CheckpointError where transformers would use random weights, except for a classifier's head."""
         PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)
         lacking = loading_info.missing_keys | {name for name, *_ in loading_info.mismatched_keys}
         if lacking := sorted(lacking - {"score.weight"}):
@@ -126,7 +126,7 @@ class _Model:
 
 
 class _LMHead(LMHead, nn.Linear):  # type: ignore[misc, override]
-    """An nn.Linear too, as PEFT expects of a layer that gets LoRA. transformers keeps quantisers away from the head."""
+    """Also an nn.Linear, which PEFT needs for LoRA on the head. transformers keeps quantisers away from heads."""
 
 
 class _CausalLM(_Model):
@@ -139,7 +139,7 @@ class _CausalLM(_Model):
         self.post_init()
 
     def _get_resized_lm_head(self: Any, head: Any, *args: Any, **options: Any) -> Any:
-        """transformers resizes an nn.Linear; the result goes into our head."""
+        """Lets transformers resize an nn.Linear with the weights of our head, and takes the result."""
         plain = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         plain.weight, plain.bias = head.weight, head.bias
         plain = PreTrainedModel._get_resized_lm_head(self, plain, *args, **options)
@@ -155,9 +155,9 @@ class _CausalLM(_Model):
 
 
 class _LossOutput(CausalLMOutput):
-    """The output of a forward that computed the loss without logits; they are computed when they are first read.
+    """An output with a loss and without logits, which are computed when they are first read.
 
-    That is by name or by position, not by iterating. A copy is without them, as that of accelerate's mixed precision.
+    They are read by name or position, not by iterating. Copies have none, such as those of accelerate's autocast.
     """
 
     def __init__(self, values: Mapping[str, Any], compute_logits: Callable[[], Tensor] | None = None):
@@ -180,7 +180,7 @@ class _LossOutput(CausalLMOutput):
         return super().get(key, default)
 
     def _add_logits(self) -> None:
-        """Puts them after the loss, unless that was done before."""
+        """Computes the logits once, and puts them after the loss."""
         compute = vars(self).pop("_compute_logits", None)
         if compute is not None:
             others = {name: value for name, value in self.items() if name != "loss"}
@@ -198,7 +198,7 @@ pytree.register_pytree_node(
 
 
 def _with_logits_to_read(forward: Any) -> Any:
-    """A causal model's forward; what `_CausalLM._loss` keeps of the head's input serves for logits that are read."""
+    """Wraps the forward of a causal model: the head's input, kept by `_CausalLM._loss`, gives logits when read."""
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **inputs: Any) -> CausalLMOutput:
@@ -212,10 +212,10 @@ def _with_logits_to_read(forward: Any) -> Any:
 
 
 def _logits(model: Any, x: Tensor) -> Tensor:
-    """The logits of what the head has read, after a forward."""
+    """The logits of the head's input x, after a forward."""
     if hasattr(getattr(model.lm_head, "weight", None), "full_tensor"):
         raise InputError(
-            "logits beside a loss are computed when they are read, and the head's weight is sharded again by now; call "
+            "logits beside a loss are computed when they are read, and by now the head's weight is sharded again; call "
             "the model with return_logits=True"
         )
     return capped(unwrapped(model.lm_head)(x), model._softcap)
@@ -241,17 +241,18 @@ class _SequenceClassifier(_Model):
 
 @functools.cache
 def _class_of(name: str) -> type[PreTrainedModel]:
-    """The class that stands for transformers' class `name`."""
+    """The class made of ours and of transformers' class `name`."""
     arch: Any = (_CAUSAL | _SCORED)[name]
     theirs = getattr(transformers, name)
     first, ours = (_SequenceClassifier, TrainerInterface) if name in _SCORED else (_CausalLM, arch)
-    names = {word for cls in ours.__mro__[: -len(nn.Module.__mro__)] for word in vars(cls) if not word.startswith("__")}
-    names = (names & {*dir(theirs)}) - _OURS - {*dir(first)}
-    members = {word: inspect.getattr_static(theirs, word) for word in names}
+    # Ours stands before transformers' class in the order of bases, so its members win unless they are set here.
+    defined = {member for cls in ours.__mro__[: -len(nn.Module.__mro__)] for member in vars(cls)}
+    common = {member for member in defined & {*dir(theirs)} if not member.startswith("__")}
+    members = {member: inspect.getattr_static(theirs, member) for member in common - _OURS - {*dir(first)}}
     members |= {"arch": arch, "config_class": theirs.config_class, "__module__": __name__}
     if name in _CAUSAL:
         members["forward"] = _with_logits_to_read(arch.forward)
-    if name in _SCORED:
+    else:
         members |= {"forward": _without_count(theirs.forward), "_no_split_modules": arch._no_split_modules}
     return type(name, (first, ours, theirs), members)
 
@@ -264,8 +265,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _without_count(forward: Any) -> Any:
-    """A classifier's forward, which hands all keywords to the decoder, without Trainer's num_items_in_batch and, unless
-    it is asked for, without a cache."""
+    """Wraps the forward of a classifier, which passes all keywords to the decoder: drops Trainer's num_items_in_batch,
+    and makes no cache unless asked."""
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, num_items_in_batch: Any = None, **inputs: Any) -> Any:
@@ -275,7 +276,7 @@ def _without_count(forward: Any) -> Any:
 
 
 class _ByConfig(Mapping[type[PreTrainedConfig], type[PreTrainedModel]]):
-    """{class of a config: class of the model}, as transformers' auto classes want it."""
+    """{class of a config: class of the model}, for transformers' auto classes. Makes a class when it is asked for."""
 
     def __init__(self, archs: Mapping[str, type[CausalLM]]):
         self._names = {arch.config_class.model_type: name for name, arch in archs.items()}
@@ -291,11 +292,11 @@ class _ByConfig(Mapping[type[PreTrainedConfig], type[PreTrainedModel]]):
 
 
 class AutoModelForCausalLM(_BaseAutoModelClass):
-    """transformers' class of this name for the architectures of ligermodels, those that read images included.
+    """transformers' class of this name, for the architectures of ligermodels, with and without images.
 
-    `from_pretrained` takes what transformers' does: dtype, device_map, quantization_config, revision, folders of
-    adapters and so on. attn_implementation and experts_implementation have no effect and cause a warning. transformers'
-    distributed loading raises InputError. `from_config` draws the weights as `CausalLM.from_config` does.
+    `from_pretrained` has transformers' arguments: dtype, device_map, quantization_config, revision, folders of adapters
+    and so on. attn_implementation and experts_implementation have no effect and cause a warning. transformers'
+    distributed loading raises InputError. `from_config` initialises the weights as `CausalLM.from_config` does.
 
     Raises ConfigError for a config with unsupported values, CheckpointError for a checkpoint that lacks weights.
     """
@@ -304,7 +305,7 @@ class AutoModelForCausalLM(_BaseAutoModelClass):
 
 
 class AutoModelForSequenceClassification(_BaseAutoModelClass):
-    """transformers' class of this name for the text architectures: `score` of the last token that is not padding."""
+    """transformers' class of this name, for text architectures: `score` of the last token that is not padding."""
 
     _model_mapping = _ByConfig(_SCORED)  # type: ignore[assignment]
 
@@ -312,15 +313,15 @@ class AutoModelForSequenceClassification(_BaseAutoModelClass):
 def from_transformers(model: PreTrainedModel) -> CausalLM:
     """Our model over the Parameters of a model of transformers: training one trains the other.
 
-    The weights of q, k, v and of gate, up move into one storage for each layer, so that the largest of these exists
-    twice for a moment; their Parameters stay, with all that an optimizer holds of them. Nothing else is copied. Linear
-    modules that are quantised or hold an adapter become modules of ours. generation_config, name, training mode and
-    activation checkpointing ("block") are taken over. Hooks on `model` are not.
+    The weights of q, k, v and of gate, up of a layer move into one storage, so that those of one layer exist twice for
+    a moment; their Parameters stay, and with them the state of an optimizer. Nothing else is copied. Linear modules
+    that are quantised or have an adapter become modules of our model. generation_config, name, training mode and
+    activation checkpointing ("block") are copied, hooks on `model` are not.
 
     From then on `resize_token_embeddings` of either model raises InputError: the other would keep the old size.
 
-    Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
-    own, or changed in its parameters; ConfigError for a config with unsupported values.
+    Raises InputError for a model that PEFT or another library wraps, that is sharded, offloaded, of the user's own
+    class, or whose parameters are not those of its config; ConfigError for a config with unsupported values.
     """
     arch = _arch_of(model)
     theirs: dict[str, Any] = dict(model.named_parameters())
@@ -354,10 +355,10 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
 
 
 def _keep_size(table: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
-    """`resize_token_embeddings` of a model that shares its Parameters: raises InputError for another size."""
+    """`resize_token_embeddings` for a model that shares its Parameters: raises InputError for another size."""
     if pad_to_multiple_of is not None or new_num_tokens not in (None, len(table.weight)):
         raise InputError(
-            "the Parameters of this model are those of another one, by from_transformers, which would keep the old "
+            "this model shares its Parameters with another one (from_transformers), which would keep the old "
             "vocabulary; call resize_token_embeddings of transformers' model before from_transformers"
         )
     return table
@@ -385,14 +386,14 @@ def _arch_of(model: Any) -> type[CausalLM]:
 
 
 def _config_of(config: PreTrainedConfig) -> ModelConfig:
-    """Our config, without quantization_config: transformers has already replaced the quantised modules."""
+    """Our config, without quantization_config, since transformers has replaced the quantised modules already."""
     values = json.loads(config.to_json_string())
     values.pop("quantization_config", None)
     return ARCHS[config.model_type].config_class.from_hf(values)
 
 
 def _join_weights(model: nn.Module) -> None:
-    """Gives the plain weights of q, k, v and of gate, up one storage in each layer, for one matmul."""
+    """Makes the weights of q, k, v and of gate, up in each layer joint, for one matmul."""
     for module in model.modules():
         if isinstance(module, JointProjections):
             module.join_weights()
