@@ -70,11 +70,22 @@ def ours(folder: Path, **options):
 
 
 def theirs(folder: Path, **options):
+    """transformers' model with its plainest attention."""
+    options = {"attn_implementation": "eager", **options}
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+
+
+def ours_and_theirs(folder: Path, **options):
+    return ours(folder, **options), theirs(folder, **options)
 
 
 def make_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(len(WORDS), (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def letters(seed: int, number: int) -> str:
+    """Letters with spaces between them, a token each."""
+    return " ".join(WORDS[6 + i % 26] for i in make_ids(1, number, seed)[0].tolist())
 
 
 class Texts(torch.utils.data.Dataset):

@@ -5,14 +5,9 @@ import shutil
 import pytest
 import torch
 
-from tests.tools.models import FAMILIES, Texts, make_ids, ours, theirs, write_checkpoint
+from tests.tools.models import Texts, make_ids, ours, theirs
 
 accelerate = pytest.importorskip("accelerate")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
 
 
 @pytest.fixture
@@ -70,25 +65,24 @@ DEVICE_MAP = {
 }  # fmt: skip
 
 
-def load_and_dispatch(folder, tmp_path, device_map):
+def disk(folder, where):
+    return accelerate.disk_offload(ours(folder), where, execution_device="cpu")
+
+
+def dispatched(folder, where):
+    return accelerate.dispatch_model(ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=where)
+
+
+def loaded_and_dispatched(folder, where):
     arch = ours(folder)
     with accelerate.init_empty_weights():
         model = type(arch).from_config(arch.config)
-    return accelerate.load_checkpoint_and_dispatch(model, str(folder), device_map, offload_folder=str(tmp_path)).eval()
+    return accelerate.load_checkpoint_and_dispatch(model, str(folder), DEVICE_MAP, offload_folder=where).eval()
 
 
-OFFLOADED = {
-    "disk": lambda folder, tmp_path: accelerate.disk_offload(ours(folder), str(tmp_path), execution_device="cpu"),
-    "dispatched": lambda folder, tmp_path: accelerate.dispatch_model(
-        ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=str(tmp_path)
-    ),
-    "loaded, dispatched": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, DEVICE_MAP),
-}
-
-
-@pytest.mark.parametrize("load", OFFLOADED.values(), ids=OFFLOADED.keys())
-def test_offloaded_models_compute_what_they_did(folder, tmp_path, load):
-    model, expected = load(folder, tmp_path), theirs(folder)
+@pytest.mark.parametrize("offload", [disk, dispatched, loaded_and_dispatched])
+def test_offloaded_models_compute_what_they_did(folder, tmp_path, offload):
+    model, expected = offload(folder, str(tmp_path)), theirs(folder)
     ids = make_ids(2, 6)
     assert model.device == torch.device("cpu")
     with torch.no_grad():

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tests.tools.models import FAMILIES, Texts, ours, theirs, write_checkpoint
+from tests.tools.models import Texts, ours, theirs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,11 +28,6 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
 
 
 def fit(model, tmp_path, max_steps, checkpoint=None):

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from tests.tools.models import FAMILIES, WORDS, make_ids, ours, theirs, write_checkpoint
+from tests.tools.models import letters, ours, theirs
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -14,32 +14,27 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def models(request, tmp_path_factory):
-    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
+@pytest.fixture
+def models(folder):
     logging.disable()
     yield [HFLM(pretrained=make(folder), batch_size=3) for make in (ours, theirs)]  # the tokenizer by name_or_path
     logging.disable(logging.NOTSET)
 
 
-def text(seed, length):
-    return " ".join(WORDS[6 + i % 26] for i in make_ids(1, length, seed)[0].tolist())
-
-
-def requests(kind, arguments):
-    return [Instance(kind, {}, argument, i) for i, argument in enumerate(arguments)]
+def both(models, kind, arguments):
+    """The results of ours and of theirs."""
+    requests = [Instance(kind, {}, argument, i) for i, argument in enumerate(arguments)]
+    return [getattr(model, kind)(requests, disable_tqdm=True) for model in models]
 
 
 def test_loglikelihood(models):
-    arguments = [(text(i, 3 + i), " " + text(i + 50, 1 + i % 3)) for i in range(7)]
-    found, expected = (model.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True) for model in models)
+    arguments = [(letters(i, 3 + i), " " + letters(i + 50, 1 + i % 3)) for i in range(7)]
+    found, expected = both(models, "loglikelihood", arguments)
     # sums of up to three fp32 log probabilities
     torch.testing.assert_close([score for score, _ in found], [score for score, _ in expected], rtol=0, atol=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    rolling = [(text(i, 150 + i),) for i in range(3)]  # longer than the model's 128 positions: in windows
-    found, expected = (
-        model.loglikelihood_rolling(requests("loglikelihood_rolling", rolling), disable_tqdm=True) for model in models
-    )
+    rolling = [(letters(i, 150 + i),) for i in range(3)]  # longer than the model's 128 positions: in windows
+    found, expected = both(models, "loglikelihood_rolling", rolling)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # sums of 150 fp32 log probabilities
 
 
@@ -47,8 +42,6 @@ def test_loglikelihood(models):
     "options", [{}, {"do_sample": False, "temperature": 0.0}, {"repetition_penalty": 1.3}], ids=str
 )
 def test_generate_until(models, options):
-    arguments = [(text(i, 3 + i), {"until": ["c d", "x"], "max_gen_toks": 9, **options}) for i in range(7)]
-    found, expected = (
-        model.generate_until(requests("generate_until", arguments), disable_tqdm=True) for model in models
-    )
+    arguments = [(letters(i, 3 + i), {"until": ["c d", "x"], "max_gen_toks": 9, **options}) for i in range(7)]
+    found, expected = both(models, "generate_until", arguments)
     assert found == expected and len(set(found)) > 1

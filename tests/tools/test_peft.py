@@ -16,6 +16,7 @@ peft = pytest.importorskip("peft")
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
 from ligermodels.layers import LMHead  # noqa: E402
 from tests.tools import models  # noqa: E402
+from tests.tools.models import ours_and_theirs, theirs  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
@@ -25,6 +26,7 @@ pytestmark = [
 
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = models.make_ids(2, 9)
+MASK = torch.ones_like(IDS).index_fill(1, torch.arange(2), 0)  # prompts to continue, padded on the left
 SEEN = [1, int(IDS[0, 0]), int(IDS[1, 4]), 60]
 """Tokens to train one by one: some of the batch, some not."""
 
@@ -32,17 +34,6 @@ SEEN = [1, int(IDS[0, 0]), int(IDS[1, 4]), 60]
 # seen. An adapter at the wrong place, a table that is not tied, a scale left out change over 1e-2.
 LOSS = dict(rtol=0, atol=1e-5)
 LOGITS = dict(rtol=1e-5, atol=2e-4)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """{family: its checkpoint}"""
-    return {family: models.write_checkpoint(tmp_path_factory.mktemp(family), family) for family in models.OWN}
-
-
-def both(folders, family):
-    """(ours, transformers') of the family's checkpoint."""
-    return models.ours(folders[family]), models.theirs(folders[family], attn_implementation="eager")
 
 
 def trainable(model):
@@ -54,16 +45,13 @@ def wrap(model, config, seed=0):
     return peft.get_peft_model(model, copy.deepcopy(config))
 
 
-def wrapped_alike(folders, family, config):
-    """Both models wrapped, ours with the other's adapter; both have the same names and shapes to train."""
-    ours, theirs = (wrap(model, config) for model in both(folders, family))
-    mine, expected = trainable(ours), trainable(theirs)
-    assert {name: p.shape for name, p in mine.items()} == {name: p.shape for name, p in expected.items()} != {}
+def copy_trained(source, target):
+    """Both have the same names and shapes to train."""
+    expected = trainable(source)
+    assert {name: p.shape for name, p in trainable(target).items()} == {n: p.shape for n, p in expected.items()} != {}
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if name in expected:
-                parameter.copy_(expected[name])
-    return ours, theirs
+        for name, parameter in expected.items():
+            target.get_parameter(name).copy_(parameter)
 
 
 def losses(model, steps=3, ids=IDS, **inputs):
@@ -85,6 +73,18 @@ def logits(model):
     return model(input_ids=IDS).logits
 
 
+def greedy(model):
+    return model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=6, do_sample=False).tolist()
+
+
+def load_adapter_of_all(model, folder):
+    """PEFT's model, after no warning that keys are missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*|Unsupported layer type")
+        return peft.PeftModel.from_pretrained(model, folder)
+
+
 def lora(**options):
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
 
@@ -93,13 +93,14 @@ def beside_q(**options):
     return lora(target_modules=["q_proj"], **options)
 
 
+PROMPT = dict(task_type="CAUSAL_LM", num_virtual_tokens=3)
 CASES = {
     "usual names, biases": ("qwen2", lora(target_modules=USUAL)),
     "a pattern": ("llama", lora(target_modules=r".*\.1\.mlp\.(gate|down)_proj")),
     "None": ("llama", lora()),
     "all-linear": ("llama", lora(target_modules="all-linear")),
     "all-linear, experts": ("mixtral", lora(target_modules="all-linear")),
-    "all-linear, packed": ("phi3", lora(target_modules="all-linear")),
+    "all-linear, joint": ("phi3", lora(target_modules="all-linear")),
     "experts": ("mixtral", beside_q(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])),
     "DoRA": ("llama", lora(target_modules=USUAL, use_dora=True)),
     "IA3": ("llama", peft.IA3Config(task_type="CAUSAL_LM")),
@@ -111,6 +112,11 @@ CASES = {
     "tokens, tied, scaled and capped": ("gemma2", beside_q(trainable_token_indices=SEEN)),
     "tokens of both, untied": ("qwen2", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": [2, 5]})),
     "LoRA of a table that is scaled": ("gemma2", lora(target_modules=["q_proj", "embed_tokens"])),
+    "prompt": ("llama", peft.PromptTuningConfig(**PROMPT)),
+    "p-tuning": ("llama", peft.PromptEncoderConfig(**PROMPT, encoder_hidden_size=8)),
+    "prefix": ("llama", peft.PrefixTuningConfig(**PROMPT)),
+    "prefix, windows": ("gemma2", peft.PrefixTuningConfig(**PROMPT)),
+    "prefix, projected": ("llama", peft.PrefixTuningConfig(**PROMPT, prefix_projection=True, encoder_hidden_size=8)),
 }
 """Family and config."""
 
@@ -118,54 +124,52 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case, tmp_path):
     family, config = CASES[case]
-    ours, theirs = wrapped_alike(folders, family, config)
-    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
-    expected = logits(theirs)
-    torch.testing.assert_close(logits(ours), expected, **LOGITS)
-    assert (expected - logits(both(folders, family)[1])).abs().max() > 1e-2  # it has learnt something
-    with ours.disable_adapter(), theirs.disable_adapter():
-        torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+    model, expected_model = (wrap(base, config) for base in ours_and_theirs(folders[family]))
+    copy_trained(expected_model, model)
+    torch.testing.assert_close(losses(model), losses(expected_model), **LOSS)
+    expected = logits(expected_model)
+    torch.testing.assert_close(logits(model), expected, **LOGITS)
+    plain = logits(theirs(folders[family]))
+    assert (expected[:, -plain.shape[1] :] - plain).abs().max() > 1e-2  # it has learnt something
+    with model.disable_adapter(), expected_model.disable_adapter():
+        torch.testing.assert_close(logits(model), logits(expected_model), **LOGITS)
+    if family != "mixtral":  # transformers' balancing loss does not know a mask over a cache
+        assert greedy(model) == greedy(expected_model)
 
     # What one has saved gives the same on the other's base.
-    ours.save_pretrained(tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    mine, expected_files = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
-    assert {name: t.shape for name, t in mine.items()} == {name: t.shape for name, t in expected_files.items()}
-    new_ours, new_theirs = both(folders, family)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # that keys are missing is a warning
-        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*|Unsupported layer type")
-        on_theirs = peft.PeftModel.from_pretrained(new_theirs, tmp_path / "ours")
-        on_ours = peft.PeftModel.from_pretrained(new_ours, tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "ours")
+    expected_model.save_pretrained(tmp_path / "theirs")
+    files, expected_files = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert {name: t.shape for name, t in files.items()} == {name: t.shape for name, t in expected_files.items()}
+    said = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs")]
+    for settings in said:
+        settings["target_modules"] = sorted(settings.get("target_modules") or [])
+    assert said[0] == said[1] and said[0]["base_model_name_or_path"] == str(folders[family])
+    new_ours, new_theirs = ours_and_theirs(folders[family])
+    on_theirs = load_adapter_of_all(new_theirs, tmp_path / "ours")
+    on_ours = load_adapter_of_all(new_ours, tmp_path / "theirs")
     torch.testing.assert_close(logits(on_theirs), expected, **LOGITS)
-    torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
+    if config.is_prompt_learning:
+        return torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
 
     # Merged, and saved so: ours opens in transformers, with a head of its own where the adapter has untied it.
-    ours, theirs, on_ours = (model.merge_and_unload() for model in (ours, theirs, on_ours))
-    merged = logits(theirs)
-    torch.testing.assert_close(logits(ours), merged, **LOGITS)
-    torch.testing.assert_close(logits(on_ours), merged, **LOGITS)  # without a forward in between
-    ours.save_pretrained(tmp_path / "merged")
-    said = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert said["tie_word_embeddings"] == theirs.config.tie_word_embeddings
-    for model in (models.theirs(tmp_path / "merged", attn_implementation="eager"), models.ours(tmp_path / "merged")):
-        torch.testing.assert_close(logits(model), merged, **LOGITS)
-
-
-def test_the_adapter_names_its_base(folders, tmp_path):
-    ours, theirs = wrapped_alike(folders, "llama", lora())
-    for name, model in (("ours", ours), ("theirs", theirs)):
-        model.save_pretrained(tmp_path / name)
-    said = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs")]
-    assert said[0].pop("target_modules").sort() == said[1].pop("target_modules").sort()
-    assert said[0] == said[1] and said[0]["base_model_name_or_path"] == str(folders["llama"])
-    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours").peft_config["default"].r == 4
+    on_ours = on_ours.merge_and_unload()  # without a forward before
+    torch.testing.assert_close(logits(on_ours), logits(on_theirs.merge_and_unload()), **LOGITS)
+    model, expected_model = model.merge_and_unload(), expected_model.merge_and_unload()
+    merged = logits(expected_model)
+    torch.testing.assert_close(logits(model), merged, **LOGITS)
+    model.save_pretrained(tmp_path / "merged")
+    settings = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] == expected_model.config.tie_word_embeddings
+    for opened in ours_and_theirs(tmp_path / "merged"):
+        torch.testing.assert_close(logits(opened), merged, **LOGITS)
+    return None
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_gradient_checkpointing(folders, family):
     """The first block's input has no gradient where the table is frozen, unless PEFT asks for it."""
-    expected = losses(wrap(models.theirs(folders[family]), lora(target_modules=USUAL)))
+    expected = losses(wrap(theirs(folders[family]), lora(target_modules=USUAL)))
     for early in (False, True):
         model = models.ours(folders[family])
         model.gradient_checkpointing_enable() if early else None
@@ -174,9 +178,6 @@ def test_gradient_checkpointing(folders, family):
         model.enable_input_require_grads()
         torch.testing.assert_close(losses(model), expected, **LOSS)
         assert model.is_gradient_checkpointing
-
-
-# ---- LoRA on the head ----
 
 
 def registered(config):
@@ -191,49 +192,26 @@ def registered(config):
 ], ids=["native", "integration"])  # fmt: skip
 def test_lora_on_the_head(folders, family, make, prepared, tmp_path):
     config = lora(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    theirs = wrap(models.theirs(folders[family], attn_implementation="eager"), config)
-    ours = wrap(make(folders[family]), prepared(config))
-    with torch.no_grad():
-        for name, parameter in trainable(theirs).items():
-            ours.get_parameter(name).copy_(parameter)
-    assert any("lm_head.lora_B" in name for name in trainable(ours))
-    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
-    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
-    ours.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(models.theirs(folders[family]), tmp_path)
-    torch.testing.assert_close(logits(again), logits(theirs), **LOGITS)
-    torch.testing.assert_close(logits(ours.merge_and_unload()), logits(theirs.merge_and_unload()), **LOGITS)
+    expected = wrap(theirs(folders[family]), config)
+    model = wrap(make(folders[family]), prepared(config))
+    copy_trained(expected, model)
+    assert any("lm_head.lora_B" in name for name in trainable(model))
+    torch.testing.assert_close(losses(model), losses(expected), **LOSS)
+    torch.testing.assert_close(logits(model), logits(expected), **LOGITS)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(theirs(folders[family]), tmp_path)
+    torch.testing.assert_close(logits(again), logits(expected), **LOGITS)
+    torch.testing.assert_close(logits(model.merge_and_unload()), logits(expected.merge_and_unload()), **LOGITS)
 
 
-def test_all_linear_leaves_the_integrations_head_alone(folders):
+def test_a_whole_model_by_the_name_of_its_adapter(folders, tmp_path):
+    """And "all-linear" leaves the head of the integration alone, as that of transformers."""
     model = wrap(AutoModelForCausalLM.from_pretrained(folders["qwen2"]), lora(target_modules="all-linear"))
-    expected = wrap(models.theirs(folders["qwen2"]), lora(target_modules="all-linear"))
-    assert trainable(model).keys() == trainable(expected).keys()
-
-
-# ---- prompts ----
-
-
-def prompts():
-    options = dict(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    return {
-        "prompt": peft.PromptTuningConfig(**options),
-        "p-tuning": peft.PromptEncoderConfig(**options, encoder_hidden_size=8),
-        "prefix": peft.PrefixTuningConfig(**options),
-        "prefix, projected": peft.PrefixTuningConfig(**options, prefix_projection=True, encoder_hidden_size=8),
-    }
-
-
-@pytest.mark.parametrize("kind, family", [*((kind, "llama") for kind in prompts()), ("prefix", "gemma2")])
-def test_prompts_train_and_travel(folders, kind, family, tmp_path):
-    ours, theirs = wrapped_alike(folders, family, prompts()[kind])
-    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
-    expected = logits(theirs)
-    torch.testing.assert_close(logits(ours), expected, **LOGITS)
-    for name, model, base in (("a", ours, models.theirs), ("b", theirs, models.ours)):
-        model.save_pretrained(tmp_path / name)
-        loaded = peft.PeftModel.from_pretrained(base(folders[family]), tmp_path / name)
-        torch.testing.assert_close(logits(loaded), expected, **LOGITS)
+    assert (
+        trainable(model).keys() == trainable(wrap(theirs(folders["qwen2"]), lora(target_modules="all-linear"))).keys()
+    )
+    model.save_pretrained(tmp_path)
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path).peft_config["default"].r == 4
 
 
 @pytest.mark.parametrize("make, inputs", [
@@ -245,26 +223,6 @@ def test_cpt_which_computes_the_loss_from_the_logits(folders, family, make, inpu
         task_type="CAUSAL_LM", cpt_token_ids=[5, 9, 11, 20, 30], cpt_mask=[1] * 5, cpt_tokens_type_mask=[1, 2, 2, 3, 4],
         opt_weighted_loss_type="decay", opt_loss_decay_factor=0.9, opt_projection_epsilon=3.0,
     )  # fmt: skip
-    model, theirs = (
-        wrap(base, config)
-        for base in (make(folders[family]), models.theirs(folders[family], attn_implementation="eager"))
-    )
-    torch.testing.assert_close(losses(model, **inputs), losses(theirs), **LOSS)
-    torch.testing.assert_close(logits(model), logits(theirs), **LOGITS)
-
-
-@pytest.mark.parametrize("kind", ["LoRA", "LoRA of the table", "prompt", "prefix"])
-def test_adapted_models_generate(folders, kind):
-    """Greedy tokens after prompts of which one is padded on the left; they are not those of the base."""
-    configs = prompts() | {
-        "LoRA": lora(target_modules=USUAL),
-        "LoRA of the table": lora(target_modules=["q_proj", "embed_tokens"]),
-    }
-    ours, theirs = wrapped_alike(folders, "llama", configs[kind])
-    losses(ours), losses(theirs)
-    mask = torch.ones_like(IDS)
-    mask[0, :3] = 0
-    options = dict(input_ids=IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    expected = theirs.generate(**options)
-    assert ours.generate(**options).tolist() == expected.tolist()
-    assert models.theirs(folders["llama"]).generate(**options).tolist() != expected.tolist()
+    model, expected = (wrap(base, config) for base in (make(folders[family]), theirs(folders[family])))
+    torch.testing.assert_close(losses(model, **inputs), losses(expected), **LOSS)
+    torch.testing.assert_close(logits(model), logits(expected), **LOGITS)

@@ -11,7 +11,6 @@ import ligermodels
 from ligermodels.errors import LigermodelsError
 from ligermodels.integrations.transformers import AutoModelForCausalLM
 from tests.tools.models import (
-    FAMILIES,
     Texts,
     assert_same_logs,
     logged,
@@ -20,27 +19,17 @@ from tests.tools.models import (
     make_trainer,
     ours,
     theirs,
-    write_checkpoint,
-)  # fmt: skip
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def folder(request, tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
-
-
 def trained(model, folder, trainer_options=None, **options):
     trainer = make_trainer(model, folder, trainer_options, **options)
     trainer.train()
     return trainer
-
-
-def checkpointing(**settings):
-    return dict(activation_checkpointing=True, activation_checkpointing_kwargs=settings)
 
 
 WAYS = {
@@ -60,9 +49,9 @@ def test_losses_are_those_of_transformers(folder, tmp_path, way):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
-def test_losses_of_other_families(tmp_path, family):
+def test_losses_of_other_families(folders, tmp_path, family):
     """Softcaps and windows; experts, whose balancing loss is added once a micro-batch."""
-    folder = write_checkpoint(tmp_path / "model", family)
+    folder = folders[family]
     slow = dict(attn_implementation="eager", experts_implementation="eager")
     found = trained(ours(folder), tmp_path / "ours", gradient_accumulation_steps=2)
     expected = trained(theirs(folder, **slow), tmp_path / "theirs", gradient_accumulation_steps=2)
@@ -71,7 +60,8 @@ def test_losses_of_other_families(tmp_path, family):
 
 def test_reentrant_checkpointing_is_a_warning(folder, tmp_path):
     with pytest.warns(UserWarning, match="use_reentrant=True is not used here"):
-        found = trained(ours(folder), tmp_path, **checkpointing(use_reentrant=True))
+        kwargs = {"use_reentrant": True}
+        found = trained(ours(folder), tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
     assert found.model.is_gradient_checkpointing
 
 
