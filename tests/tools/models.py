@@ -1,5 +1,6 @@
 """Tiny checkpoints and a tokenizer, written by transformers, and both models of each; theirs is the expectation."""
 
+import json
 import os
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def theirs(folder: Path, **options):
 
 def ours_and_theirs(folder: Path, **options):
     return ours(folder, **options), theirs(folder, **options)
+
+
+def quantization_settings(folder: Path) -> dict:
+    """Those in config.json, without what transformers notes of how it loaded them."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return {key: value for key, value in settings.items() if not key.startswith("_")}
 
 
 def make_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -1,47 +1,35 @@
 """Our 4-bit modules beside those of bitsandbytes: the same folders, the same bytes, the same outputs."""
 
-import json
-
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-import ligermodels
 from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.layers import NF4Linear
 from tests.tools import models
-from tests.tools.models import FAMILIES, make_ids, theirs
+from tests.tools.models import FAMILIES, make_ids, quantization_settings, theirs
 
 bnb = pytest.importorskip("bitsandbytes")
 # bitsandbytes keeps its weights as they are and computes in fp32; what is left is fp32's rounding in norms and softmax.
 FP32 = dict(rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models")
-    sizes = dict(hidden_size=64, intermediate_size=128)
-    return {family: models.write_checkpoint(made / family, family, **sizes) for family in FAMILIES}
-
-
 def ours(folder, config="nf4"):
-    return ligermodels.load(folder, quantization_config=config, device="cpu", progress=False)
+    return models.ours(folder, quantization_config=config)
 
 
-def theirs_of(folder, double):
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double
-    )
+def theirs_of(folder, **settings):
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
     return theirs(folder, quantization_config=config, device_map="cpu")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("double", [True, False])
-def test_folders_are_those_of_transformers_and_bitsandbytes(folders, family, double, tmp_path):
-    model = ours(folders[family], NF4(double=double, compute_dtype=torch.float32))
-    hf, ids = theirs_of(folders[family], double), make_ids(2, 12)
+def test_folders_are_those_of_transformers_and_bitsandbytes(quantizable, family, double, tmp_path):
+    model = ours(quantizable[family], NF4(double=double, compute_dtype=torch.float32))
+    hf, ids = theirs_of(quantizable[family], bnb_4bit_use_double_quant=double), make_ids(2, 12)
     model.save_pretrained(tmp_path / "ours")
     hf.save_pretrained(tmp_path / "theirs")
     found, wanted = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
@@ -52,11 +40,7 @@ def test_folders_are_those_of_transformers_and_bitsandbytes(folders, family, dou
             assert tensor.dtype == wanted[name].dtype and (tensor.float() - wanted[name].float()).abs().max() <= 1
         else:
             assert same_bits(tensor, wanted[name]), name
-    found, wanted = (
-        json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
-        for folder in ("ours", "theirs")
-    )
-    assert found == {key: value for key, value in wanted.items() if not key.startswith("_")}
+    assert quantization_settings(tmp_path / "ours") == quantization_settings(tmp_path / "theirs")
 
     # What either saved, each loads: transformers and bitsandbytes, our models over bitsandbytes' modules, our modules.
     for folder in ("ours", "theirs"):
@@ -72,11 +56,8 @@ def test_folders_are_those_of_transformers_and_bitsandbytes(folders, family, dou
     assert again.keys() == wanted.keys() and all(same_bits(again[name], wanted[name]) for name in again)
 
 
-def test_bf16_storage_of_bitsandbytes_is_read(folders, tmp_path):
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
-    )
-    hf, ids = theirs(folders["qwen2"], quantization_config=config, device_map="cpu"), make_ids(2, 12)
+def test_bf16_storage_of_bitsandbytes_is_read(quantizable, tmp_path):
+    hf, ids = theirs_of(quantizable["qwen2"], bnb_4bit_quant_storage=torch.bfloat16), make_ids(2, 12)
     logits = hf(ids).logits
     hf.save_pretrained(tmp_path)
     torch.testing.assert_close(ours(tmp_path)(ids).logits, logits, **FP32)
