@@ -615,23 +615,14 @@ def longest(baseline: Baseline, settings: Settings, model: nn.Module, optimizer:
         return True
 
     grain, most = (1024, 2**21) if device == "cuda" else (32, 96)
-    search(fits, grain, most, settings.least)
-    return found or {"note": f"not even {grain} tokens fit"}
-
-
-def search(fits: Callable[[int], bool], grain: int, most: int, least: int = 0) -> int:
-    """The longest length that fits, at most `most`, to within a grain or a 32nd: `least` is doubled, then bisected."""
-    low, high = 0, max(grain, least)
+    low, high = 0, max(grain, settings.least)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + grain)
     while high - low > max(grain, low // 32):
         middle = (low + high) // 2 // grain * grain
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return found or {"note": f"not even {grain} tokens fit"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
