@@ -1,12 +1,12 @@
 """`ligermodels train`: from a file of examples to a tuned model."""
 
 import argparse
-import importlib
 from pathlib import Path
 from typing import Any
 
 from ligermodels.cli.arguments import Parser, usage_errors
-from ligermodels.recipes import options
+from ligermodels.recipes import RECIPES, find, other_tools
+from ligermodels.recipes.options import add_flags
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
     ("dpo", "orpo", "cpo", "simpo"), "pairs.jsonl"
@@ -33,12 +33,11 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
-    for name, kind in options.RECIPES.items():
-        doc = (kind.__doc__ or "").rstrip(".")
+    for name, (_, summary) in RECIPES.items():
         parser = recipes.add_parser(
             name,
-            help=doc,
-            description=kind.__doc__,
+            help=summary.removesuffix("."),
+            description=summary,
             epilog=f"example:\n  {_example(name)}\n{_EPILOG}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"ligermodels train {name} MODEL --data FILE --output-dir DIR [--config FILE] [OPTION ...]",
@@ -46,7 +45,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
             argument_default=argparse.SUPPRESS,
         )
         parser.add_argument("--config", metavar="FILE", help="a YAML file of options")
-        options.add_flags(parser, kind)
         parser.set_defaults(run=_train, recipe=name)
 
 
@@ -59,14 +57,19 @@ def _example(recipe: str) -> str:
 
 
 class _RecipeParser(Parser):
-    """Suggests the option that is meant where one is unknown."""
+    """Adds the flags of the recipe when it is used, which imports torch, and says what an unknown option means."""
+
+    has_flags = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options = find(self.prog.split()[-1]).Options
+        if not self.has_flags:
+            add_flags(self, options)
+            self.has_flags = True
         found, rest = super().parse_known_args(args, namespace)
-        recipe = options.RECIPES[self.prog.split()[-1]]
         unknown = [text[2:].partition("=")[0].replace("-", "_") for text in rest if text.startswith("--")]
         if unknown:
-            self.error(options.unknown(unknown, recipe, flags=True))
+            self.error(other_tools.unknown(unknown, options, flags=True))
         if rest:
             is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
             hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
@@ -75,7 +78,10 @@ class _RecipeParser(Parser):
 
 
 def _train(args: argparse.Namespace) -> int:
+    from ligermodels.recipes.trainer import train
+
+    kind = find(args.recipe)
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
     with usage_errors():
-        merged = options.RECIPES[args.recipe].merged(given, vars(args).get("config"))
-    return importlib.import_module(f"ligermodels.recipes.{args.recipe}").train(merged)
+        options = kind.Options.merged(given, vars(args).get("config"))
+    return train(kind, options)

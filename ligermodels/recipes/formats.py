@@ -1,12 +1,12 @@
-"""Formats of training rows, told by their keys, and the few forms that they are brought into.
+"""Formats of training rows, detected from their keys, and what each is read as.
 
-| format | keys | becomes |
+| format | keys | read as |
 |---|---|---|
-| pairs | chosen, rejected, prompt? (texts or messages) | Pair |
-| unpaired | prompt, completion, label (true or false) | Unpaired |
+| pairs | chosen, rejected, prompt? (texts or messages) | Answers: chosen, rejected |
+| unpaired | prompt, completion, label (true or false) | Answers: one, with a label |
 | tokens | input_ids, labels?, attention_mask? | Tokens |
 | messages | messages: [{role, content, tool_calls?, train? or weight?}], tools?, images? | Conversation |
-| sharegpt | conversations: [{from, value}], system?, tools?, images? | Conversation |
+| sharegpt | conversations or conversation: [{from, value}] or messages, system?, tools?, images? | Conversation |
 | prompt-completion | prompt, completion, both texts or both messages | Text or Conversation |
 | alpaca | instruction, output, input?, system?, history?, images? | Conversation |
 | text | text | Text |
@@ -16,7 +16,7 @@ missing, because `datasets` and CSV files give all rows the same keys.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any
@@ -26,8 +26,7 @@ from ligermodels.recipes import images
 from ligermodels.recipes.rows import Rows
 
 Message = dict[str, Any]
-
-_KEYS = {
+KEYS = {
     "pairs": ("chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
     "tokens": ("input_ids",),
@@ -37,29 +36,16 @@ _KEYS = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-FORMATS = tuple(_KEYS)
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "function_call",
-}
-"""Who speaks, as sharegpt names it."""
+_ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "function_call": "function_call"}
+_ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant")
+_ROLES |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
+"""Roles by their names in sharegpt."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the chat template takes them; an assistant's message that is not to be trained has "train": False.
+    """Messages as the chat template takes them. An assistant's message that is not to be trained has "train": False.
 
     images: as `vision.load_image` takes them, one for each part {"type": "image"}.
     """
@@ -79,70 +65,76 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids that are tokenised already, and labels: the id itself, not shifted, or -100."""
+    """Token ids, and labels that are the id itself, not shifted, or -100."""
 
     ids: list[int]
     labels: list[int]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A prompt with a better and a worse answer: texts, or lists of messages, all three alike."""
+class Answers:
+    """A prompt with the chosen and the rejected answer, or with one and its label: whether it is a good one.
 
-    prompt: str | list[Message]
-    chosen: str | list[Message]
-    rejected: str | list[Message]
-    tools: list[dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True)
-class Unpaired:
-    """A prompt with an answer, texts or lists of messages, and whether it is a good one."""
-
-    prompt: str | list[Message]
-    completion: str | list[Message]
-    label: bool
-    tools: list[dict[str, Any]] | None = None
-
-
-Item = Conversation | Text | Tokens | Pair | Unpaired
-
-
-@dataclass(frozen=True)
-class Format:
-    """The format of a data set. where: the row that it was told from."""
-
-    name: str
-    where: str
-
-
-def detect(rows: Rows, sample: int = 100) -> Format:
-    """The format of the first row; raises InputError if one of the first `sample` rows has another, naming both.
-
-    A row that cannot be read, or has no known format, is left to its reader, unless all of them are so.
+    Prompt and answers are texts, or lists of messages, all alike.
     """
-    found: Format | None = None
+
+    prompt: Any
+    answers: tuple[Any, ...]
+    label: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+Item = Conversation | Text | Tokens | Answers
+
+
+def detect(rows: Rows, sample: int = 100) -> tuple[str, str]:
+    """The format of the first row, and where that is. Raises InputError if one of the first `sample` rows has another.
+
+    A row that cannot be read, or has no known format, raises when it is read, or here if all of them are so.
+    """
+    found: tuple[str, str] | None = None
     problem: InputError | None = None
     for index in range(min(sample, len(rows))):
         try:
-            name = _format_of(rows[index])
+            name = format_of(rows[index])
         except InputError as error:
             problem = problem or InputError(f"{rows.where(index)}: {error}")
             continue
-        if found is None:
-            found = Format(name, rows.where(index))
-        elif name != found.name:
-            raise InputError(f"{rows.where(index)}: {_mixed(name, found)}")
+        found = found or (name, rows.where(index))
+        if name != found[0]:
+            raise InputError(f"{rows.where(index)}: {mixed(name, found)}")
     if found is None:
         raise problem or InputError("there are no rows")
     return found
 
 
-def normalise(row: Mapping[str, Any], format: Format) -> Item:
-    """The row in the form that the format becomes. Raises InputError that names the field, but not the row."""
-    name = _format_of(row)
-    if name != format.name:
-        raise InputError(_mixed(name, format))
+def format_of(row: Mapping[str, Any]) -> str:
+    """The format of a row. Raises InputError where no format has its keys."""
+    if row.get("conversation") is not None and row.get("conversations") is None:
+        return "sharegpt"
+    present = {key for key, value in row.items() if value is not None}
+    for name, keys in KEYS.items():
+        if present.issuperset(keys):
+            return name
+    for name, keys in KEYS.items():
+        if row.keys() >= set(keys):
+            null = ", ".join(key for key in keys if row[key] is None)
+            raise InputError(f"{null} is null; rows in the format {name!r} have {', '.join(keys)}")
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
+    raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
+
+
+def mixed(name: str, expected: tuple[str, str]) -> str:
+    """The error for a row in another format than that which `detect` found."""
+    return (
+        f"the row is in the format {name!r}, but {expected[1]} is in {expected[0]!r}. Next step: train on rows of one "
+        "format, in files of their own"
+    )
+
+
+def read(row: Mapping[str, Any]) -> Item:
+    """The row as its format is read. Raises InputError that names the field, but not the row."""
+    name = format_of(row)
     folder = getattr(row, "folder", None)
     row = {key: value for key, value in row.items() if value is not None}
     for key in ("videos", "audio", "audios"):
@@ -150,90 +142,62 @@ def normalise(row: Mapping[str, Any], format: Format) -> Item:
             raise InputError(f"{key}: recipes train on texts and images only, for now")
     if row.get("images") and row.get("image"):
         raise InputError("images, image: give one of the two")
-    given = _json_list(row.get("images") or row.get("image") or None, "images")
+    given = row.get("images") or row.get("image") or None
+    if isinstance(given, str) and given.lstrip().startswith("["):  # a list in a CSV file; a path stays as it is
+        given = _json(given, "images")
     if "chat_template_kwargs" in row:
-        raise InputError("chat_template_kwargs: variables of the chat template are given to the recipe, for all rows")
+        raise InputError("chat_template_kwargs: variables of the chat template cannot be set for a row; leave them out")
     item = _READERS[name](row)
     if isinstance(item, Conversation):
-        messages, found = images.placed(item.messages, given, folder)
+        messages, found = images.place(item.messages, given, folder)
         return replace(item, messages=messages, images=found)
-    parts = (getattr(item, field, None) for field in ("prompt", "chosen", "rejected", "completion"))
+    parts = (item.prompt, *item.answers) if isinstance(item, Answers) else ()
     if given is not None or any(map(images.has_parts, parts)):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
     return item
 
 
-def _json_list(value: Any, field: str) -> Any:
-    """A list that a CSV file holds as JSON; one path stays as it is."""
-    return _json(value, field) if isinstance(value, str) and value.lstrip().startswith("[") else value
+# ---- one reader for each format ----
 
 
-def _format_of(row: Mapping[str, Any]) -> str:
-    present = {key for key, value in row.items() if value is not None}
-    for name, keys in _KEYS.items():
-        if present.issuperset(keys):
-            return name
-    for name, keys in _KEYS.items():
-        if row.keys() >= set(keys):
-            null = ", ".join(key for key in keys if row[key] is None)
-            raise InputError(f"{null} is null; rows in the format {name!r} have {', '.join(keys)}")
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _KEYS.items())
-    raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
-
-
-def _mixed(name: str, format: Format) -> str:
-    return (
-        f"the row is in the format {name!r}, but {format.where} is in {format.name!r}. Next step: train on rows of one "
-        "format, in files of their own"
-    )
-
-
-# ---- readers ----
-
-
-def _read_pair(row: dict[str, Any]) -> Pair:
+def _read_pairs(row: dict[str, Any]) -> Answers:
     chosen, rejected = (_text_or_messages(row, key) for key in ("chosen", "rejected"))
     if isinstance(chosen, str) is not isinstance(rejected, str):
         raise InputError("chosen, rejected: one is a text, the other a list of messages")
     if chosen == rejected:
         raise InputError("chosen, rejected: both are the same, so that nothing can be preferred")
-    given = _text_or_messages(row, "prompt") if "prompt" in row else None
-    prompt: str | list[Message]
+    prompt = _text_or_messages(row, "prompt") if "prompt" in row else None
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if isinstance(given, list):
-            prompt = given
+        if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
-        else:
-            prompt = _shared_text(chosen, rejected) if given is None else given
-            if given is None:
-                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        elif prompt is None:
+            prompt = _shared_text(chosen, rejected)
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
-        assert isinstance(chosen, list) and isinstance(rejected, list)
-        shared = _shared_messages(chosen, rejected)
-        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        # Many data sets give the prompt apart and once more at the beginning of both conversations.
+        shared = _shared_messages(chosen, rejected)  # type: ignore[arg-type]
+        own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        prompt = own
+        # Many data sets give the prompt, and repeat it at the beginning of both conversations.
         if own is None or (shared and [_said(m) for m in shared[-len(own) :]] == [_said(m) for m in own]):
             prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
         elif shared and shared[0]["role"] != "assistant":
             raise InputError("prompt: it is not what chosen and rejected begin with")
-        else:
-            prompt = own
     if not prompt:
         raise InputError("prompt: it is missing, and chosen and rejected begin with nothing that they share")
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise InputError(f"{key}: nothing is left of it after the prompt")
-    return Pair(prompt, chosen, rejected, _tools(row))
+    return Answers(prompt, (chosen, rejected), tools=_tools(row))
 
 
-def _read_unpaired(row: dict[str, Any]) -> Unpaired:
+def _read_unpaired(row: dict[str, Any]) -> Answers:
     prompt, completion = _prompt_and_completion(row)
     label = row["label"]
-    words = {"true": True, "false": False, "1": True, "0": False}
-    value = words.get(label.strip().lower()) if isinstance(label, str) else label  # texts are those of CSV files
+    texts = {"true": True, "false": False, "1": True, "0": False}  # in CSV files
+    value = texts.get(label.strip().lower()) if isinstance(label, str) else label
     if value not in (True, False):
         raise InputError(f"label: expected true or false, not {short(label)}")
-    return Unpaired(prompt, completion, bool(value), _tools(row))
+    return Answers(prompt, (completion,), bool(value), _tools(row))
 
 
 def _read_tokens(row: dict[str, Any]) -> Tokens:
@@ -261,16 +225,15 @@ def _read_messages(row: dict[str, Any]) -> Conversation:
 
 
 def _read_sharegpt(row: dict[str, Any]) -> Conversation:
-    turns = _list(row["conversations"], "conversations")
+    key = "conversations" if "conversations" in row else "conversation"
+    turns = _list(row[key], key)
     if turns and isinstance(turns[0], Mapping) and "role" in turns[0]:  # some sets have OpenAI's keys under this name
-        messages = _messages(turns, "conversations")
+        messages = _messages(turns, key)
     else:
-        messages = [_turn(turn, f"conversations[{n}]") for n, turn in enumerate(turns)]
+        messages = [_turn(turn, f"{key}[{n}]") for n, turn in enumerate(turns)]
         if not messages:
-            raise InputError("conversations: it is empty")
-    if system := _text(row, "system", default=""):
-        messages = [{"role": "system", "content": system}, *messages]
-    return Conversation(messages, _tools(row))
+            raise InputError(f"{key}: it is empty")
+    return Conversation(_system(row) + messages, _tools(row))
 
 
 def _turn(turn: Any, field: str) -> Message:
@@ -291,15 +254,14 @@ def _turn(turn: Any, field: str) -> Message:
 
 def _read_prompt_completion(row: dict[str, Any]) -> Text | Conversation:
     prompt, completion = _prompt_and_completion(row)
-    if isinstance(prompt, str) and isinstance(completion, str):
+    if isinstance(prompt, str):
         return Text(completion, prompt)
-    assert isinstance(prompt, list) and isinstance(completion, list)
     untrained = [m | {"train": False} if m["role"] == "assistant" else m for m in prompt]
     return Conversation(untrained + completion, _tools(row))
 
 
 def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
-    """Both texts or both messages, neither empty."""
+    """Both texts or both messages; the completion is not empty."""
     prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
     if isinstance(prompt, str) is not isinstance(completion, str):
         raise InputError("prompt, completion: one is a text, the other a list of messages")
@@ -309,15 +271,12 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _read_alpaca(row: dict[str, Any]) -> Conversation:
-    messages: list[Message] = []
-    if system := _text(row, "system", default=""):
-        messages.append({"role": "system", "content": system})
+    messages = _system(row)
     for n, pair in enumerate(_list(row.get("history", []), "history")):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise InputError(f"history[{n}]: expected [instruction, answer], not {short(pair)}")
-        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
-    more = _text(row, "input", default="")
-    asked = "\n\n".join(text for text in (_text(row, "instruction"), more) if text)
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    asked = "\n\n".join(text for text in (_text(row, "instruction"), _text(row, "input", default="")) if text)
     if not asked:
         raise InputError("instruction: it is empty")
     messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output")}]
@@ -330,23 +289,18 @@ def _read_text(row: dict[str, Any]) -> Text:
     return Text(text)
 
 
-_READERS: dict[str, Callable[[dict[str, Any]], Item]] = {
-    "pairs": _read_pair,
-    "unpaired": _read_unpaired,
-    "tokens": _read_tokens,
-    "messages": _read_messages,
-    "sharegpt": _read_sharegpt,
-    "prompt-completion": _read_prompt_completion,
-    "alpaca": _read_alpaca,
+_READERS: dict[str, Any] = {
+    "pairs": _read_pairs, "unpaired": _read_unpaired, "tokens": _read_tokens, "messages": _read_messages,
+    "sharegpt": _read_sharegpt, "prompt-completion": _read_prompt_completion, "alpaca": _read_alpaca,
     "text": _read_text,
-}
+}  # fmt: skip
 
 
 # ---- fields ----
 
 
 def _json(value: Any, field: str) -> Any:
-    """The value, parsed if it is a text: CSV and Parquet files often hold lists as JSON."""
+    """The value, parsed if it is a text: CSV and Parquet files often store lists as JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -382,6 +336,11 @@ def _integers(row: Mapping[str, Any], key: str) -> list[int]:
     return values
 
 
+def _system(row: Mapping[str, Any]) -> list[Message]:
+    system = _text(row, "system", default="")
+    return [{"role": "system", "content": system}] if system else []
+
+
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     if row.get("tools") in (None, "", []):
         return None
@@ -410,27 +369,24 @@ def _message(message: Any, field: str) -> Message:
         raise InputError(f"{field}.role: expected 'assistant', not {short(role)}: no other role is trained")
     content = found.get("content")
     if isinstance(content, list):
-        _check_parts(content, field)
+        for n, part in enumerate(content):
+            _check_part(part, f"{field}.content[{n}]")
     elif content is not None and not isinstance(content, str):
         raise InputError(f"{field}.content: expected a text, not {type(content).__name__}")
     if found.get("tool_calls"):
         found["tool_calls"] = _calls(_list(found["tool_calls"], f"{field}.tool_calls"), f"{field}.tool_calls")
     if content is None and not found.get("tool_calls") and not any(found.get(key) for key in _REASONING):
         raise InputError(f"{field}.content is null" if "content" in message else f"{field}.content is missing")
-    if content is None:
-        found["content"] = ""  # many templates fail on, or print, a content that is null
+    found.setdefault("content", "")  # many templates fail on, or print, a content that is null
     return found | _train(message, role, field)
 
 
-def _check_parts(parts: list[Any], field: str) -> None:
-    for n, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
-            continue
-        if kind in ("video", "audio", "input_audio"):
-            raise InputError(f"{field}.content[{n}]: it is of the type {kind}; recipes train on texts and images only")
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise InputError(f'{field}.content[{n}]: expected {{"type": "text", "text": ...}}, not {short(part)}')
+def _check_part(part: Any, field: str) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("video", "audio", "input_audio"):
+        raise InputError(f"{field}: it is of the type {kind}; recipes train on texts and images only")
+    if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
+        raise InputError(f'{field}: expected {{"type": "text", "text": ...}}, not {short(part)}')
 
 
 def _calls(calls: list[Any], field: str) -> list[Message]:
@@ -449,7 +405,7 @@ def _calls(calls: list[Any], field: str) -> list[Message]:
 
 
 def _train(message: Mapping[str, Any], role: str, field: str) -> Message:
-    """{"train": false} for an assistant's message that says so; `weight` is OpenAI's name, with 0 and 1."""
+    """{"train": False} for an assistant's message that says so; `weight` is OpenAI's name, with 0 and 1."""
     flags = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
     for key, flag in flags.items():
         if flag not in (0, 1):
@@ -472,10 +428,10 @@ def _shared_messages(first: list[Message], second: list[Message]) -> list[Messag
 
 
 def _shared_text(first: str, second: str) -> str:
-    """What both texts begin with, up to the end of a word: the space before the first other word is the answer's."""
+    """The text that both begin with, up to the end of a word: the space before the first other word is the answer's."""
     shared = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     if shared is None:  # one begins with the other
         shared = min(len(first), len(second))
     while shared and not first[shared : shared + 1].isspace() and not first[shared - 1].isspace():
         shared -= 1
-    return first[:shared].rstrip(" ") if first[:shared].endswith(" ") else first[:shared]
+    return first[:shared].rstrip(" ")

@@ -1,46 +1,249 @@
-"""Group relative policy optimisation and its kin: the model samples completions, and reward functions judge them."""
+"""Group relative policy optimisation and its kin: the model samples completions, and reward functions judge them.
+
+The losses are those of layers/policy.py; completions are compared with others of the same prompt.
+"""
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
-from ligermodels.processes import Processes
-from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Batch, Sums, next_token_loss
-from ligermodels.recipes.options import GRPOOptions
-from ligermodels.recipes.preference import over_ranks
+from ligermodels.recipes.base import (
+    Metrics,
+    Recipe,
+    decoder_inputs,
+    next_token_loss,
+    sum_over_ranks,
+    without_adapters,
+)
+from ligermodels.recipes.masking import IGNORED
+from ligermodels.recipes.model import load_model
+from ligermodels.recipes.options import TrainOptions, option, override
+from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, PromptData, Rollouts, Sampler, cache_size, policy_batch, told_names
-from ligermodels.recipes.run import Recipe, run
-from ligermodels.text import Tokenizer
-
-__all__ = ["RECIPE", "GRPOOptions", "PolicyLoss", "train"]
+from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling, metrics_in, with_metrics
+from ligermodels.recipes.rows import Rows
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyLoss:
-    """The loss over the completions of a step, by the log probabilities of the forward that trains.
+@dataclass(kw_only=True)
+class GRPOOptions(RolloutOptions):
+    recipe = "grpo"
+    group = "policy"
+    default_rates = (1e-6, 1e-5)
+    data: str = override(
+        TrainOptions, "data", help="the prompts: rows with `prompt`, a text or messages; rewards get the other columns"
+    )
+    accumulation: int | None = override(TrainOptions, "accumulation", help="the same as --prompts")
+    learning_rate: float | None = override(
+        TrainOptions, "learning_rate", help="peak learning rate (default 1e-6, with --lora-r 1e-5)"
+    )
+    # fmt: off
+    reward_funcs: tuple[str, ...] = option(
+        (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers")
+    reward_weights: tuple[float, ...] = option((), "weight of each reward in their sum (default 1)")
+    scale_rewards: str = option(
+        "auto", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all of a step, "
+        "or nothing. auto: nothing for dr_grpo, else group", choices=("auto", *policy.SCALES))
+    num_generations: int = option(8, "completions of each prompt, which are compared with each other", least=2)
+    temperature: float = option(1.0, "divides the logits, in sampling and in the loss", above=0)
+    num_iterations: int = option(1, "steps that train on the same completions", least=1)
+    mask_truncated_completions: bool = option(
+        False, "completions that did not end in --max-completion-length train nothing")
+    loss_type: str = option("dapo", "see docs/training.md", choices=policy.LOSSES)
+    beta: float = option(
+        0.0, "weight of the KL divergence to the model as it was, which is added to the loss", least=0)
+    epsilon: float | None = option(None, "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
+    epsilon_high: float | None = option(
+        None, "ratios above 1 and this are clipped (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); of cispo those "
+        "above this (5)", least=0)
+    # fmt: on
 
-    In evaluation: minus the mean reward of greedy completions. reference: the model as it was, or None; without
-    adapters, which are switched off for it.
-    """
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require("reward_funcs", "FILE.py:FUNCTION")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
+            raise InputError(
+                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards; give one "
+                "each"
+            )
+        if self.rollout_rows is not None and self.rollout_rows < self.num_generations:
+            raise InputError(
+                f"rollout_rows={self.rollout_rows} is less than the num_generations={self.num_generations} of a prompt"
+            )
 
-    options: GRPOOptions
-    sampler: Sampler
+    @property
+    def completions_per_prompt(self) -> int:
+        return self.num_generations
+
+    @property
+    def sampled_at(self) -> float:
+        return self.temperature
+
+    @property
+    def scale(self) -> str:
+        """scale_rewards, in place of "auto"."""
+        chosen = "none" if self.loss_type == "dr_grpo" else "group"
+        return chosen if self.scale_rewards == "auto" else self.scale_rewards
+
+    @property
+    def clip(self) -> dict[str, float]:
+        """The bounds of ratios, for layers.policy."""
+        low = {"gspo": 3e-4}.get(self.loss_type, 0.2) if self.epsilon is None else self.epsilon
+        high = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss_type, 0.2)
+        return dict(low=low, high=next(x for x in (self.epsilon_high, self.epsilon, high) if x is not None))
+
+
+class GRPO(Sampling):
+    Options = GRPOOptions
     reference: Any = None
+    _has_warned = False
 
-    def __call__(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Sums]:
+    def __init__(self, options: GRPOOptions, *more: Any) -> None:
+        super().__init__(options, *more)
+        self.rewards = Rewards.load(options.reward_funcs, options.reward_weights)
+
+    @property
+    def frozen_copies(self) -> int:  # type: ignore[override]
+        return int(self.options.beta > 0 and not self.options.lora_r)
+
+    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> None:
+        """The rewards judge an empty completion too, so that their errors come before anything is written."""
+        super().check_rows(rows)
+        if self.options.skip_bad or is_evaluation:
+            return
+        try:
+            prompt = self.process(rows[0])
+        except LigermodelsError as error:
+            raise InputError(f"{rows.where(0)}: {error}") from error
+        self.judge([Completion(prompt, [self.stop_ids[0]], "", truncated=False)])
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self.frozen_copies:
+            t = trainer
+            self.reference = load_model(t.options, t.folder, t.processes, self, frozen=True)
+
+    # ---- rollouts ----
+
+    def judge(self, completions: Sequence[Completion]) -> list[dict[str, float | None]]:
+        """The number that each reward function gives each completion. Raises InputError."""
+        prompts = [one.prompt for one in completions]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        for taken in ("prompts", "completions", "completion_ids", "completion"):
+            columns.pop(taken, None)
+        texts: list[Any] = [one.text for one in completions]
+        if self.chat:
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        return self.rewards(
+            [prompt.prompt for prompt in prompts], texts, [one.ids for one in completions], columns,
+            [prompt.where for prompt in prompts],
+        )  # fmt: skip
+
+    def roll_out(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
+        """The completions of prompts with rewards and advantages; rollout None: one of each, greedily.
+
+        Raises the errors of rewards on all ranks.
+        """
+        o, p = self.options, self.processes
+        completions = self.complete(model, prompts, rollout)
+        given: list[dict[str, float | None]] = []
+        failed: LigermodelsError | None = None
+        try:
+            given = self.judge(completions)
+        except LigermodelsError as error:
+            failed = error
+        totals = [self.rewards.total(values) for values in given]
+        everyone = p.gather((totals, failed))
+        for _, error in everyone:
+            if error is not None:
+                raise error
+        judged = [
+            dataclasses.replace(one, rewards=values, reward=total)
+            for one, values, total in zip(completions, given, totals, strict=True)
+        ]
+        if rollout is None:
+            return judged
+        rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, o.num_generations)
+        advantages, tied = policy.group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
+        if p.is_main and bool(tied.all()) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "in this step all completions of each prompt have the same reward, so that it teaches nothing, and the "
+                "loss is 0. If steps stay so (`tied` in metrics.jsonl): the reward is constant, too hard or too easy, "
+                "or the completions are all alike. Next step: look at completions.jsonl; then another reward, other "
+                "prompts, a larger --num-generations or a higher --temperature",
+                stacklevel=2,
+            )
+        own, deviation = slice(p.batch_rank * len(prompts), (p.batch_rank + 1) * len(prompts)), float(rewards.std())
+        own_ties = tied[own].repeat_interleave(o.num_generations).tolist()
+        return [
+            dataclasses.replace(one, advantage=advantage, is_tied=is_tied, deviation=deviation)
+            for one, advantage, is_tied in zip(judged, advantages[own].flatten().tolist(), own_ties, strict=True)
+        ]
+
+    def batch_of(self, samples: Sequence[Completion], seconds: float | None = None) -> Batch:
+        """A batch of completions after their prompts, packed or padded, with what the loss reads beside it.
+
+        places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
+        [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
+        padding.
+        """
+        o, sequences = self.options, []
+        dropped = [one.truncated and o.mask_truncated_completions for one in samples]
+        for one, drop in zip(samples, dropped, strict=True):
+            sequences.append(dataclasses.replace(one.example, labels=[IGNORED] * one.size) if drop else one.example)
+        batch: Any = self.forward_of(sequences)
+        if o.packing:
+            starts = batch["cu_seqlens"].tolist()
+        else:
+            starts = range(0, batch["input_ids"].numel(), batch["input_ids"].shape[1])
+        shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
+        places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+        for n, (one, drop) in enumerate(zip(samples, dropped, strict=True)):
+            first = starts[n] + one.prompt.size - 1  # the log probability of a token is where it is predicted
+            places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
+            mask[n, : len(one.ids)] = not drop
+        batch |= dict(places=places, mask=mask)
+        batch["advantages"] = torch.tensor([one.advantage for one in samples] or [0.0])
+        batch["counts"] = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
+        return with_metrics(batch, self.metrics_of(samples, seconds))
+
+    def metrics_of(self, completions: Sequence[Completion], seconds: float | None) -> Metrics:
+        number = len(completions)
+        metrics: Metrics = {
+            "reward": (sum(one.reward for one in completions), number),
+            "reward_std": (sum(one.deviation for one in completions), number),
+            "tied": (sum(one.is_tied for one in completions), number),
+            **super().metrics_of(completions, seconds),
+        }
+        for name in self.rewards.functions if len(self.rewards.functions) > 1 else ():
+            values = [value for one in completions if (value := one.rewards.get(name)) is not None]
+            metrics[f"reward_{name}"] = sum(values), len(values)
+        return metrics
+
+    # ---- the loss ----
+
+    def count(self, batch: Batch) -> Tensor:
+        """The divisors of a step: those of `layers.policy.Counts`; of an evaluation the number of prompts."""
+        if "prompts" not in batch:
+            return batch["counts"]  # type: ignore[return-value]
+        return (batch["labels"] != -100).any(1).sum().expand(3).float()
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""
         if not model.training:
-            return self._evaluated(model, batch, count)
-        o, sums, counts = self.options, Sums(), policy.Counts(*count.unbind())
-        places, mask, advantages = batch["places"], batch["mask"], batch["advantages"]
-        ref_logp = self._reference_logprobs(model, batch) if o.beta else None
-        clip: dict[str, float] = dict(low=o.low, high=o.high)
+            return self._evaluate(model, batch, count)
+        o, metrics, counts = self.options, metrics_in(batch), policy.Counts(*count.unbind())
+        places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
+        ref_logp = self._reference_logps(model, batch) if o.beta else None
 
         def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
             found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
@@ -48,103 +251,40 @@ class PolicyLoss:
             # The first step of a rollout: what was sampled from is what is trained.
             old_logp = batch.setdefault("old_logprobs", logp.detach())
             ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
-            losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **clip)
+            losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
             tokens = mask.sum()
             if ref_logp is not None:
                 kl = policy.kl_losses(logp, ref_logp, ratio)
                 losses = losses + o.beta * kl
-                sums["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-            is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **clip) & mask
-            sums["clipped"] = is_clipped.sum(), tokens
-            sums["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-            return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
+                metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
+            is_clipped = policy.clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
+            metrics["clipped"] = is_clipped.sum(), tokens
+            metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
+            return policy.reduced(o.loss_type, losses, mask, counts, o.max_completion_length)
 
-        total = next_token_loss(model, _inputs(batch) | {"loss_function": loss}, counts.tokens)
-        for name, row in zip(told_names(self.sampler.rewards), batch["told"].unbind(), strict=True):
-            sums[name] = row[0], row[1]
-        return total, sums
+        total = next_token_loss(model, decoder_inputs(batch) | {"loss_function": loss}, counts.tokens)
+        return total, metrics
 
-    def _reference_logprobs(self, model: Any, batch: Batch) -> Tensor:
+    def _reference_logps(self, model: Any, batch: Batch) -> Tensor:
         """[N, C]"""
         found: list[Tensor] = []
 
         def keep(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
-            logprobs, _ = policy.head_logprobs(x, weight, labels, temperature=self.options.temperature, **head)
-            found.append(logprobs.reshape(-1)[batch["places"]])
-            return logprobs.new_zeros(())
+            logps, _ = policy.head_logprobs(x, weight, labels, temperature=self.options.temperature, **head)
+            found.append(logps.reshape(-1)[batch["places"]])
+            return logps.new_zeros(())
 
-        with torch.no_grad(), contextlib.nullcontext() if self.reference is not None else _without_adapters(model):
-            (self.reference or model)(**_inputs(batch), loss_function=keep)
+        with torch.no_grad(), contextlib.nullcontext() if self.reference is not None else without_adapters(model):
+            (self.reference or model)(**decoder_inputs(batch), loss_function=keep)
         return found[0]
 
-    def _evaluated(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Sums]:
-        completions = self.sampler(model, batch["prompts"], None)
-        counted = (batch["labels"] != -100).any(1)  # of other ranks' batches once more, nothing counts
+    def _evaluate(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Metrics]:
+        completions = self.roll_out(model, batch["prompts"], None)
+        counted = (batch["labels"] != -100).any(1)  # in another rank's batch nothing counts
         rewards = torch.tensor([one.reward for one in completions], device=counted.device)
         lengths = torch.tensor([float(len(one.ids)) for one in completions], device=counted.device)
         reward, number = torch.where(counted, rewards, 0).sum(), counted.sum()
-        sums = {"reward": (reward, number), "completion_length": (torch.where(counted, lengths, 0).sum(), number)}
-        return over_ranks(model, -reward / count[1]), sums
-
-
-def policy_counts(batch: Batch) -> Tensor:
-    """The divisors of a step: those of `layers.policy.Counts`; of an evaluation the number of prompts."""
-    if "prompts" not in batch:
-        return batch["counts"]
-    return (batch["labels"] != -100).any(1).sum().expand(3).float()
-
-
-def _inputs(batch: Batch) -> Batch:
-    names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")
-    return {name: batch[name] for name in names if name in batch}
-
-
-def _without_adapters(model: Any) -> contextlib.AbstractContextManager[Any]:
-    from ligermodels.training.lora import adapters_off
-
-    return adapters_off(model)
-
-
-def _open_data(options: GRPOOptions, tokenizer: Tokenizer, multiple: int = 1) -> PromptData:
-    """The prompts, once the rewards have judged an empty completion, so that errors come before anything is written."""
-    rewards, data = Rewards.load(options.reward_funcs, options.reward_weights), PromptData(options, tokenizer, multiple)
-    if not options.skip_bad:
-        empty = Completion(data.first(), [data.encoder.stop_ids[0]], "", truncated=False)
-        Sampler(options, data.encoder, rewards, Processes(torch.device("cpu"))).judge([empty])
-    return data
-
-
-def _sizes(options: GRPOOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
-    """Those of the model, and the KV cache of a rollout of all GPUs."""
-    return dataclasses.replace(sizes, beside=cache_size(options, sketch))
-
-
-def _make_loss(
-    options: GRPOOptions, model: Any, data: PromptData, processes: Processes, load: Callable[[], Any]
-) -> PolicyLoss:
-    rewards = Rewards.load(options.reward_funcs, options.reward_weights)
-    return PolicyLoss(
-        options, Sampler(options, data.encoder, rewards, processes), load() if options.frozen_copies else None
-    )
-
-
-def _make_feed(feed: Any, model: Any, loss: Any) -> Rollouts:
-    o, sampler = loss.options, loss.sampler
-    pad_id = sampler.encoder.stop_ids[0]
-    return Rollouts(
-        feed, model, o, sampler, lambda some, seconds: policy_batch(some, o, sampler.rewards, pad_id, seconds)
-    )
-
-
-RECIPE = Recipe(
-    open_data=_open_data,  # type: ignore[arg-type]
-    count=policy_counts,
-    sizes=_sizes,
-    make_loss=_make_loss,
-    make_feed=_make_feed,
-)
-
-
-def train(options: GRPOOptions) -> int:
-    """Trains a model to complete prompts so that reward functions give more. Returns the exit status."""
-    return run(options, RECIPE)
+        metrics: Metrics = {
+            "reward": (reward, number), "completion_length": (torch.where(counted, lengths, 0).sum(), number)
+        }  # fmt: skip
+        return sum_over_ranks(model, -reward / count[1]), metrics

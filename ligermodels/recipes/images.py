@@ -1,4 +1,4 @@
-"""Images in conversations: which placeholder stands for which image, their tokens, and their pixels in a batch.
+"""Images in conversations: their placeholders, their tokens, and their pixels in a batch.
 
 An image is given in its part of a message, {"type": "image", "image": ...}, also under path, url, base64 or image_url;
 or in the row's `images`, in order, for parts without their own. Messages that are plain texts may mark the places by
@@ -45,7 +45,7 @@ class Images:
 # ---- of a row ----
 
 
-def placed(
+def place(
     messages: Sequence[Mapping[str, Any]], given: Any, folder: Path | None
 ) -> tuple[list[dict[str, Any]], list[Any]]:
     """The messages with {"type": "image"} for each image, and the images in that order.
@@ -71,7 +71,7 @@ def placed(
 
 
 def has_parts(messages: Any) -> bool:
-    """Whether a message has a part that is no text."""
+    """Whether a message has a part that is not text."""
     return isinstance(messages, list) and any(
         part.get("type") != "text" for message in messages for part in _parts(message)
     )
@@ -130,7 +130,7 @@ def processor_of(folder: Path) -> "Processor":
 def add(
     ids: list[int], mask: Sequence[int], sources: Sequence[Any], processor: "Processor"
 ) -> tuple[list[int], list[int], Images]:
-    """Ids with as many tokens for each image as it has, none of which is trained, the mask likewise, and the images.
+    """The ids and the mask with the tokens of each image, which are not trained, and the images.
 
     Raises InputError for an image that cannot be read.
     """
@@ -159,8 +159,8 @@ def _repeated(values: Sequence[int], repeats: Sequence[int]) -> list[int]:
     return [value for value, times in zip(values, repeats, strict=True) for _ in range(times)]
 
 
-def shortened(text: str, token: str) -> str:
-    """The text with a count in the place of tokens of one image, to look at."""
+def shorten(text: str, token: str) -> str:
+    """The text with one token and a count for all tokens of an image."""
     return re.sub(f"(?:{re.escape(token)}){{2,}}", lambda run: f"{token} x {len(run[0]) // len(token)}", text)
 
 

@@ -1,34 +1,36 @@
-"""Ids and labels of a training example: which tokens the loss counts.
+"""Token ids and labels of training examples: which tokens the loss counts.
 
-A conversation is rendered once, whole, by the tokenizer's chat template, and tokenised once. What the assistant says
-in it is told
+A conversation is rendered once, whole, by the tokenizer's chat template, and tokenised once. The assistant's text in it
+is found
 - by the template's own marks, {% generation %} ... {% endgeneration %}, where it has them;
 - else by prefix difference: the conversation up to an assistant's message, with the beginning of its turn
-  (add_generation_prompt), must be what the whole begins with; what the message adds to it is trained, as in TRL: the
-  token that ends its turn, and the line break that many templates write after that. So do the recipes of preferences.
-  The offsets of the tokens map characters to tokens.
-Two habits of templates are known to the second way, because the whole does not begin with what they render: an end of
-text after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template
-that rewrites earlier turns otherwise is an error.
+  (add_generation_prompt), must be a prefix of the whole; all that the message adds is trained, as in TRL: the token
+  that ends its turn, and the line break that many templates write after that. The offsets of the tokens map characters
+  to tokens.
+Two habits of templates are known to the second way, because what they render is no prefix of the whole: an end of text
+after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template that
+rewrites earlier turns in another way is an error.
+
+Prompts with answers to compare follow the same rule: as in TRL, prompt, and prompt with answer are tokenised, and the
+answer is what follows the tokens that they share.
 """
 
 import dataclasses
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.formats import Conversation, Format, Item, Text, Tokens, normalise
-from ligermodels.recipes.images import Images, add, processor_of, shortened
+from ligermodels.recipes.formats import Answers, Conversation, Item, Text, Tokens
+from ligermodels.recipes.images import Images, add, processor_of, shorten
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
-TrainOn = Literal["assistant", "last", "all"]
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +38,7 @@ class Example:
     """ids and labels of one document, each label the id itself or -100. Labels are not shifted.
 
     The first label is -100: nothing predicts the first token.
-    stops: the ids that stop the model, of which one is to be trained; None of a plain text, and where the author of
-    the ids decides that.
+    stops: the ids that stop the model, one of which should be trained; None for a plain text, and for a row of ids.
     """
 
     ids: list[int]
@@ -68,67 +69,112 @@ class Example:
                 f"the row has {self.size} tokens, and max_length={length} would cut its images. Next step: a larger "
                 "--max-length, or a smaller max_pixels in the model's preprocessor_config.json"
             )
-        return Example(self.ids[:length], self.labels[:length], self.stops, self.images)
+        return dataclasses.replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
 
 @dataclasses.dataclass(frozen=True)
-class Encoder:
-    """Makes Examples of rows: `Encoder(tokenizer, detect(rows))(rows[0])`. The options are those of `encode`."""
+class Comparison:
+    """Sequences that begin with the same prompt: chosen and rejected, or one with a label, whether it is good.
 
-    tokenizer: Tokenizer
-    format: Format
-    train_on: TrainOn = "assistant"
-    chat_template: str | None = None
-    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prompt: its number of tokens.
+    """
 
-    def __call__(self, row: Mapping[str, Any]) -> Example:
-        return encode(
-            normalise(row, self.format),
-            self.tokenizer,
-            train_on=self.train_on,
-            chat_template=self.chat_template,
-            variables=self.variables,
-        )
+    sequences: tuple[Example, ...]
+    prompt: int
+    label: bool | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(sequence.size for sequence in self.sequences)
+
+    @property
+    def trained(self) -> int:
+        """The number of tokens of the answers; 0 where an answer has none, which cannot be compared."""
+        counts = [sequence.trained for sequence in self.sequences]
+        return sum(counts) if all(counts) else 0
+
+    @property
+    def ends(self) -> bool:
+        return any(sequence.ends for sequence in self.sequences)
+
+    def cut(self, length: int) -> "Comparison":
+        return dataclasses.replace(self, sequences=tuple(sequence.cut(length) for sequence in self.sequences))
 
 
-def encode(
-    item: Item,
-    tokenizer: Tokenizer,
-    *,
-    train_on: TrainOn = "assistant",
-    chat_template: str | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> Example:
+def encode(item: Item, tokenizer: Tokenizer, *, every_message: bool = False, template: str | None = None) -> Example:
     """The ids and labels of a conversation, a text or tokens.
 
-    train_on: of a conversation, what the assistant says ("assistant"), says last ("last"), or everything ("all").
-    chat_template: the name of one of the tokenizer's templates or the text of another; variables: those that it reads,
-    such as enable_thinking. A text ends with the tokenizer's eos token; of a prompt and its completion, the completion
-    and eos are trained.
+    every_message: train all messages, and of a prompt with a completion both; else what the assistant says. template:
+    in place of the tokenizer's chat template. A text ends with the tokenizer's eos token.
     Raises InputError, TokenizerError.
     """
-    if train_on not in ("assistant", "last", "all"):
-        raise InputError(f"train_on is 'assistant', 'last' or 'all', not {train_on!r}")
     if isinstance(item, Conversation):
         processor = processor_of(tokenizer.files.folder) if item.images else None
-        if processor is not None and chat_template is None:
-            chat_template = processor.chat_template
-        ids, mask = _encode_conversation(item, tokenizer, train_on, chat_template, dict(variables or {}))
-        found = None
+        if processor is not None and template is None:
+            template = processor.chat_template
+        ids, mask = _encode_conversation(item, tokenizer, every_message, template)
+        images = None
         if processor is not None:
-            ids, mask, found = add(ids, mask, item.images, processor)
-        return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=found)
+            ids, mask, images = add(ids, mask, item.images, processor)
+        return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=images)
     if isinstance(item, Text):
         ids, mask = _encode_text(item, tokenizer)
+        if every_message:
+            mask = [1] * len(ids)
         return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
         return Example(item.ids, [IGNORED, *item.labels[1:]])
-    raise InputError(
-        f"the row is a preference ({type(item).__name__.lower()}); it has no single text to train on. Next step: train "
-        "with dpo or kto"
-    )
+    raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
+
+
+def encode_answers(item: Answers, tokenizer: Tokenizer, template: str | None = None) -> Comparison:
+    """The sequences of the answers. Messages are rendered by the chat template; texts get the eos token.
+
+    Raises InputError, TokenizerError.
+    """
+    if isinstance(item.prompt, str):
+        eos, stops = _eos(tokenizer), tokenizer.eos_token_ids
+        prompt, wholes = tokenizer.encode(item.prompt), [tokenizer.encode(item.prompt + text) for text in item.answers]
+        wholes = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in wholes]
+    else:
+        names = ("chosen", "rejected") if item.label is None else ("completion",)
+        for name, messages in zip(names, item.answers, strict=True):
+            _check_answer(name, messages)
+        messages = _without_flags(item.prompt)
+        how: dict[str, Any] = dict(tools=item.tools, chat_template=template, tokenize=False)
+        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **how)
+        texts = [tokenizer.apply_chat_template(messages + answer, **how) for answer in item.answers]
+        if not all(text.startswith(_NO_THOUGHT.sub("", asked)) for text in texts):
+            raise InputError(
+                "prompt: the chat template changes it once there is an answer, so that the tokens to train are not "
+                "known. Next step: --chat-template FILE, one that only adds to what it wrote before"
+            )
+        prompt, *wholes = [tokenizer.encode(text, add_special_tokens=False) for text in (asked, *texts)]
+        stops = tokenizer.chat_stop_ids
+    start = min(_shared(prompt, whole) for whole in wholes)
+    masks = [[0] * start + [1] * (len(whole) - start) for whole in wholes]
+    sequences = tuple(_example(whole, mask, stops) for whole, mask in zip(wholes, masks, strict=True))
+    return Comparison(sequences, start, item.label)
+
+
+def _check_answer(name: str, messages: Any) -> None:
+    """Raises InputError for an answer with messages that the model does not write."""
+    for n, message in enumerate(messages, 1):
+        if message["role"] != "assistant":
+            raise InputError(
+                f"{name}: message {n} after the prompt is of {message['role']!r}; an answer is what the assistant "
+                "says, and all of it is compared. Next step: move what is before the last answer into the prompt"
+            )
+        if not message.get("train", True):
+            raise InputError(f"{name}: message {n} after the prompt is not to be trained, but answers are compared")
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of ids that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _example(ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None) -> Example:
@@ -140,23 +186,26 @@ def _example(ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None)
 # ---- texts ----
 
 
-def _encode_text(item: Text, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _eos(tokenizer: Tokenizer) -> int:
     if tokenizer.eos_token_id is None:
-        raise InputError("the tokenizer names no eos token, so that the model would not learn where a text ends")
-    whole = item.prompt + item.text
+        raise InputError("the tokenizer has no eos token, so that the model would not learn where a text ends")
+    return tokenizer.eos_token_id
+
+
+def _encode_text(item: Text, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    eos, whole = _eos(tokenizer), item.prompt + item.text
     if item.prompt:
-        ids, mask = _masked(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
+        ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
     else:
         ids = tokenizer(whole)["input_ids"]
         mask = [1] * len(ids)
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, 1]
-    elif mask:
-        mask[-1] = 1  # eos that the tokenizer itself adds has no characters
+    if ids[-1:] != [eos]:
+        return [*ids, eos], [*mask, 1]
+    mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
     return ids, mask
 
 
-def _masked(
+def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
     """The ids of the text, and 1 for each that has a character of the spans."""
@@ -164,8 +213,8 @@ def _masked(
         found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
         return found["input_ids"], _mask_of(found["offset_mapping"], spans)
     except TokenizerError:
-        # SentencePiece knows no offsets of a text that it normalises. The same error comes again if it is another.
-        return _masked_by_prefixes(text, spans, lambda t: tokenizer.encode(t, add_special_tokens=add_special_tokens))
+        # SentencePiece has no offsets for a text that it normalises. Another error is raised again below.
+        return _tokenise_prefixes(text, spans, lambda t: tokenizer.encode(t, add_special_tokens=add_special_tokens))
 
 
 def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
@@ -181,53 +230,51 @@ def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -
     return mask
 
 
-def _masked_by_prefixes(
+def _tokenise_prefixes(
     text: str, spans: list[tuple[int, int]], ids_of: Callable[[str], list[int]]
 ) -> tuple[list[int], list[int]]:
-    """As _masked, from the ids of the text up to each edge of a span."""
+    """As _tokenise, from the ids of the text up to each edge of a span."""
     ids = ids_of(text)
     mask = [0] * len(ids)
-    for edges in spans:
-        start, end = (len(_prefix_ids(text, edge, ids, ids_of)) for edge in edges)
+    for span in spans:
+        start, end = (len(ids_of(text[:edge])) for edge in span)
+        for edge, size in zip(span, (start, end), strict=True):
+            if ids[:size] != ids_of(text[:edge]):
+                raise InputError(
+                    f"the tokens of {text[max(0, edge - 20) : edge]!r} change with the text after it, and this "
+                    "tokenizer has no offsets: the tokens to train are not known. Next step: take tokenizer.json from "
+                    "the checkpoint's repository"
+                )
         mask[start:end] = [1] * (end - start)
     return ids, mask
-
-
-def _prefix_ids(text: str, edge: int, ids: list[int], ids_of: Callable[[str], list[int]]) -> list[int]:
-    prefix = ids_of(text[:edge])
-    if ids[: len(prefix)] != prefix:
-        raise InputError(
-            f"the tokens of {text[max(0, edge - 20) : edge]!r} change with the text after it, and this tokenizer tells "
-            "no offsets: the tokens to train are not known. Next step: take tokenizer.json from the checkpoint's "
-            "repository"
-        )
-    return prefix
 
 
 # ---- conversations ----
 
 
+def _without_flags(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+
 def _encode_conversation(
-    item: Conversation, tokenizer: Tokenizer, train_on: TrainOn, chat_template: str | None, variables: dict[str, Any]
+    item: Conversation, tokenizer: Tokenizer, every_message: bool, template: str | None
 ) -> tuple[list[int], list[int]]:
     said = [n for n, message in enumerate(item.messages) if message.get("role") == "assistant"]
     trained = [n for n in said if item.messages[n].get("train", True)]
-    messages = [{key: value for key, value in message.items() if key != "train"} for message in item.messages]
-    options: dict[str, Any] = {"tools": item.tools, "chat_template": chat_template, **variables}
+    messages = _without_flags(item.messages)
+    options: dict[str, Any] = {"tools": item.tools, "chat_template": template}
 
     def render(messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
 
-    if train_on == "all":
+    if every_message:
         if trained != said:
-            raise InputError("train_on='all' trains every message, but the row has one with train false")
+            raise InputError("every message is trained (--no-assistant-only-loss), but one has train false")
         ids = tokenizer.encode(render(messages), add_special_tokens=False)
         return ids, [1] * len(ids)
-    if train_on == "last":
-        trained = [n for n in trained if n == said[-1]]
-    if _has_marks(tokenizer, chat_template, item.tools is not None):
+    if _has_marks(tokenizer, template, item.tools is not None):
         found = tokenizer.apply_chat_template(
             messages,
             return_dict=True,
@@ -237,13 +284,12 @@ def _encode_conversation(
         ids, mask = found["input_ids"], found["assistant_masks"]
         return ids, mask if trained == said else _only(mask, said, trained)
     text = render(messages)
-    spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
-    return _masked(text, spans, tokenizer)
+    return _tokenise(text, _spans(text, messages, trained, render, tokenizer.eos_token or ""), tokenizer)
 
 
-def _has_marks(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> bool:
+def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:
     templates = ChatTemplates(tokenizer.files.templates, {}, tokenizer.files.folder)
-    source = templates.choose(chat_template, has_tools).source
+    source = templates.choose(template, has_tools).source
     try:
         return sandbox.compile_template(source).has_generation
     except Exception:  # rendering says what is wrong with it
@@ -264,11 +310,7 @@ def _only(mask: list[int], said: list[int], trained: list[int]) -> list[int]:
 
 
 def _spans(
-    text: str,
-    messages: list[dict[str, Any]],
-    trained: list[int],
-    render: Callable[..., str],
-    eos: str,
+    text: str, messages: list[dict[str, Any]], trained: list[int], render: Callable[..., str], eos: str
 ) -> list[tuple[int, int]]:
     """The (start, end) in the text of what each trained message of the assistant adds to it."""
     spans = []
@@ -277,7 +319,7 @@ def _spans(
             raise InputError("messages[0]: the first message is the assistant's; start with a user message")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
-            prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
         if not text.startswith(prompt):
             raise _rewritten(n)
         if n == len(messages) - 1:
@@ -286,12 +328,12 @@ def _spans(
         upto = render(messages[: n + 1])
         if not upto.startswith(prompt):
             raise _rewritten(n)
-        spans.append((len(prompt), len(prompt) + _said_in(upto[len(prompt) :], text[len(prompt) :], eos, n)))
+        spans.append((len(prompt), len(prompt) + _length_of_turn(upto[len(prompt) :], text[len(prompt) :], eos, n)))
     return spans
 
 
-def _said_in(turn: str, rest: str, eos: str, n: int) -> int:
-    """The number of characters with which the turn, rendered as the last one, stands at the beginning of the rest."""
+def _length_of_turn(turn: str, rest: str, eos: str, n: int) -> int:
+    """The number of characters at the beginning of `rest` that are the turn, which was rendered as the last one."""
     for said in (turn, turn.removesuffix(eos)) if eos else (turn,):
         if said and rest.startswith(said):
             return len(said)
@@ -304,18 +346,18 @@ def _said_in(turn: str, rest: str, eos: str, n: int) -> int:
 
 def _rewritten(n: int) -> InputError:
     return InputError(
-        f"the chat template writes the conversation up to messages[{n}] otherwise once there are messages after it, so "
-        "that the tokens to train are not known. Likely cause: a system prompt or tools, which some templates write "
-        "beside the last message only. Next step: put the system prompt into the first message, or give a template "
-        "that marks the assistant's text by {% generation %} ... {% endgeneration %} (--chat-template FILE)"
+        f"the chat template changes the conversation up to messages[{n}] once there are messages after it, so that the "
+        "tokens to train are not known. Likely cause: a system prompt or tools, which some templates write beside the "
+        "last message only. Next step: put the system prompt into the first message, or give a template that marks the "
+        "assistant's text by {% generation %} ... {% endgeneration %} (--chat-template FILE)"
     )
 
 
-# ---- what is trained, to look at ----
+# ---- an example as text ----
 
 
 def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
-    """The example's text with what is trained in [brackets], or in green and the rest dim, and a line of counts."""
+    """The example's text with trained tokens in [brackets], or in green and the rest dim, and a line of counts."""
     opening, other, closing = ("\x1b[32m", "\x1b[2m", "\x1b[0m") if colour else ("[", "", "]")
     shown, before, end = [], "", 0
     for trained, run in groupby(example.labels, lambda label: label != IGNORED):
@@ -327,11 +369,10 @@ def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
         shown.append(f"{opening}{piece}{closing}" if trained else f"{other}{piece}{closing if other else ''}")
     text = "".join(shown)
     if example.images is not None:
-        text = shortened(text, tokenizer.convert_ids_to_tokens(example.images.token))
-    counts = f"{example.trained} of {len(example.ids)} tokens are trained"
-    return f"{text}\n({counts})"
+        text = shorten(text, tokenizer.convert_ids_to_tokens(example.images.token))
+    return f"{text}\n({example.trained} of {len(example.ids)} tokens are trained)"
 
 
 def _printable(text: str) -> str:
-    """The text with control characters spelled out: a terminal would obey them."""
+    """The text with control characters escaped: a terminal would obey them."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

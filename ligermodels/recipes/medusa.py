@@ -2,99 +2,132 @@
 
     Medusa-1: sum_k decay^k CE_k        Medusa-2: CE + heads_weight sum_k decay^k CE_k,        k = 1, 2, ...
 
-CE_k is the cross entropy of the k-th head, which guesses the token k + 1 ahead, divided by the number of labels that
-the model's own head has: a label so early in its row that no head could guess it counts in the divisor alone.
+CE_k is the cross entropy of the k-th head, which predicts the token k + 1 ahead, divided by the number of labels that
+the model's own head has: a label so early in its row that no head could predict it counts in the divisor alone.
 
 Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.2.
 """
 
 import dataclasses
-import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
+from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
-from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Batch, Sums
-from ligermodels.recipes.options import MedusaOptions
-from ligermodels.recipes.run import Recipe, run
+from ligermodels.recipes.base import Metrics, Recipe
+from ligermodels.recipes.memory import Sizes
+from ligermodels.recipes.options import TrainOptions, option, override, whole_rows
+from ligermodels.recipes.packing import Batch
 from ligermodels.training.medusa import add_medusa, save_medusa
 
-__all__ = ["MedusaOptions", "train"]
 
-
-def train(options: MedusaOptions) -> int:
-    """Trains heads on chats or texts. Returns the exit status."""
-    how = dict(decay=options.head_decay, heads_weight=options.heads_weight, train_base=options.train_base)
-    loss = functools.partial(medusa_loss, **how)  # type: ignore[arg-type]
-    return run(options, Recipe(loss=loss, sizes=_sizes, extend=_extend, save=_save))
-
-
-def medusa_loss(
-    model: Any, batch: Batch, count: Tensor, *, decay: float, heads_weight: float, train_base: bool
-) -> Tensor | tuple[Tensor, Sums]:
-    """The loss of the formula above; in evaluation also how often each head guesses right."""
-    sums: Sums = {}
-    ahead = [Targets(batch["labels"], batch.get("cu_seqlens"))]
-    for _ in model.medusa:
-        ahead.append(Targets(ahead[-1].labels, batch.get("cu_seqlens")))
-
-    def joint(x: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        num_items = options["num_items_in_batch"]
-        cross_entropy = LinearCrossEntropyLoss(**{name: options.pop(name) for name in ("softcap", "workspace_bytes")})
-        base = cross_entropy(x, weight, labels, **options) if train_base else None
-        if base is not None and not model.training:
-            sums["cross_entropy"] = base * num_items, (labels != -100).sum()
-        found = None
-        for k, (head, targets) in enumerate(zip(model.medusa, ahead[1:], strict=True), 1):
-            out = head(
-                x,
-                targets.labels,
-                num_items_in_batch=num_items,
-                num_valid=targets.count(),
-                return_token_accuracy=not model.training,
-            )
-            if not model.training:
-                out, _, accuracy, *_ = out
-                number = (targets.labels != -100).sum()
-                sums[f"accuracy_{k}"] = accuracy * number, number
-            found = decay**k * out if found is None else found + decay**k * out
-        assert found is not None
-        return found if base is None else base + heads_weight * found
-
-    loss = model(**batch, num_items_in_batch=count, loss_function=joint).loss
-    return (loss, sums) if sums else loss
-
-
-def _sizes(options: MedusaOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
-    """Those of the model with its heads. Of a frozen model, no block saves anything for a backward."""
-    hidden = sketch.decoder.config.hidden_size
-    heads = options.heads * (sizes.head + options.head_layers * hidden * (hidden + 1))
-    states = -(-options.heads * (2 * options.head_layers + 1) * hidden // sizes.blocks)
-    return dataclasses.replace(
-        sizes,
-        parameters=sizes.parameters + heads,
-        trained=heads + sizes.trained * options.train_base,
-        saved={name: size * options.train_base + states for name, size in sizes.saved.items()},
-        heads=options.heads,
+@dataclass(kw_only=True)
+class MedusaOptions(TrainOptions):
+    recipe = "medusa"
+    group = "heads"
+    heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1)
+    head_layers: int = option(1, "residual blocks of each head", least=0)
+    head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
+    train_base: bool = option(False, "train the model too, by the cross entropy of its own head (Medusa-2)")
+    heads_weight: float = option(0.2, "with --train-base: weight of the heads' losses beside the model's", least=0)
+    learning_rate: float | None = override(
+        TrainOptions, "learning_rate", help="peak learning rate (default 1e-3, with --train-base 2e-5)"
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_r:
+            raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
+        whole_rows(self, "heads are trained under FSDP alone")
+        if self.export != "none" and not self.train_base:
+            raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
 
-def _extend(options: MedusaOptions, model: Any) -> None:
-    add_medusa(model, options.heads, options.head_layers, freeze=not options.train_base)
+    @property
+    def default_rates(self) -> tuple[float, float]:  # type: ignore[override]
+        return (2e-5, 2e-5) if self.train_base else (1e-3, 1e-3)
 
 
-def _save(options: MedusaOptions, model: Any, folder: Path) -> None:
-    """The heads; of a model that was trained with them the model, with its heads in the folder `medusa` of it."""
-    if not options.train_base:
-        save_medusa(model, folder, base=options.model)
-        return
-    heads = model._modules.pop("medusa")
-    try:
-        model.save_pretrained(folder)
-    finally:
-        model.medusa = heads
-    save_medusa(model, folder / "medusa", base=str(folder))
+class Medusa(Recipe):
+    Options = MedusaOptions
+    adds_modules = True
+
+    @property
+    def trains_model(self) -> bool:  # type: ignore[override]
+        return bool(self.options.train_base)
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        """The loss of the formula above; in evaluation also how often each head is right."""
+        o, metrics = self.options, Metrics()
+        ahead = [Targets(batch["labels"], batch.get("cu_seqlens"))]
+        for _ in model.medusa:
+            ahead.append(Targets(ahead[-1].labels, batch.get("cu_seqlens")))
+
+        def joint(x: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+            num_items = options["num_items_in_batch"]
+            own = LinearCrossEntropyLoss(**{name: options.pop(name) for name in ("softcap", "workspace_bytes")})
+            base = own(x, weight, labels, **options) if o.train_base else None
+            if base is not None and not model.training:
+                metrics["cross_entropy"] = base * num_items, (labels != -100).sum()
+            total = None
+            for k, (head, targets) in enumerate(zip(model.medusa, ahead[1:], strict=True), 1):
+                out = head(
+                    x,
+                    targets.labels,
+                    num_items_in_batch=num_items,
+                    num_valid=targets.count(),
+                    return_token_accuracy=not model.training,
+                )
+                if not model.training:
+                    out, _, accuracy, *_ = out
+                    number = (targets.labels != -100).sum()
+                    metrics[f"accuracy_{k}"] = accuracy * number, number
+                total = o.head_decay**k * out if total is None else total + o.head_decay**k * out
+            assert total is not None, "there is at least one head"
+            return total if base is None else base + o.heads_weight * total
+
+        return model(**batch, num_items_in_batch=count, loss_function=joint).loss, metrics
+
+    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
+        """Those of the model with its heads. The blocks of a frozen model save nothing for a backward."""
+        o, hidden = self.options, sketch.decoder.config.hidden_size
+        heads = o.heads * (sizes.head + o.head_layers * hidden * (hidden + 1))
+        states = -(-o.heads * (2 * o.head_layers + 1) * hidden // sizes.blocks)
+        return dataclasses.replace(
+            sizes,
+            parameters=sizes.parameters + heads,
+            trained=heads + sizes.trained * o.train_base,
+            saved={name: size * o.train_base + states for name, size in sizes.saved.items()},
+            heads=o.heads,
+        )
+
+    def prepare(self, model: Any) -> None:
+        add_medusa(model, self.options.heads, self.options.head_layers, freeze=not self.options.train_base)
+
+    @property
+    def result(self) -> str:
+        return "model" if self.options.train_base else "medusa"
+
+    def save(self, model: Any, folder: Path) -> None:
+        """The heads; or the model that was trained with them, with its heads in its folder `medusa`."""
+        if not self.options.train_base:
+            save_medusa(model, folder, base=self.options.model)
+            return
+        heads = model._modules.pop("medusa")
+        try:
+            model.save_pretrained(folder)
+        finally:
+            model.medusa = heads
+        save_medusa(model, folder / "medusa", base=str(folder))
+
+    def usage(self, folder: Path) -> str:
+        if self.options.train_base:
+            return ""
+        return (
+            f"The folder has Medusa heads of {self.options.model}. To use them:\n\n"
+            f"    model = ligermodels.load({self.options.model!r})\n"
+            f"    heads = ligermodels.training.load_medusa(model, {str(folder)!r})"
+        )

@@ -1,7 +1,15 @@
-"""The names that TRL, transformers, PEFT, axolotl, LLaMA-Factory, torchtune and unsloth have for options, and ours.
+"""What an unknown option means: the names of TRL, transformers, PEFT, axolotl, LLaMA-Factory, torchtune and unsloth.
 
-`options.unknown` reads it for its hints, and docs/options.md shows it; a test compares the two.
+docs/options.md shows the table; a test compares the two.
 """
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Sequence
+
+from ligermodels.recipes import RECIPES, find
+from ligermodels.recipes.options import TrainOptions, names_of
 
 _TORCHRUN = "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards the model"
 _LORA = "`train` does not have it; `training.add_lora` has dropout, dora, rslora and modules_to_save"
@@ -130,3 +138,53 @@ OPTIONS = (
     ("use_vllm vllm_mode vllm_gpu_memory_utilization", "", "the model's own `generate` samples; leave it out"),
 )  # fmt: skip
 """(their names; our option, with a value or none, or ""; what differs, or what to do)."""
+
+
+def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = False) -> str:
+    """The error for options that a recipe does not have. flags: they were given on the command line, not in a file."""
+
+    def shown(name: str, value: str = "") -> str:
+        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
+        return flag + f" {value}" * bool(value) if flags else name + f": {value}" * bool(value)
+
+    advice = [(shown(name), _advice(name, options, shown)) for name in names]
+    if len(advice) == 1:
+        return f"{options.recipe} has no option {advice[0][0]}; {advice[0][1]}"
+    return f"{options.recipe} does not have these options:" + "".join(f"\n  {name}: {text}" for name, text in advice)
+
+
+def _advice(name: str, options: type[TrainOptions], shown: Callable[..., str]) -> str:
+    names = sorted(name for field in dataclasses.fields(options) for name in names_of(field))
+    if recipes := _recipes_with(name):
+        return f"{_have(recipes)} it"
+    for theirs, ours, note in OPTIONS:
+        if name in theirs.split():
+            note = re.sub(r"--([a-z-]+)", lambda found: _as_given(found, shown), note)
+            if not ours:
+                return note
+            option, _, value = ours.partition(" ")
+            own = option.removeprefix("--").replace("-", "_").lower()
+            use = "use" if own in names else _have(_recipes_with(own))
+            return f"{use} {shown(own, value)}" + f" ({note})" * bool(note)
+    close = difflib.get_close_matches(name, names, 1, 0.8)
+    if near := close or [other for other in names if len(name) > 2 and other.startswith(name)]:
+        return f"did you mean {' or '.join(map(shown, near))}?"
+    return f"`ligermodels train {options.recipe} --help` lists all"
+
+
+def _have(recipes: Sequence[str]) -> str:
+    return f"{', '.join(recipes)} {'has' if len(recipes) == 1 else 'have'}"
+
+
+def _as_given(found: "re.Match[str]", shown: Callable[..., str]) -> str:
+    """An option in a note as the user would write it; those of other commands stay."""
+    name = found[1].replace("-", "_")
+    return shown(name) if _recipes_with(name) else found[0]
+
+
+def _recipes_with(name: str) -> list[str]:
+    return [
+        recipe
+        for recipe in RECIPES
+        if any(name in names_of(field) for field in dataclasses.fields(find(recipe).Options))
+    ]

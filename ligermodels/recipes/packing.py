@@ -11,12 +11,12 @@ from torch import Tensor
 from ligermodels.recipes import images
 from ligermodels.recipes.masking import IGNORED, Example
 
-Batch = dict[str, Tensor | int]
+Batch = dict[str, Any]
 """The arguments of a model's forward."""
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices whose lengths add up to at most `capacity`: each, longest first, goes where least space is left.
+    """Bins of indices whose lengths add up to at most `capacity`, by best fit: longest first, into the fullest bin.
 
     No length may exceed the capacity.
     """
@@ -51,8 +51,8 @@ def spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
 def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
-    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. With images, also
-    what `images.batch` adds; raises InputError where they cannot be packed.
+    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
+    tensors (`images.batch`); raises InputError where they cannot be packed.
     """
     ids = [index for example in examples for index in example.ids]
     labels = [label for example in examples for label in example.labels]
@@ -72,10 +72,10 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
 
 
 def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """A packed batch of text with padding up to `length` tokens, and length + 1 bounds: all have one shape.
+    """A packed batch of text, padded to `length` tokens and length + 1 bounds, so that all batches have one shape.
 
-    Each token of padding is a sequence of its own, which no other token sees and whose position, 0, is none's highest.
-    Bounds that are over are those of empty sequences at the end.
+    Each token of padding is a sequence of its own, which no other token attends to. Further bounds are those of empty
+    sequences at the end.
     """
     ids, labels, bounds = (batch[name] for name in ("input_ids", "labels", "cu_seqlens"))
     tokens = ids.shape[1]

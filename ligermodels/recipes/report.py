@@ -1,38 +1,47 @@
-"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md, model card.
 
-metrics.jsonl has a line for each step and for each evaluation; a run that is resumed goes on behind the step that it is
-resumed from.
+metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step that
+it is resumed from.
 """
 
 import json
 import math
 import re
+import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.recipes.options import TrainOptions
+
+if TYPE_CHECKING:
+    from ligermodels.recipes.trainer import Trainer
 
 _SECONDS = 5.0
 """Between lines of progress where stderr is no terminal."""
 
 
 class Reporter:
-    """Writes what the steps were. Only rank 0 has one that does; that of the others is `Silent`."""
+    """Writes the metrics of steps and evaluations. active: False on ranks other than 0, where it writes nothing.
+
+    resumed, evaluated: the steps after which the run continues, and after which it was evaluated last. on_gpu: the peak
+    memory is that of tensors on the GPU, and else that of the process.
+    """
 
     def __init__(
-        self, options: TrainOptions, steps: int, resumed: int = 0, evaluated: int = -1, *, on_gpu: bool = False
+        self, options: TrainOptions, steps: int, resumed: int, evaluated: int, *, on_gpu: bool, active: bool = True
     ):
-        """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last. on_gpu: the
-        peak memory is that of tensors on the GPU, and else that of the process."""
-        self.out, self.steps, self._first = Path(options.output_dir), steps, resumed
+        self.active, self.out, self.steps, self._first = active, Path(options.output_dir), steps, resumed
         self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
         self.memory = "tensors" if on_gpu else "process"
         self._bar: Any = None
+        if not active:
+            return
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -53,10 +62,12 @@ class Reporter:
     def say(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
-        else:
+        elif self.active:
             say(text)
 
     def step(self, step: int, **values: float) -> None:
+        if not self.active:
+            return
         self._write({"step": step, **values})
         self.gib = max(self.gib, values["gib"])
         seconds = time.perf_counter() - self._start
@@ -73,19 +84,45 @@ class Reporter:
             say(f"step {step}/{self.steps}: {text}, {clock(left)} left")
 
     def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
-        """values: means beside the loss, which is then no cross entropy, of which the perplexity would be told."""
-        told = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": math.exp(min(loss, 700.0))}
-        self._write({"step": step, "eval_loss": loss, **told})
+        """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
+        if not self.active:
+            return
+        metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": math.exp(min(loss, 700.0))}
+        self._write({"step": step, "eval_loss": loss, **metrics})
         best = ", the best so far" if better and step > 0 else ""
-        more = _rewards(values) if values else f", perplexity {told['perplexity']:,.2f}"
+        more = _rewards(values) if values else f", perplexity {metrics['perplexity']:,.2f}"
         self.say(f"evaluation after step {step}: loss {loss:.4f}{more}{best}")
+
+    def finish(self, trainer: "Trainer", saved: Path, exported: Path | None) -> None:
+        """Writes plot, report and model card. saved: the folder of what was trained."""
+        self.close()
+        o, progress = trainer.options, trainer.progress
+        facts = dict(trainer.plan)
+        facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
+        facts["tokens seen"] = (
+            f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(trainer.data.train.report())}"
+        )
+        facts["time"] = f"{clock(progress.seconds)} in steps"
+        facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+        facts["peak memory"] = f"{self.gib:.2f} GiB ({self.memory})"
+        if progress.best_step >= 0:
+            facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
+        use = trainer.recipe.usage(saved) or _usage(o, saved)
+        if exported is not None:
+            use += f"\n\nllama.cpp runs `{exported}`."
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of fonts
+            plot = write_plot(self.out)
+        write_report(self.out, o, facts, use, plot=plot)
+        write_card(saved, o, facts, use)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        self._file.close()
-        for logger in self._loggers:
-            logger.close()
+        if self.active and not self._file.closed:
+            self._file.close()
+            for logger in self._loggers:
+                logger.close()
 
     def _write(self, line: dict[str, float]) -> None:
         with write_errors(self.out / "metrics.jsonl"):
@@ -94,16 +131,27 @@ class Reporter:
             logger.log(line)
 
 
-class Silent(Reporter):
-    """That of ranks other than 0."""
+def left_out(counts: Mapping[str, int]) -> str:
+    """The rows that were cut or left out, of the counts of `Batches.report`."""
+    names = {
+        "truncated": "rows cut at --max-length",
+        "untrained": "rows left out without a token to train",
+        "cut_away": "rows left out whose trained tokens come after --max-length",
+        "bad": "rows skipped that cannot be read",
+    }
+    return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
 
-    def __init__(self) -> None:
-        pass
 
-    def say(self, text: str) -> None: ...
-    def step(self, step: int, **values: float) -> None: ...
-    def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None: ...
-    def close(self) -> None: ...
+def _usage(options: TrainOptions, saved: Path) -> str:
+    verb = "chat" if options.recipe != "pretrain" else "generate"
+    command = f"ligermodels {verb} {shlex.quote(str(saved))}" + " --prompt '...'" * (verb == "generate")
+    if saved.name == "adapter":
+        return (
+            f"The folder has adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
+            f"\n\n    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.load_adapter(model, {str(saved)!r})"
+        )
+    return f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(saved)!r})`; it opens in transformers too."
 
 
 class _TensorBoard:
@@ -188,39 +236,24 @@ def _lines(file: Path) -> list[dict[str, float]]:
     return found
 
 
-# At the end
-
 _STEPS = {
     "loss": "loss", "reward": "reward", "reward_std": "reward std", "reward_margin": "margin",
-    "reward_accuracy": "accuracy", "tied": "tied groups",
-    "completion_length": "tokens",
-    "truncated": "truncated", "kl": "kl", "clipped": "clipped", "entropy": "entropy",
+    "reward_accuracy": "accuracy", "tied": "tied groups", "completion_length": "tokens", "truncated": "truncated",
+    "kl": "kl", "clipped": "clipped", "entropy": "entropy",
 }  # fmt: skip
-"""Columns of report.md, where there are such values."""
 _EVALUATED = {
-    "eval_reward": "reward",
-    "eval_completion_length": "tokens",
-    "eval_reward_margin": "margin",
-    "eval_reward_accuracy": "accuracy",
-    "eval_kl": "kl",
-}
-
-
-_PANELS = (
-    ({"reward": "training", "eval_reward": "evaluation"}, "reward"),
-    ({"loss": "training", "eval_loss": "evaluation"}, "loss"),
-    (
-        {
-            "reward_chosen": "chosen",
-            "reward_rejected": "rejected",
-            "reward_margin": "margin",
-            "eval_reward_margin": "margin, evaluation",
-        },
-        "rewards",
-    ),
-    ({"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"}, "accuracy"),
-)
-"""Of loss.png, from the top: the curves, metric -> label, and the y axis. One without values is left out."""
+    "eval_loss": "evaluation", "perplexity": "perplexity", "eval_reward": "reward", "eval_completion_length": "tokens",
+    "eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl",
+}  # fmt: skip
+"""Columns of report.md, for metrics that there are."""
+_PANELS = {
+    "reward": {"reward": "training", "eval_reward": "evaluation"},
+    "loss": {"loss": "training", "eval_loss": "evaluation"},
+    "rewards": {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward_margin": "margin",
+                "eval_reward_margin": "margin, evaluation"},
+    "accuracy": {"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"},
+}  # fmt: skip
+"""The panels of loss.png, from the top: metrics and their labels. Panels without values are left out."""
 
 
 def write_plot(out: Path) -> bool:
@@ -234,13 +267,13 @@ def write_plot(out: Path) -> bool:
 
     lines = _lines(out / "metrics.jsonl")
     found = {name for line in lines for name in line}
-    panels = [(curves, title) for curves, title in _PANELS if found & curves.keys()]
+    panels = {title: curves for title, curves in _PANELS.items() if found & curves.keys()}
     if "reward" in found:
-        panels = [panel for panel in panels if panel[1] != "loss"]  # that of a policy tells little
+        panels.pop("loss")  # the loss of a policy says little
     figure, all_axes = pyplot.subplots(
         len(panels), figsize=(9, 1.5 + 3 * len(panels)), sharex=True, squeeze=False, layout="constrained"
     )
-    for axes, (curves, title) in zip(all_axes[:, 0], panels, strict=True):
+    for axes, (title, curves) in zip(all_axes[:, 0], panels.items(), strict=True):
         for name, label in curves.items():
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
@@ -263,25 +296,24 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
     evaluations = [line for line in lines if "eval_loss" in line]
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
-    if steps:
-        names = {name: title for name, title in _STEPS.items() if any(name in line for line in steps)}
-        text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
-        picked = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))})
-        text += "\n".join(_row(steps[i], names) for i in picked) + "\n\n"
-    if evaluations:
-        names = {"eval_loss": "evaluation", "perplexity": "perplexity", **_EVALUATED}
-        names = {name: title for name, title in names.items() if name in evaluations[-1]}
-        text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
-        text += "\n".join(_row(line, names) for line in evaluations) + "\n\n"
+    picked = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))}) if steps else []
+    text += _table([steps[n] for n in picked], _STEPS) + _table(evaluations, _EVALUATED)
     text += "![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n"
     text += f"{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
     with write_errors(out / "report.md"):
         (out / "report.md").write_text(text, "utf-8")
 
 
-def _row(line: Mapping[str, float], names: Iterable[str]) -> str:
-    values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
-    return f"| {int(line['step'])} | {values} |"
+def _table(lines: list[dict[str, float]], titles: Mapping[str, str]) -> str:
+    """A table of metrics by step, with a column for each metric that there is."""
+    names = [name for name in titles if any(name in line for line in lines)]
+    if not names:
+        return ""
+    text = f"| step | {' | '.join(titles[name] for name in names)} |\n|{'---:|' * (len(names) + 1)}\n"
+    for line in lines:
+        values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
+        text += f"| {int(line['step'])} | {values} |\n"
+    return text + "\n"
 
 
 def is_repository(name: str) -> bool:

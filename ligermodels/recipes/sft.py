@@ -1,22 +1,44 @@
-"""Supervised fine-tuning: the loss is over what the assistant says."""
+"""Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over every token of plain text."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
-from ligermodels.recipes.loop import Batch
-from ligermodels.recipes.options import SFTOptions
-from ligermodels.recipes.run import Recipe, run
-
-__all__ = ["RECIPE", "SFTOptions", "train"]
-
-RECIPE = Recipe()
+from ligermodels.recipes.base import Metrics, Recipe, next_token_loss
+from ligermodels.recipes.options import TextOptions, TrainOptions, option, override
+from ligermodels.recipes.packing import Batch
 
 
-def train(options: SFTOptions) -> int:
-    """Tunes a model on chats, prompts with completions, or instructions. Returns the exit status."""
-    return run(options, Recipe(loss=dft_loss) if options.loss_type == "dft" else RECIPE)
+@dataclass(kw_only=True)
+class SFTOptions(TextOptions):
+    recipe = "sft"
+    group = "loss"
+    loss_type: str = option(
+        "nll",
+        "per-token loss: cross entropy, or dft (weighted by its probability); evaluation reports cross entropy",
+        choices=("nll", "dft"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "dft" and self.tp > 1:
+            raise InputError("loss_type=dft is not supported under tensor parallelism: leave --tp out")
+
+
+class SFT(Recipe):
+    Options = SFTOptions
+
+    def __init__(self, options: SFTOptions, *more: Any) -> None:
+        super().__init__(options, *more)
+        self.captured = options.capture
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        if self.options.loss_type == "nll":
+            return next_token_loss(model, batch, count), {}
+        return dft_loss(model, batch, count), {}
 
 
 def dft_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
@@ -32,3 +54,39 @@ def _dft(
 ) -> Tensor:
     loss = LinearCrossEntropyLoss(token_scaling=True, softcap=softcap, workspace_bytes=workspace_bytes)
     return loss(x, weight, labels, **rest)
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(TextOptions):
+    recipe = "pretrain"
+    group = "pretraining"
+    scratch: bool = option(False, "draw the weights at random, by the config.json of MODEL")
+    weight_decay: float = override(TrainOptions, "weight_decay", 0.1)
+    adam_beta2: float = override(TrainOptions, "adam_beta2", 0.95)
+    learning_rate: float | None = override(
+        TrainOptions,
+        "learning_rate",
+        help="peak learning rate (default 2e-5, with --scratch 3e-4, with --lora-r 2e-4)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scratch and self.lora_r:
+            raise InputError("scratch draws all weights at random, and lora_r would freeze them; give one of the two")
+
+    @property
+    def default_rates(self) -> tuple[float, float]:  # type: ignore[override]
+        return (3e-4, 3e-4) if self.scratch else (2e-5, 2e-4)
+
+
+class Pretrain(Recipe):
+    Options = PretrainOptions
+    splits = True
+
+    def __init__(self, options: PretrainOptions, *more: Any) -> None:
+        super().__init__(options, *more)
+        self.captured = options.capture
+
+    @classmethod
+    def starts_from_scratch(cls, options: PretrainOptions) -> bool:
+        return options.scratch

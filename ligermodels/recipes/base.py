@@ -1,0 +1,193 @@
+"""The base of all recipes: what a recipe gives the trainer, with the defaults of `sft`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.layers import losses
+from ligermodels.recipes import formats, masking
+from ligermodels.recipes.memory import Sizes
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
+from ligermodels.recipes.rows import Rows
+from ligermodels.text import Tokenizer
+
+if TYPE_CHECKING:
+    from ligermodels.recipes.steps import StepBatches
+    from ligermodels.recipes.trainer import Trainer
+
+Metrics = dict[str, tuple[Any, Any]]
+"""For the log: by name, a sum over the batch of this rank, and the number of values in it."""
+_WITH_TEMPLATE = ("messages", "sharegpt", "alpaca")
+_ROWS = {"pairs": "preference pairs", "unpaired": "single labelled answers"}
+
+
+class Recipe:
+    """A recipe. Subclasses set Options and override `process`, `collate`, `loss` and whatever else differs.
+
+    options: the run's, complete but for what "auto" stands for. multiple: the tokens of a batch are a multiple of it.
+    """
+
+    Options: ClassVar[type[TrainOptions]]
+    splits: ClassVar[bool] = False
+    """A text that is longer than max_length becomes several examples, and is not cut."""
+    captured = False
+    """Steps are CUDA graphs."""
+    adds_modules = False
+    """`prepare` adds modules to the model."""
+    trains_model = True
+    """The model, or adapters of it, is what is saved."""
+    frozen_copies = 0
+    """Models of the same size in memory beside the one that is trained."""
+    fewer_examples = "--max-length or --accumulation"
+    """The options that make more steps of the same data."""
+
+    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
+        self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
+        self.from_scratch = self.starts_from_scratch(options)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+    @classmethod
+    def starts_from_scratch(cls, options: Any) -> bool:
+        """Whether the weights are drawn at random, so that the checkpoint needs none."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Worker processes get the attributes that `process` reads, and no models."""
+        return {name: value for name, value in vars(self).items() if name in ("options", "tokenizer", "chat")}
+
+    # ---- data ----
+
+    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
+        """The format of all rows, and where it was found; None for any format. Raises InputError for other rows."""
+        found = formats.detect(rows)
+        if found[0] in _WITH_TEMPLATE and not self.tokenizer.files.templates:
+            raise InputError(
+                f"{self.options.model} has no chat template, and rows of {found[0]} need one. Likely: a base model. "
+                "Next: its instruct model, or --chat-template FILE, or rows of prompt and completion"
+            )
+        return found
+
+    def process(self, row: Mapping[str, Any]) -> Any:
+        """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
+        return masking.encode(formats.read(row), self.tokenizer)
+
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """The batch of some examples; of none, a batch without a label."""
+        make = packed_batch if self.options.packing else padded_batch
+        return make(examples, self.pad_id, self.multiple)
+
+    def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
+        """Whether examples are packed into one row, and the tokens of a batch; else its rows."""
+        o = self.options
+        return o.packing, o.batch_tokens if o.packing else max(1, o.batch_tokens // (o.sequences * o.max_length))
+
+    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
+        return self.process(row)
+
+    def collate_evaluation(self, examples: Sequence[Any]) -> Batch:
+        return self.collate(examples)
+
+    def inspect(self, batches: Sequence[Sequence[Any]]) -> None:
+        """Warns of what is odd in the first batches of examples."""
+
+    def show(self, example: Any, colour: bool) -> str:
+        """An example as text, with trained tokens marked."""
+        return masking.show(example, self.tokenizer, colour)
+
+    # ---- the plan ----
+
+    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
+        """The sizes of all that is in memory. sketch: the model on the meta device."""
+        return sizes
+
+    def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
+        """Lines of the plan that differ or are added, by name. counts: of a pass over the data."""
+        return {"data": f"{self.options.data}: {rows:,} {_ROWS.get(format, f'rows of {format}')}"}
+
+    # ---- the model ----
+
+    def prepare(self, model: Any) -> None:
+        """Adds modules to the model, before it is sharded. Called if `adds_modules`."""
+
+    def setup(self, trainer: "Trainer") -> None:
+        """Makes what the loss needs beside the model: a reference, a teacher, a sampler."""
+
+    def step_batches(self, batches: "StepBatches") -> Any:
+        """The source of each step's batches: those of the data, or rollouts made from them."""
+        return batches
+
+    def save(self, model: Any, folder: Path) -> None:
+        """Writes what was trained. Called by every rank."""
+        if not self.options.lora_r:
+            model.save_pretrained(folder)
+            return
+        from ligermodels.training.lora import save_adapter
+
+        save_adapter(model, folder)
+
+    @property
+    def result(self) -> str:
+        """The name of the folder of what was trained."""
+        return "adapter" if self.options.lora_r else "model"
+
+    def usage(self, folder: Path) -> str:
+        """How to use a folder that is neither a model nor an adapter; "" for these."""
+        return ""
+
+    # ---- the loss ----
+
+    def count(self, batch: Batch) -> Tensor:
+        """What a batch adds to the divisors of a step: its number of labels, or a vector that begins with it."""
+        return num_labels(batch)
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        """The batch's part of the loss of a step, over all ranks, and metrics. count: of the step, over all ranks."""
+        return next_token_loss(model, batch, count), {}
+
+
+def num_labels(batch: Batch) -> Tensor:
+    """The number of labels that count: not -100, and not the first of a sequence, which nothing predicts."""
+    return losses.num_labels(batch["labels"], batch.get("cu_seqlens"))
+
+
+def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
+    """The cross entropy over the labels of the batch, divided by the count of the step.
+
+    The balancing loss of a mixture of experts, which the model adds to each forward, is weighted by the batch's share
+    of the labels of the step.
+    """
+    output = model(**batch, num_items_in_batch=count)
+    if output.aux_loss is None:
+        return output.loss
+    own = num_labels(batch)
+    if model.parallel is not None:
+        own = model.parallel.count(batch["labels"], batch.get("cu_seqlens"))
+    return output.loss - (1 - own / count) * model.config.router_aux_loss_coef * output.aux_loss
+
+
+def sum_over_ranks(model: Any, loss: Tensor) -> Tensor:
+    """The sum of the ranks' losses. Its gradient is that of this rank's, as in a sharded model's own loss."""
+    return loss if model.parallel is None else model.parallel.data.sum(loss)
+
+
+def mean_of(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric: the sum of the values that count, and their number."""
+    return torch.where(counted, values.detach(), 0).sum(), counted.sum()
+
+
+def decoder_inputs(batch: Batch) -> Batch:
+    """The arguments of a model's forward among a batch's entries."""
+    names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")
+    return {name: batch[name] for name in names if name in batch}
+
+
+def without_adapters(model: Any) -> Any:
+    """A context in which the adapters of the model are off."""
+    from ligermodels.training.lora import adapters_off
+
+    return adapters_off(model)

@@ -1,0 +1,173 @@
+"""The model of a run and its optimizer: opened, checked, loaded and exported as the options say."""
+
+import dataclasses
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligermodels.arch import arch_of, load
+from ligermodels.arch.pretrained import config_values
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.files import companion_files
+from ligermodels.errors import InputError
+from ligermodels.parallel import parallelize
+from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.text import Tokenizer
+from ligermodels.training import AdamW, accumulate_in_place
+
+GGUF = "model.gguf"
+
+
+def find(options: TrainOptions, *, weights: bool) -> Path:
+    """The folder of MODEL. weights: False if only its config is needed. Raises InputError for a folder of adapters."""
+    folder = hub.resolve(options.model, weights=weights)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise InputError(f"{options.model} has adapters; give the model that they are for, or one with them merged in")
+    return folder
+
+
+def sketch(folder: Path) -> Any:
+    """The model of a folder on the meta device."""
+    return arch_of(folder).from_config(config_values(folder, None), device="meta")
+
+
+def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
+    """The tokenizer, with the template of --chat-template: a name in the checkpoint, or a file."""
+    tokenizer, given = Tokenizer.from_hub(folder), options.chat_template
+    if given is None:
+        return tokenizer
+    if hasattr(sketch.config, "vision_config"):
+        raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
+    if given in (templates := tokenizer.files.templates):
+        tokenizer.chat_template = templates[given]
+    elif Path(given).expanduser().is_file():
+        tokenizer.read_chat_template(given)
+    else:
+        names = f", nor has the model a template of this name; it has {', '.join(templates)}" if templates else ""
+        raise InputError(f"chat_template={given}: there is no such file{names}")
+    return tokenizer
+
+
+def check_capture(sketch: Any, processes: Any) -> None:
+    """Raises InputError if steps cannot be CUDA graphs, or padding would change the loss."""
+    if processes.mesh is not None:
+        raise InputError(
+            "capture is for one process, and there are several: leave out --capture, or start without torchrun"
+        )
+    if hasattr(sketch.config, "vision_config"):
+        raise InputError(f"capture: the images of a {type(sketch).__name__} have no fixed shape; leave --capture out")
+    if getattr(sketch.config, "output_router_logits", False):
+        raise InputError(
+            "capture pads forwards, and the balancing loss of the routers would count the padding: leave --capture "
+            "out, or set output_router_logits to false in the model's config.json"
+        )
+
+
+def check_targets(options: TrainOptions, sketch: Any) -> None:
+    """Raises InputError for a projection that the model does not have."""
+    names = [name.rpartition(".")[2] for name, x in sketch.decoder.layers.named_modules() if isinstance(x, nn.Linear)]
+    if wrong := [name for name in options.lora_target_modules if name not in names]:
+        has = ", ".join(dict.fromkeys(names))
+        raise InputError(f"lora_target_modules: the model has no {', '.join(wrong)}; it has {has}")
+
+
+def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Recipe, *, frozen: bool = False) -> Any:
+    """The model, ready to train. frozen: a copy to compare with, which is not trained."""
+    gpu = processes.device.type == "cuda"
+    mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
+    how: dict[str, Any] = dict(
+        dtype=weight_dtype(options, processes), activation_checkpointing=options.activations
+    )
+    whole = processes.mesh is None or options.lora_r or recipe.adds_modules
+    if whole:  # modules are added to a whole model, which is sharded then
+        how["device"] = processes.device
+    else:
+        how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
+    if recipe.from_scratch:
+        model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
+        model.source_folder = folder  # for the files of the tokenizer
+    else:
+        if options.quantize != "none":
+            how["quantization_config"] = options.quantize
+        model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
+        model.config._name_or_path = model.name_or_path = options.model
+    if options.lora_r:
+        from ligermodels.training.lora import add_lora
+
+        targets = list(options.lora_target_modules) or "all-linear"
+        add_lora(model, r=options.lora_r, alpha=options.lora_alpha, targets=targets, seed=options.seed)
+    if recipe.adds_modules and not frozen:
+        recipe.prepare(model)
+    if whole and processes.mesh is not None:
+        parallelize(model, processes.mesh, param_dtype=mixed)
+    if frozen:
+        return model.requires_grad_(False).eval()
+    if not options.lora_r and gpu and processes.mesh is None and options.accumulation != 1:
+        accumulate_in_place(model)
+    return model.train()
+
+
+def weight_dtype(options: TrainOptions, processes: Any) -> torch.dtype:
+    """The dtype of the weights, in memory and as they are saved."""
+    low = options.precision != "fp32" or (processes.device.type == "cuda" and processes.mesh is None)
+    return torch.bfloat16 if low else torch.float32
+
+
+def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, captured: bool) -> AdamW:
+    """AdamW over what is trained; norms and biases are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in trained if p.dim() >= 2], weight_decay=options.weight_decay),
+        dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0),
+    ]
+    exact = options.precision == "fp32" and processes.device.type == "cuda" and processes.mesh is None
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.peak_lr,
+        betas=(options.adam_beta1, options.adam_beta2),
+        master_weights=exact or options.precision == "bf16-masters" or bool(options.lora_r),
+        state_dtype=torch.float32 if exact else None,
+        max_grad_norm=options.max_grad_norm or math.inf,
+        seed=options.seed,
+        capturable=captured,
+    )
+
+
+# ---- GGUF ----
+
+
+def check_export(options: TrainOptions, folder: Path, sketch: Any, *, from_scratch: bool) -> None:
+    """Raises what `export` would raise, before the model is trained; warns of what llama.cpp leaves out."""
+    from ligermodels import conversion
+
+    if not from_scratch:
+        conversion.convert(folder, None, conversion.Options(to="gguf", dry_run=True))
+        return
+    from ligermodels.checkpoint.gguf.reader import package  # there are no weights whose headers could be read
+    from ligermodels.checkpoint.gguf.writer import FAMILIES, add_tokenizer, check
+
+    check(sketch, options.model)
+    writer = package().GGUFWriter(None, FAMILIES[sketch.config.model_type][0])
+    add_tokenizer(writer, companion_files(folder), Tokenizer.from_folder, sketch.config.vocab_size, options.model)
+
+
+def export(options: TrainOptions, folder: Path) -> Path:
+    """Writes OUT/model.gguf in the dtype of the weights; returns its path. Adapters are merged into their base."""
+    from ligermodels import conversion
+    from ligermodels.checkpoint.gguf.writer import model_name
+
+    out = Path(options.output_dir)
+    how = conversion.Options(to="gguf", overwrite=True, name=f"{model_name(options.model)}-{out.resolve().name}")
+    source = out / "model"
+    if options.lora_r and not options.merge:
+        source, how = folder, dataclasses.replace(how, adapter=out / "adapter")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `check_export` has given its warnings
+        conversion.convert(source, out / GGUF, how)
+    return out / GGUF

@@ -1,0 +1,121 @@
+"""The batches of each step, for any number of ranks, and the metrics of a step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.processes import Processes
+from ligermodels.recipes.base import Metrics
+from ligermodels.recipes.data import Batches
+from ligermodels.recipes.packing import Batch
+
+FEW_STEPS = 20
+"""Fewer steps are too few to learn from."""
+
+
+class StepBatches:
+    """This rank's batches of each step, the next of which may be made while the GPU computes.
+
+    All ranks go through the same batches and take every n-th, so that a step is the same on any number of ranks, and so
+    is the state: the position after the batches that were taken.
+    """
+
+    def __init__(self, batches: Batches, per_step: int, processes: Processes, vocab_size: int):
+        self.batches, self.per_step, self.processes, self.vocab_size = batches, per_step, processes, vocab_size
+        self._next: list[Batch] | None = None
+        self._state = self._state_after_next = batches.state_dict()
+
+    def take(self) -> list[Batch]:
+        """The batches of the next step, on the device."""
+        self.prefetch()
+        taken, self._next = self._next or [], None
+        self._state = self._state_after_next
+        return [on_device(batch, self.processes.device) for batch in taken]
+
+    def prefetch(self) -> None:
+        """Makes the batches of the next step. Raises the errors of their rows."""
+        if self._next is None:
+            made = [check_ids(next(self.batches), self.vocab_size) for _ in range(self.per_step)]
+            self._next = made[self.processes.batch_rank :: self.processes.batch_ranks]
+            self._state_after_next = self.batches.state_dict()
+
+    def state_dict(self) -> dict[str, int]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.batches.load_state_dict(state)
+        self._next, self._state, self._state_after_next = None, dict(state), dict(state)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    return {  # sizes of images are read on the host
+        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) and "_grid_" not in key else x
+        for key, x in batch.items()
+    }
+
+
+def check_ids(batch: Batch, vocab_size: int) -> Batch:
+    """The batch. Raises InputError for ids that the embedding has no row for, of which a GPU would read other memory."""
+    highest = int(batch["input_ids"].max())
+    if highest >= vocab_size:
+        raise InputError(
+            f"the tokenizer gave the id {highest}, and the model has {vocab_size} ids: they do not belong together"
+        )
+    return batch
+
+
+def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
+    """This rank's batches of those that all ranks have. All get as many; some may have no label that counts."""
+    own: list[Batch] = []
+    for first in range(0, len(batches), processes.batch_ranks):
+        index = first + processes.batch_rank
+        batch = batches[min(index, len(batches) - 1)]
+        if index >= len(batches):
+            batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}  # type: ignore[arg-type]
+        own.append(batch)
+    return own
+
+
+def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | None) -> int:
+    """The forwards of a step, over all ranks. Raises InputError if the ranks do not divide `accumulation`.
+
+    accumulation: None for 8, or fewer where the run would have less than 20 steps; then rounded up to a multiple of the
+    ranks. forwards: of the whole run, if they were counted.
+    """
+    if accumulation is None:
+        wanted = 8 if forwards is None else max(1, min(8, int(forwards // FEW_STEPS)))
+        return -(-wanted // ranks) * ranks
+    if accumulation % ranks:
+        fits = sorted({max(ranks, accumulation // ranks * ranks), -(-accumulation // ranks) * ranks})
+        raise InputError(
+            f"accumulation={accumulation} forwards a step cannot be split over {ranks} processes; "
+            f"give {' or '.join(map(str, fits))}"
+        )
+    return accumulation
+
+
+class MetricSums:
+    """The metrics of a step, summed over batches and ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        for name, pair in metrics.items():
+            both = torch.stack([torch.as_tensor(x) for x in pair]).double()
+            self._sums[name] = self._sums[name] + both if name in self._sums else both
+
+    def means(self, processes: Processes) -> dict[str, float]:
+        """Over all ranks, of the metrics that have a value."""
+        if not self._sums:
+            return {}
+        sums = processes.sum_tensor(torch.stack([*self._sums.values()])).tolist()
+        means = {name: total / number for name, (total, number) in zip(self._sums, sums, strict=True) if number}
+        if {"reward_chosen", "reward_rejected"} <= means.keys():
+            means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+        return means

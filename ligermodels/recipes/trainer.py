@@ -1,0 +1,480 @@
+"""The trainer of all recipes: setup, train_step, evaluate, save, run.
+
+A step takes the micro-batches of all ranks together: their losses are divided by the number of labels of them all, so
+that N ranks compute what one would. The state of a run is the model, the optimizer, the position in the data and
+`Progress`, all of which are in a checkpoint: a run that is resumed computes the same bits.
+
+DIR/options.yaml       the options, with what was chosen for "auto"
+DIR/checkpoints/       the newest states, from which --resume continues
+DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
+DIR/best/              the model, or the adapters, of the best evaluation
+DIR/model/             the tuned model; model.gguf beside it with --export gguf
+DIR/report.md          the plan and the results; loss.png
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
+from ligermodels.parallel import Checkpoints, make_mesh
+from ligermodels.processes import Processes
+from ligermodels.recipes import folder, memory, report
+from ligermodels.recipes import model as models
+from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.data import BadRowError, Data
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.packing import Batch, filled_batch
+from ligermodels.recipes.plan import choose_memory, make_plan, saved_as
+from ligermodels.recipes.report import say
+from ligermodels.recipes.steps import MetricSums, StepBatches, forwards_per_step, on_device, shard_batches
+from ligermodels.training import CapturedStep
+
+
+def train(kind: type[Recipe], options: TrainOptions) -> int:
+    """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
+    report.check_logger(options.report_to)
+    joined = dist.is_initialized()
+    processes = start_processes(options)
+    try:
+        with contextlib.ExitStack() as stack:
+            return Trainer(kind, options, processes, stack).run()
+    except KeyboardInterrupt as stop:
+        stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
+        raise
+    finally:
+        if processes.mesh is not None and not joined:
+            dist.destroy_process_group()
+
+
+def start_processes(options: TrainOptions) -> Processes:
+    """Joins the processes that torchrun has started; a single one needs no process group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+        on_gpu = torch.cuda.is_available()
+        return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    return Processes.of_mesh(make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp))
+
+
+@dataclass
+class Progress:
+    """How far a run is. best: the lowest loss of an evaluation."""
+
+    steps: int
+    step: int = 0
+    tokens: int = 0
+    trained: int = 0
+    seconds: float = 0.0
+    evaluated: int = -1
+    best: float = math.inf
+    best_step: int = -1
+    evals_since_best: int = 0
+    evaluations: list[list[float]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if name != "steps":  # a run may be made longer
+                setattr(self, name, value)
+
+
+class Trainer:
+    """One run of a recipe. stack: closes what the run opens, the lock of its folder last."""
+
+    model: Any
+    stopped = False
+    """Whether a signal or an error has ended the run after a step that is saved."""
+    _captured: CapturedStep | None = None
+
+    def __init__(self, kind: type[Recipe], options: TrainOptions, processes: Processes, stack: contextlib.ExitStack):
+        self.kind, self.options, self.processes, self.stack = kind, options, processes, stack
+        self.out = Path(options.output_dir)
+        self.signals = Signals()
+
+    # ---- setup ----
+
+    def setup(self) -> bool:
+        """Makes the plan and, unless this is a dry run, loads everything. Returns whether to train.
+
+        Nothing is written, and no weights are read, before data and options are known to be right.
+        """
+        p, out = self.processes, self.out
+        if not self.options.dry_run:
+            p.from_main(lambda: folder.check(out, resume=self.options.resume))
+        before = p.from_main(lambda: folder.read_options(out, self.options))
+        if self.options.resume and before is None and p.is_main:
+            say(f"warning: --resume, but {out} has no run: a new one begins")
+
+        # The data
+        self.folder = models.find(self.options, weights=not self.kind.starts_from_scratch(self.options))
+        sketch = models.sketch(self.folder)
+        tokenizer = models.tokenizer_of(self.options, self.folder, sketch)
+        o = self.options = self._with_lengths(sketch)
+        recipe = self.recipe = self.kind(o, tokenizer, p.ranks_per_batch)
+        if o.export != "none":
+            p.from_main(
+                lambda: models.check_export(o, self.folder, sketch, from_scratch=recipe.from_scratch)
+            )
+        if recipe.captured:
+            models.check_capture(sketch, p)
+        models.check_targets(o, sketch)
+        self.data = Data(o, recipe)
+        counts = None if o.max_steps is not None else self._count_rows()
+        forwards = None if counts is None else counts["batches"] * (o.num_train_epochs or 1)
+        o.accumulation = forwards_per_step(o.accumulation, p.batch_ranks, forwards)
+        steps = o.max_steps or max(1, round((forwards or 0) / o.accumulation))
+
+        # The plan
+        self.progress = Progress(steps)
+        adapters = memory.adapter_parameters(sketch, o.lora_r, o.lora_target_modules) if o.lora_r else None
+        sizes = recipe.memory(memory.Sizes.of(sketch, trained=adapters), sketch)
+        choose_memory(self, sizes)
+        self.saved_as = saved_as(self, sketch)
+        self.plan, notes = make_plan(self, sketch, sizes, counts)
+        if p.is_main:
+            lines = [f"{name:14} {text}" for name, text in self.plan.items()]
+            print("\n".join(lines + notes), file=sys.stdout if o.dry_run else sys.stderr, flush=True)
+            for text in self.data.examples(o.show, colour=sys.stderr.isatty()):
+                say(f"\n{text}")
+        if o.dry_run:
+            return False
+
+        # The first batches, so that an error in the data is raised before anything is written
+        self.stack.callback(self.data.train.close)
+        batches = StepBatches(self.data.train, o.accumulation, p, len(sketch.get_input_embeddings().weight))
+        batches.prefetch()
+        self.evaluation = shard_batches(self.data.evaluation(), p)
+        changed = [] if before is None else o.check_resumed(before)
+
+        # The model
+        self.model = models.load_model(o, self.folder, p, recipe)
+        self.stack.enter_context(folder.lock(out, o, p))  # before anything is written
+        p.from_main(lambda: folder.write_options(out, o, replace=False))
+        recipe.setup(self)
+        self.optimizer = models.make_optimizer(o, self.model, p, captured=recipe.captured)
+        self.batches = recipe.step_batches(batches)
+        self.checkpoints = self.stack.enter_context(
+            Checkpoints(
+                out / "checkpoints", self.model, self.optimizer, keep=o.save_total_limit,
+                frozen=all(parameter.requires_grad for parameter in self.model.parameters()), data=self.batches,
+                progress=self.progress,
+            )
+        )  # fmt: skip
+        resumed = self.checkpoints.load()
+        if resumed > steps:
+            raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
+        p.from_main(lambda: folder.write_options(out, o, replace=True))  # now that the run can continue with them
+        if o.resume and before is not None and p.is_main:
+            say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
+            if changed:
+                say(f"changed since the run began: {', '.join(changed)}")
+        if not resumed:
+            torch.manual_seed(o.seed + p.batch_rank)
+        on_gpu = p.device.type == "cuda"
+        self.reporter = report.Reporter(o, steps, resumed, self.progress.evaluated, on_gpu=on_gpu, active=p.is_main)
+        self.stack.callback(self.reporter.close)
+        return True
+
+    def _with_lengths(self, sketch: Any) -> TrainOptions:
+        """The options with the lengths that None stands for."""
+        o, context = self.options, sketch.config.get_text_config().max_position_embeddings
+        length = o.max_length or min(4096, context)
+        if length > context and self.processes.is_main:
+            say(f"warning: --max-length {length} is more than the {context} positions that the model was made for")
+        return dataclasses.replace(o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences)
+
+    def _count_rows(self) -> Mapping[str, int]:
+        """The counts of a pass over the data. Each rank counts: waiting for one could time out."""
+        text = f"counting the tokens of {len(self.data.rows):,} rows, which --max-steps N goes without"
+        note = threading.Timer(5.0, say, [text])
+        if self.processes.is_main:
+            note.start()
+        try:
+            return self.data.count()
+        finally:
+            note.cancel()
+
+    # ---- one step ----
+
+    def train_step(self) -> bool:
+        """One optimizer step over the batches of all ranks. Returns whether a signal has come to any rank."""
+        o, p, progress, start = self.options, self.processes, self.progress, time.perf_counter()
+        lr = o.peak_lr * learning_rate(progress.step, progress.steps, o)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        try:
+            batches = self.batches.take()
+        except LigermodelsError as error:  # of reward functions, which all ranks raise
+            self._stop_with(error)
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        count = self._sum_of_counts(batches)
+        loss, metrics = torch.zeros((), device=p.device), MetricSums()
+        for batch in batches:
+            if self.recipe.captured:  # the last call also takes the optimizer's step
+                loss += self._replay(batch, count.clamp(min=1), len(batches))
+            else:
+                part, found = self.recipe.loss(self.model, batch, count.clamp(min=1))
+                part.backward()
+                loss += part.detach()
+                metrics.add(found)
+        if not self.recipe.captured:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        failed: LigermodelsError | None = None
+        try:  # the next batches are made while the GPU computes
+            if progress.step + 1 < progress.steps:
+                self.batches.prefetch()
+        except LigermodelsError as error:
+            failed = error
+        value, norm = loss.item(), float(self.optimizer.grad_norm)
+        # The time, too, is a mean over ranks: the progress of all ranks is the same, and loads on any number of them.
+        seconds = (time.perf_counter() - start) / p.batch_ranks
+        tokens_of_all, seconds, came, failures = p.sum(tokens, seconds, self.signals.came, failed is not None)
+        if not (math.isfinite(value) and math.isfinite(norm)):
+            raise self._diverged(value, norm)
+        progress.step += 1
+        progress.tokens += round(tokens_of_all)
+        progress.trained += round(count.reshape(-1)[0].item())
+        progress.seconds += seconds
+        self.reporter.step(
+            progress.step, loss=value, lr=lr, grad_norm=norm, tokens=progress.tokens, trained_tokens=progress.trained,
+            tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **metrics.means(p),
+        )  # fmt: skip
+        if failures:
+            self._stop_with(next(error for error in p.gather(failed) if error is not None))
+        return came > 0
+
+    def _sum_of_counts(self, batches: Sequence[Batch]) -> Tensor:
+        """The divisors of these batches of all ranks."""
+        count = torch.stack([self.recipe.count(batch) for batch in batches]).sum(0).float()
+        return self.processes.sum_tensor(count.to(self.processes.device))
+
+    def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
+        """The batch's part of the loss; its backward, and the optimizer's step after every `accumulate` calls."""
+        inputs = filled_batch(batch, self.options.batch_tokens) | {"num_items_in_batch": count}  # type: ignore[arg-type]
+        if self._captured is None:  # not before: a checkpoint that is loaded would make it stale
+            model = _ModelWithLoss(self.model, self.recipe)
+            self._captured = CapturedStep(model, self.optimizer, accumulate=accumulate, **inputs)
+        return self._captured(**inputs)
+
+    def _stop_with(self, error: LigermodelsError) -> NoReturn:
+        """Raises the error that keeps the next step from its batches, once all steps before it are saved."""
+        if self.progress.step:
+            self.save(wait=True)
+            self.stopped = True
+        raise error
+
+    def _diverged(self, loss: float, norm: float) -> TrainingError:
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
+        return TrainingError(
+            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. It was not saved; the checkpoints before it "
+            f"are as they were.\n  Likely: a learning rate that is too high (--learning-rate {self.options.peak_lr:g}), "
+            "or examples of this step that are broken.\n  Next: a lower --learning-rate or a longer --warmup-steps, in "
+            "another --output-dir."
+        )
+
+    # ---- evaluation ----
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """The loss over the evaluation data of all ranks; keeps the best model."""
+        progress, loss, metrics = self.progress, 0.0, MetricSums()
+        count = self._sum_of_counts(self.evaluation).clamp(min=1)
+        self.model.eval()
+        for batch in self.evaluation:
+            batch = on_device(batch, self.processes.device) | {"return_logits": False}
+            part, found = self.recipe.loss(self.model, batch, count)
+            loss += part.item()  # over all ranks
+            metrics.add(found)
+        self.model.train()
+        if not math.isfinite(loss):
+            raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; nothing of it was saved")
+        progress.evaluated = progress.step
+        progress.evaluations.append([progress.step, loss])
+        better = loss < progress.best
+        progress.evals_since_best = 0 if better else progress.evals_since_best + 1
+        if better:
+            progress.best, progress.best_step = loss, progress.step
+        self.reporter.evaluation(progress.step, loss, better=better, **metrics.means(self.processes))
+        if better and progress.step > 0:
+            self._save_model(self.out / "best")
+
+    # ---- saving ----
+
+    def save(self, *, wait: bool) -> None:
+        """Saves a checkpoint; an error says how much space there is, which torch's does not."""
+        try:
+            self.checkpoints.save(self.progress.step, wait=wait)
+        except CheckpointError as error:
+            saved = self.checkpoints.folder
+            newest = max(saved.glob("step-*"), default=None)
+            size = sum(file.stat().st_size for file in newest.iterdir()) if newest else 0
+            takes = f"A checkpoint takes {size / 1e6:,.1f} MB, and " if size else ""
+            error.add_note(f"  {takes}{shutil.disk_usage(saved).free / 1e9:,.1f} GB are free on that disk.")
+            raise
+
+    def _save_model(self, target: Path, *, merged: bool = False) -> None:
+        """Writes what was trained, with the template of --chat-template. merged: the model with its adapters added."""
+        if merged:
+            from ligermodels.training.lora import merge_lora
+
+            merge_lora(self.model).save_pretrained(target)
+        else:
+            self.recipe.save(self.model, target)
+        if self.options.chat_template is not None:
+            self.processes.from_main(lambda: self.recipe.tokenizer.save_pretrained(target))
+
+    # ---- the run ----
+
+    def run(self) -> int:
+        """Trains to the end of the run, or until evaluations stop improving. Returns the exit status.
+
+        Raises TrainingError where the loss is no number, CheckpointError where a checkpoint cannot be written, and
+        KeyboardInterrupt after a signal, once the step is finished and saved; likewise the errors of the data.
+        """
+        if not self.setup():
+            return 0
+        o, progress = self.options, self.progress
+        try:
+            with self.signals:
+                while True:
+                    if self._is_due(o.eval_steps) and progress.evaluated < progress.step and self.evaluation:
+                        self.evaluate()
+                        if o.early_stopping_patience and progress.evals_since_best >= o.early_stopping_patience:
+                            text = f"stopped: {progress.evals_since_best} evaluations without a better one"
+                            self.reporter.say(text)
+                            break
+                    if progress.step >= progress.steps:
+                        break
+                    stop = self.train_step()
+                    if stop or self._is_due(o.save_steps):
+                        self.save(wait=stop)
+                    if stop:
+                        self.stopped = True
+                        raise KeyboardInterrupt
+                self.save(wait=True)
+        except (KeyboardInterrupt, LigermodelsError) as error:
+            if self.stopped:
+                error.add_note(
+                    f"stopped after step {progress.step} of {progress.steps}, which is saved. To continue:\n"
+                    f"  {self._resume_command(error)}"
+                )
+            raise
+        self._finish()
+        return 0
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
+        return step in (0, self.progress.steps) or (every > 0 and step % every == 0)
+
+    def _resume_command(self, error: BaseException) -> str:
+        command = f"ligermodels train {self.options.recipe} --config {shlex.quote(str(self.out / 'options.yaml'))} --resume"
+        torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
+        return torchrun + command + " --skip-bad" * isinstance(error, BadRowError)
+
+    def _finish(self) -> None:
+        """Writes what was trained, and the report; the path of what was trained goes to stdout."""
+        o, saved = self.options, self.out / self.recipe.result
+        self._save_model(saved)
+        if o.merge:
+            saved = self.out / "model"
+            self._save_model(saved, merged=True)
+        if not self.processes.is_main:
+            return
+        exported = None if o.export == "none" else models.export(o, self.folder)
+        self.reporter.finish(self, saved, exported)
+        say(f"report: {self.out / 'report.md'}")
+        if exported is not None:
+            say(f"GGUF: {exported} ({exported.stat().st_size / 1e6:,.1f} MB), for llama.cpp")
+        if self.saved_as:
+            say(f"saved as {self.saved_as}")
+        if sys.stdout.isatty():
+            print(f"{saved.name}: ", end="", file=sys.stderr, flush=True)
+        else:
+            say(f"{saved.name}: {saved}")
+        print(saved)
+
+
+class _ModelWithLoss(nn.Module):
+    """(count of the step, batch) -> the batch's part of the loss, as `CapturedStep` calls a model."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe):
+        super().__init__()
+        self.model, self.recipe = model, recipe
+
+    def forward(self, num_items_in_batch: Tensor, **batch: Any) -> Any:
+        return self.recipe.loss(self.model, batch, num_items_in_batch)[0]
+
+
+class Signals:
+    """Ctrl-C and SIGTERM, noted instead of raised, so that a step is finished. A second Ctrl-C raises.
+
+    torchrun passes signals on, so that its processes get them twice: there the second is ignored.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.came and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise KeyboardInterrupt
+        self.came = True
+
+
+def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
+    """The learning rate of step `step`, from 0, of `steps`, as a fraction of the peak.
+
+    It rises over the warmup. Then constant_with_warmup stays; linear and cosine fall to the final rate at the end; wsd
+    stays, and falls linearly to the final rate over the last `decay` steps.
+    """
+    warmup, decay = (
+        math.ceil(number * steps) if number < 1 else round(number) for number in (options.warmup_steps, options.decay)
+    )
+    schedule = options.lr_scheduler_type
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant_with_warmup":
+        return 1.0
+    begin = max(warmup, steps - decay) if schedule == "wsd" else warmup
+    done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
+    fall = 0.5 * (1 - math.cos(math.pi * done)) if schedule == "cosine" else done
+    return 1.0 - (1.0 - options.final_lr) * fall
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB at most so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
