@@ -172,7 +172,7 @@ def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
 
 def sum_over_ranks(model: Any, loss: Tensor) -> Tensor:
     """The sum of the ranks' losses. Its gradient is that of this rank's, as in a sharded model's own loss."""
-    return loss if model.parallel is None else model.parallel.data.sum(loss)
+    return loss if model.parallel is None else model.parallel.data.all_reduce(loss)
 
 
 def mean_of(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,11 @@ encode all rows, and each takes its own batches: none needs to ask another how m
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import itertools
-import multiprocessing
 import os
-import pickle
 import random
-import signal
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +23,12 @@ import numpy as np
 import torch
 
 from ligermodels.checkpoint import files
-from ligermodels.errors import InputError, LigermodelsError, TokenizerError, TrainingError
+from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.formats import format_of, mixed
 from ligermodels.recipes.masking import IGNORED
 from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.rows import Joined, Rows, open_rows
+from ligermodels.recipes.workers import Workers
 from ligermodels.text.chat import TemplateError
 
 _WINDOW, _WINDOW_OF_IMAGES = 1000, 64
@@ -104,7 +100,7 @@ class Encoder:
             return Outcome([], counts | {"cut_away": 1})
         if example.ends is not None:
             ends = bool(example.ends if self.split else cut.ends)
-            counts |= {"asked": 1, "ends": ends, "ends_cut": bool(example.ends and not ends)}
+            counts |= {"asked": 1, "ends": int(ends), "ends_cut": int(example.ends and not ends)}
         counts |= {"tokens": sum(one.size for one in found), "trained": sum(one.trained for one in found)}
         return Outcome([Size(one.size) for one in found] if self.sizes_only else found, counts)
 
@@ -117,11 +113,8 @@ class Encoder:
             for n, (ids, labels) in enumerate(parts)
         ]
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Outcome | LigermodelsError]:
-        """For torch's DataLoader: the outcomes of rows, or the error of one."""
+    def encode_many(self, indices: Sequence[int]) -> list[Outcome | LigermodelsError]:
+        """The outcomes of rows; an error in place of a row that raises it."""
         found: list[Outcome | LigermodelsError] = []
         for index in indices:
             try:
@@ -173,7 +166,7 @@ class Batches(Iterator[Batch]):
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
-        self._windows = _prefetch(self._make_windows(epoch, row))
+        self._windows = _Prefetch[Window](self._make_windows(epoch, row))
         self._window = Window(epoch, row, row, [], {}, {})
         self._batch = 0  # of the window, that comes next
 
@@ -312,13 +305,15 @@ class Batches(Iterator[Batch]):
         """The `report` of a pass over the data, and the number of its "batches", none of which is made."""
         number, encoder = 0, self.encoder
         self.encoder = dataclasses.replace(encoder, sizes_only=True)
-        windows = _prefetch(self._make_windows(0, 0))
-        for window in windows:
-            if window.epoch:
-                break
-            self._count(window)
-            number += len(window.batches)
-        windows.close()
+        windows = _Prefetch[Window](self._make_windows(0, 0))
+        try:
+            for window in windows:
+                if window.epoch:
+                    break
+                self._count(window)
+                number += len(window.batches)
+        finally:
+            windows.close()
         self.encoder = encoder
         return {"batches": number, **self.report()}
 
@@ -387,13 +382,26 @@ class Batches(Iterator[Batch]):
             self.inspect = None
 
 
-def _prefetch(items: Iterator[_T]) -> Any:
-    """A generator of the items, the next of which is made in a thread meanwhile."""
-    with ThreadPoolExecutor(1, "encode") as executor, contextlib.closing(items):  # type: ignore[type-var]
-        future = executor.submit(next, items, None)
-        while (item := future.result()) is not None:
-            future = executor.submit(next, items, None)
-            yield item
+class _Prefetch(Iterator[_T]):
+    """The items of a generator, the next of which is made in a thread meanwhile."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._next: Any = None
+        self._executor = ThreadPoolExecutor(1, "encode")
+
+    def __next__(self) -> _T:
+        future: Any = self._next or self._executor.submit(next, self._items, None)
+        self._next = None
+        if (item := future.result()) is None:
+            raise StopIteration
+        self._next = self._executor.submit(next, self._items, None)
+        return item  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Ends the thread, and the processes that the generator uses."""
+        self._executor.shutdown()
+        self._items.close()
 
 
 # ---- worker processes ----
@@ -408,71 +416,21 @@ def workers_for(rows: int, most: int) -> int:
     return min(most, cores) if cores > 1 else 0
 
 
+def encoding_workers(rows: int) -> int:
+    """The processes that encode rows during a run. On a CPU the steps leave the interpreter free, and need the cores."""
+    return workers_for(rows, 4) if torch.cuda.is_available() else 0
+
+
 def _in_processes(encoder: Encoder, indices: Iterator[int], workers: int) -> Iterator[Outcome]:
-    """The outcomes of rows, in their order, encoded ahead by a DataLoader.
-
-    The processes are forks of a server that multiprocessing starts (forkserver), not of this process, whose threads (of
-    tokenizers, torch, CUDA) would not survive in a fork. The server imports what is needed once. As everywhere in
-    multiprocessing, a script must start its work under `if __name__ == "__main__":`; the command does.
-    """
-    try:
-        pickle.dumps(encoder)
-    except Exception as error:  # many kinds, of what is in it
-        raise InputError(
-            f"rows and recipe must be picklable for worker processes: {type(error).__name__}: {error}. Next step: define "
-            "them at the top of a module"
-        ) from error
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__, "tokenizers"])
+    """The outcomes of rows, in their order, encoded ahead in processes. Raises the error of the first row with one."""
     chunks = iter(lambda: list(itertools.islice(indices, _CHUNK)), [])
-    loader = torch.utils.data.DataLoader(
-        encoder, batch_sampler=chunks, num_workers=workers, collate_fn=_as_it_is, worker_init_fn=_start_worker,  # type: ignore[arg-type]
-        multiprocessing_context=context,
-    )  # fmt: skip
-    try:
-        with _signals_blocked():
-            found = iter(loader)
-        for outcomes in found:
-            for outcome in outcomes:
-                if isinstance(outcome, LigermodelsError):
-                    raise outcome
-                yield outcome
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise TrainingError(
-            f"a process that encodes rows ended: {str(error).splitlines()[0]}.\n  Likely: memory ran out, and the system "
-            "killed it, or a library crashed; a script must train under `if __name__ == '__main__':`.\n"
-            "  Next: --resume continues from the newest checkpoint, if there is one."
-        ) from None
-
-
-def _as_it_is(outcomes: Any) -> Any:
-    return outcomes
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Processes that are started meanwhile do not get Ctrl-C and SIGTERM, which this process handles for all."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _start_worker(number: int) -> None:
-    """In a worker process: ignores the signals of the terminal, uses one core, and ends with its parent."""
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    if sys.platform == "linux":  # a run that is killed leaves no process that waits to hand over its rows
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    recipe = getattr(encoder.process, "__self__", encoder.process)
+    modules = (getattr(recipe, "__module__", __name__), "tokenizers")
+    with contextlib.closing(Workers(encoder.encode_many, chunks, workers, modules)) as found:
+        for outcome in itertools.chain.from_iterable(found):
+            if isinstance(outcome, LigermodelsError):
+                raise outcome
+            yield outcome
 
 
 # ---- a run's data ----
@@ -495,11 +453,11 @@ class Data:
         self.digest = digest([*rows.files, *(() if evaluation is None else evaluation.files)])
         self.format = recipe.check_rows(rows)
         self.eval_format = None if evaluation is None else recipe.check_rows(evaluation, is_evaluation=True)
-        # On a CPU the steps leave the interpreter free, and need the cores.
-        self.train = self._batches(workers=workers_for(len(rows), 4) if torch.cuda.is_available() else 0)
+        self.train = self._batches(workers=encoding_workers(len(rows)))
 
     def _batches(self, *, evaluates: bool = False, **more: Any) -> Batches:
         o, recipe = self.options, self.recipe
+        rows: Any
         rows, format = (self.eval_rows, self.eval_format) if evaluates else (self.rows, self.format)
         packing, capacity = recipe.batch_size(evaluates)
         if not evaluates:

@@ -21,7 +21,9 @@ def check(out: Path, *, resume: bool) -> None:
             what = "has no run to resume" if resume else "is not empty"
             raise InputError(f"--output-dir {out} {what}; give a folder that is new")
         if not resume:
-            raise InputError(f"--output-dir {out} has a run already; pass --resume to continue it, or give another folder")
+            raise InputError(
+                f"--output-dir {out} has a run already; pass --resume to continue it, or give another folder"
+            )
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError(f"--output-dir {out} cannot be written, since {above} cannot; give another folder")

@@ -162,9 +162,9 @@ class GRPO(Sampling):
             failed = error
         totals = [self.rewards.total(values) for values in given]
         everyone = p.gather((totals, failed))
-        for _, error in everyone:
-            if error is not None:
-                raise error
+        for _, other in everyone:
+            if other is not None:
+                raise other
         judged = [
             dataclasses.replace(one, rewards=values, reward=total)
             for one, values, total in zip(completions, given, totals, strict=True)
@@ -257,10 +257,10 @@ class GRPO(Sampling):
                 kl = policy.kl_losses(logp, ref_logp, ratio)
                 losses = losses + o.beta * kl
                 metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-            is_clipped = policy.clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
+            is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
             metrics["clipped"] = is_clipped.sum(), tokens
             metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-            return policy.reduced(o.loss_type, losses, mask, counts, o.max_completion_length)
+            return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
 
         total = next_token_loss(model, decoder_inputs(batch) | {"loss_function": loss}, counts.tokens)
         return total, metrics

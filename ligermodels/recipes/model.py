@@ -81,9 +81,7 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
     """The model, ready to train. frozen: a copy to compare with, which is not trained."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
-    how: dict[str, Any] = dict(
-        dtype=weight_dtype(options, processes), activation_checkpointing=options.activations
-    )
+    how: dict[str, Any] = dict(dtype=weight_dtype(options, processes), activation_checkpointing=options.activations)
     whole = processes.mesh is None or options.lora_r or recipe.adds_modules
     if whole:  # modules are added to a whole model, which is sharded then
         how["device"] = processes.device

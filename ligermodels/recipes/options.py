@@ -38,7 +38,7 @@ def option(
 
 def override(options: type, name: str, default: Any = dataclasses.MISSING, help: str = "") -> Any:
     """The field `name` of a base class with another default or help."""
-    field = options.__dataclass_fields__[name]
+    field = fields_of(options)[name]
     metadata = {**field.metadata, "help": help or field.metadata["help"]}
     return dataclasses.field(default=field.default if default is dataclasses.MISSING else default, metadata=metadata)
 
@@ -235,7 +235,7 @@ class TrainOptions(
             )
         try:
             known, hints = cls._by_field(values), typing.get_type_hints(cls)
-            return {name: _check(cls.__dataclass_fields__[name], known[name], hints[name]) for name in known}
+            return {name: _check(fields_of(cls)[name], known[name], hints[name]) for name in known}
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
 
@@ -322,8 +322,10 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
     groups: dict[str, Any] = {}
     hints = typing.get_type_hints(options)
     for name, title in groups_of(options).items():
-        field, hint = options.__dataclass_fields__[name], hints[name]
-        group = groups.setdefault(title, parser.add_argument_group(title) if title not in groups else None)
+        field, hint = fields_of(options)[name], hints[name]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        group = groups[title]
         help, choices = field.metadata["help"], field.metadata["choices"]
         if field.default not in (None, "", ()) and not isinstance(field.default, bool):
             help += f" (default {_shown(field.default)})"
@@ -340,11 +342,18 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
 def groups_of(options: type[TrainOptions]) -> dict[str, str]:
     """The group of each option: that of the class which declares it first."""
     found: dict[str, str] = {}
-    for cls in reversed(options.__mro__):
+    fields = fields_of(options)
+    classes: Any = reversed(options.__mro__)
+    for cls in classes:
         for name in inspect.get_annotations(cls):
-            if name in options.__dataclass_fields__:
+            if name in fields:
                 found.setdefault(name, cls.group)
     return found
+
+
+def fields_of(options: Any) -> "dict[str, Field[Any]]":
+    """The fields of options by name."""
+    return {field.name: field for field in dataclasses.fields(options)}
 
 
 def names_of(field: "Field[Any]") -> list[str]:

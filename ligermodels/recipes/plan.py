@@ -24,13 +24,16 @@ def make_plan(
     trainer: "Trainer", sketch: Any, sizes: memory.Sizes, counts: Mapping[str, int] | None
 ) -> tuple[dict[str, str], list[str]]:
     """The plan, and warnings. counts: of a pass over the data; None if it was not counted."""
+    o: Any
     o, p, recipe, data = trainer.options, trainer.processes, trainer.recipe, trainer.data
     steps, tokens, on_gpu = trainer.progress.steps, o.batch_tokens, p.device.type == "cuda"
     setting = memory_setting(trainer)
     need, free = memory.estimate(sizes, setting), memory.available(p.device)
     share = sizes.trained / sizes.parameters
     targets = ",".join(o.lora_target_modules) or "all projections"
-    evaluation = "" if data.eval_rows is None else f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
+    evaluation = (
+        "" if data.eval_rows is None else f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
+    )
     plan = {
         "model": f"{o.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
         "trained": f"LoRA of rank {o.lora_r} on {targets}: " * bool(o.lora_r)
@@ -72,6 +75,7 @@ def make_plan(
 
 
 def memory_setting(trainer: "Trainer") -> memory.Setting:
+    o: Any
     o, p = trainer.options, trainer.processes
     return memory.Setting(
         o.precision,

@@ -154,7 +154,8 @@ def logps(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) 
     tokens = output.logprobs
     sums = (torch.where(answers, tokens, 0), answers, tokens, every)
     aux = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
-    return Logps(*(sum_per_sequence(values, bounds) for values in sums), aux)
+    one, lengths, nll, nll_lengths = (sum_per_sequence(values, bounds) for values in sums)
+    return Logps(one, lengths, nll, nll_lengths, aux)
 
 
 def with_prompts(batch: Batch) -> Tensor:

@@ -87,7 +87,9 @@ class Reporter:
         """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
         if not self.active:
             return
-        metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": math.exp(min(loss, 700.0))}
+        metrics = {f"eval_{name}": value for name, value in values.items()} or {
+            "perplexity": math.exp(min(loss, 700.0))
+        }
         self._write({"step": step, "eval_loss": loss, **metrics})
         best = ", the best so far" if better and step > 0 else ""
         more = _rewards(values) if values else f", perplexity {metrics['perplexity']:,.2f}"

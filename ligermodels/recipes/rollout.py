@@ -413,7 +413,9 @@ class Rollouts:
             rows = max(1, o.batch_tokens // o.max_length)
             bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
         bins = spread(bins, max(p.gather(len(bins))))  # a forward is one of all ranks
-        batches = [self.recipe.batch_of([found[n] for n in bin], None if at else seconds) for at, bin in enumerate(bins)]
+        batches = [
+            self.recipe.batch_of([found[n] for n in bin], None if at else seconds) for at, bin in enumerate(bins)
+        ]
         return [on_device(check_ids(batch, self.prompts.vocab_size), p.device) for batch in batches]
 
     def _write(self, completions: Sequence[Completion]) -> None:

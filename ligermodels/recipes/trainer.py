@@ -129,9 +129,7 @@ class Trainer:
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind(o, tokenizer, p.ranks_per_batch)
         if o.export != "none":
-            p.from_main(
-                lambda: models.check_export(o, self.folder, sketch, from_scratch=recipe.from_scratch)
-            )
+            p.from_main(lambda: models.check_export(o, self.folder, sketch, from_scratch=recipe.from_scratch))
         if recipe.captured:
             models.check_capture(sketch, p)
         models.check_targets(o, sketch)
@@ -243,7 +241,7 @@ class Trainer:
                 self.batches.prefetch()
         except LigermodelsError as error:
             failed = error
-        value, norm = loss.item(), float(self.optimizer.grad_norm)
+        value, norm = loss.item(), float(self.optimizer.grad_norm)  # type: ignore[arg-type]
         # The time, too, is a mean over ranks: the progress of all ranks is the same, and loads on any number of them.
         seconds = (time.perf_counter() - start) / p.batch_ranks
         tokens_of_all, seconds, came, failures = p.sum(tokens, seconds, self.signals.came, failed is not None)
@@ -385,7 +383,9 @@ class Trainer:
         return step in (0, self.progress.steps) or (every > 0 and step % every == 0)
 
     def _resume_command(self, error: BaseException) -> str:
-        command = f"ligermodels train {self.options.recipe} --config {shlex.quote(str(self.out / 'options.yaml'))} --resume"
+        command = (
+            f"ligermodels train {self.options.recipe} --config {shlex.quote(str(self.out / 'options.yaml'))} --resume"
+        )
         torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
         return torchrun + command + " --skip-bad" * isinstance(error, BadRowError)
 

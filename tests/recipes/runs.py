@@ -3,10 +3,15 @@
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from ligermodels.cli import main
+from ligermodels.recipes import find
+from ligermodels.recipes.data import Data
+from ligermodels.text import Tokenizer
+from tests.text import folders
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -52,3 +57,21 @@ def reached(folder, step, child):
     while not file.is_file() or file.read_text().count('"loss"') < step:
         assert time.monotonic() < end and not os.waitpid(child.pid, os.WNOHANG)[0], "the run has ended, or hangs"
         time.sleep(0.002)
+
+
+def options_of(name, **options):
+    """The options of a recipe, complete."""
+    return find(name).Options(**{"model": "m", "data": "d", "output_dir": "o", **options})
+
+
+def recipe_of(name, **options):
+    """A recipe with a tiny tokenizer."""
+    options = options_of(name, **{"max_length": 64, "batch_tokens": 128, **options})
+    folder = Path(tempfile.mkdtemp())
+    return find(name)(options, Tokenizer.from_folder(folders.byte_level(folder)))
+
+
+def data_of(name, tokenizer, **options):
+    """The data of a recipe."""
+    options = options_of(name, **{"max_length": 64, "batch_tokens": 64 * find(name).Options.sequences, **options})
+    return Data(options, find(name)(options, tokenizer))

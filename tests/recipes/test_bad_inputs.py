@@ -85,7 +85,7 @@ TEMPLATES = {
     "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
 }
 YAML = {
-    "a list": ("- a\n- b", "holds no options; expected lines such as `learning_rate: 1e-5`"),
+    "a list": ("- a\n- b", "has no options; expected lines such as `learning_rate: 1e-5`"),
     "twice": ("lr: 1\nlr: 2", "lr is there twice"),
     "twice, once with a dash": ("eval_steps: 1\neval-steps: 2", "eval_steps is there twice, also as eval-steps"),
     "no yaml": ("lr: [1", "is not valid YAML"),
@@ -152,14 +152,12 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     assert "max_steps: 3" in (out / "options.yaml").read_text()
     assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
     said = capsys.readouterr().err
-    assert "resumed after step 3\n" in said and "changed since" not in said and "holds no run" not in said
+    assert "resumed after step 3\n" in said and "changed since" not in said and "has no run" not in said
 
 
 def test_resuming_where_nothing_is_says_that_a_run_begins(home, tmp_path, capsys):
     assert train(home, tmp_path / "new", "--length", "64", "--steps", "1", "--resume") == 0
-    assert capsys.readouterr().err.startswith(
-        f"warning: --resume, but {tmp_path / 'new'} holds no run: a new one begins"
-    )
+    assert capsys.readouterr().err.startswith(f"warning: --resume, but {tmp_path / 'new'} has no run: a new one begins")
 
 
 def edited(file, **changes):
@@ -191,7 +189,7 @@ MODELS = {
     "weights cut short": (lambda folder: cut(folder / "model.safetensors"), "it is damaged or cut short"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
     "other shapes": (lambda folder: edited(folder / "config.json", intermediate_size=96), "shape"),
-    "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "holds adapters"),
+    "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has adapters"),
 }  # fmt: skip
 
 
@@ -224,12 +222,12 @@ def test_only_bad_rows_are_not_skipped_to_nothing(home, write, tmp_path, capsys)
 
 
 def test_what_cannot_be_resumed(home, capsys):
-    """A folder that holds no run, a checkpoint that is damaged, and data that has grown."""
+    """A folder that has no run, a checkpoint that is damaged, and data that has grown."""
     notes, flags = home / "notes", ("--steps", "4", "--save-steps", "2", "--length", "64")
     notes.mkdir()
     (notes / "notes.txt").write_text("mine")
     assert train(home, "notes", *flags, "--resume") == 3
-    assert "holds no run to resume" in capsys.readouterr().err
+    assert "has no run to resume" in capsys.readouterr().err
     assert [path.name for path in notes.iterdir()] == ["notes.txt"]
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     assert train(home, "resumed", *flags, data="growing.jsonl") == 0
@@ -241,7 +239,7 @@ def test_what_cannot_be_resumed(home, capsys):
     other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")
     (home / "growing.jsonl").write_text(other)
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "left off: the contents of its files have changed. Next step: restore what was" in capsys.readouterr().err
+    assert "the checkpoint: its files have changed. Next step: restore what was" in capsys.readouterr().err
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     newest = max((home / "resumed" / "checkpoints").glob("step-*/*.distcp"))
     whole = newest.read_bytes()

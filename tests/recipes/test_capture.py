@@ -14,15 +14,15 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.processes import Processes
-from ligermodels.recipes import loop, memory, run, sft
-from ligermodels.recipes.loop import next_token_loss, num_labels
-from ligermodels.recipes.options import SFTOptions
+from ligermodels.recipes import memory, model, sft, trainer
+from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.packing import filled_batch, packed_batch
+from ligermodels.recipes.plan import capture_pays
 from ligermodels.recipes.sft import dft_loss
 from ligermodels.training import CapturedStep
 from tests.processes import Child
 from tests.recipes import losses
-from tests.recipes.runs import metrics, reached, train
+from tests.recipes.runs import metrics, options_of, reached, train
 
 LENGTH = 80
 FLAGS = (
@@ -78,7 +78,7 @@ def filled_losses(monkeypatch, *, as_captured=False):
 
         return run
 
-    monkeypatch.setattr(sft, "RECIPE", run.Recipe(loss=padded(next_token_loss)))
+    monkeypatch.setattr(sft, "next_token_loss", padded(next_token_loss))
     monkeypatch.setattr(sft, "dft_loss", padded(dft_loss))
 
 
@@ -133,7 +133,7 @@ class Told(CapturedStep):
 def test_other_options_are_captured_too(home, more, forwards, monkeypatch):
     name = more[0].strip("-")
     flags = (*FLAGS, "--steps", "4", *more)
-    monkeypatch.setattr(loop, "CapturedStep", Told)
+    monkeypatch.setattr(trainer, "CapturedStep", Told)
     monkeypatch.setattr(Told, "calls", [])
     assert train(home, name, *flags, "--capture") == 0
     assert len(Told.calls) == forwards, "all forwards of training went through it"
@@ -181,11 +181,11 @@ def test_what_cannot_be_captured_is_refused_before_the_run(home, capsys):
     routed = [
         ligermodels.Mixtral.from_config(config | {"output_router_logits": on}, device="meta") for on in (False, True)
     ]
-    run._check_capture(routed[0], Processes(cpu))
+    model.check_capture(routed[0], Processes(cpu))
     with pytest.raises(InputError, match="would count the padding: leave --capture out, or set output_router_logits"):
-        run._check_capture(routed[1], Processes(cpu))
+        model.check_capture(routed[1], Processes(cpu))
     with pytest.raises(InputError, match="capture is for one process"):
-        run._check_capture(routed[0], Processes(cpu, 0, 2, mesh=object()))
+        model.check_capture(routed[0], Processes(cpu, 0, 2, mesh=object()))
 
 
 def test_images_are_not_captured(tmp_path, capsys):
@@ -207,11 +207,11 @@ def test_where_the_plan_names_it(name, tokens, pays):
     sketch, processes = ligermodels.Llama.from_config(config, device="meta"), Processes(torch.device("cpu"))
     sizes, given = (
         memory.Sizes.of(sketch),
-        dict(model="m", data="d", output_dir="o", max_length=128, batch_tokens=tokens),
+        dict(max_length=128, batch_tokens=tokens),
     )
-    assert run._capture_pays(SFTOptions(**given), sketch, sizes, processes) == pays
-    assert not run._capture_pays(SFTOptions(**given, packing=False), sketch, sizes, processes)
-    assert not run._capture_pays(SFTOptions(**given), sketch, sizes, Processes(processes.device, 0, 2, mesh=object()))
+    assert capture_pays(options_of("sft", **given), sketch, sizes, processes) == pays
+    assert not capture_pays(options_of("sft", **given, packing=False), sketch, sizes, processes)
+    assert not capture_pays(options_of("sft", **given), sketch, sizes, Processes(processes.device, 0, 2, mesh=object()))
 
 
 @pytest.mark.gpu
@@ -233,16 +233,16 @@ def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     assert train(home, folder("resumed"), *flags, "--steps", "4", "--capture") == 0
     assert train(home, folder("resumed"), *flags, "--capture", "--resume") == 0
     assert train(home, folder("plain"), *flags) == 0
-    optimizer_of = run._optimizer
+    optimizer_of = model.make_optimizer
 
-    def counts_on_device(*args):
-        optimizer = optimizer_of(*args)
+    def counts_on_device(*args, **options):
+        optimizer = optimizer_of(*args, **options)
         for group in optimizer.param_groups:
             group["capturable"] = True
         return optimizer
 
     filled_losses(monkeypatch, as_captured=True)
-    monkeypatch.setattr(run, "_optimizer", counts_on_device)
+    monkeypatch.setattr(model, "make_optimizer", counts_on_device)
     assert train(home, folder("padded"), *flags) == 0
     for key in SAME:  # the device's learning rate has fewer bits than the host's
         found = metrics(folder("graph"), key)

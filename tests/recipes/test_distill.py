@@ -11,12 +11,12 @@ import torch.nn.functional as F
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes import distill as distill_recipe
+from ligermodels import recipes
 from ligermodels.recipes import rollout
-from ligermodels.recipes.distill import OnPolicyData, OnPolicyLoss, check_same_tokens, distill_loss
-from ligermodels.recipes.formats import Format
-from ligermodels.recipes.masking import Encoder
-from ligermodels.recipes.options import DistillOptions
+from ligermodels.recipes.data import Data
+from ligermodels.recipes.distill import Distill, DistillOptions, check_same_tokens, distill_loss
+from ligermodels.recipes.formats import read
+from ligermodels.recipes.masking import encode
 from ligermodels.text import Tokenizer
 from tests.arch import qwen2_vl
 from tests.recipes import losses
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
     expected, soft, hard = plain(student, teacher, padded, **options)
     gradients = losses.gradients(student, expected / 7)
     for batch in (packed, padded):
-        loss = distill_loss(student, batch, count, teacher=teacher, **options)
+        loss, _ = distill_loss(student, batch, count, teacher=teacher, **options)
         torch.testing.assert_close(loss, expected / 7)
         losses.assert_same(losses.gradients(student, loss), gradients)
     student.eval()
@@ -94,7 +94,9 @@ def test_loss_is_that_of_trl(beta):
     expected = gkd.GKDTrainer.generalized_jsd_loss(
         *logits, batch["labels"][:, 1:], num_items_in_batch=torch.tensor(7.0), **options
     )
-    loss = distill_loss(student, batch, torch.tensor(7.0), teacher=teacher.requires_grad_(False), **OPTIONS | options)
+    loss, _ = distill_loss(
+        student, batch, torch.tensor(7.0), teacher=teacher.requires_grad_(False), **OPTIONS | options
+    )
     torch.testing.assert_close(loss, expected)
     losses.assert_same(losses.gradients(student, loss), losses.gradients(student, expected))
 
@@ -290,9 +292,10 @@ ROWS = {
 
 
 def data_of(home, write, *rows, **options):
-    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), output_dir="out", teacher="t")
+    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), output_dir="out")
+    paths["teacher"] = paths["model"]
     found = DistillOptions(**paths, max_length=64, batch_tokens=64, max_completion_length=9, **{"lmbda": 1, **options})
-    return OnPolicyData(found, Tokenizer.from_hub(home / "model"))
+    return Data(found, Distill(found, Tokenizer.from_hub(home / "model")))
 
 
 @pytest.mark.parametrize("share", [0.5, 1])
@@ -303,7 +306,7 @@ def test_what_is_asked_and_what_the_row_says(home, write, name, share):
     prompt = next(data_of(home, write, row, lmbda=share).train)["prompts"][0]
     assert prompt.ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
     assert prompt.where.endswith("rows.jsonl:1")
-    assert prompt.own == (Encoder(tokenizer, Format(name, ""))(row) if share < 1 else None)
+    assert prompt.own == (encode(read(row), tokenizer) if share < 1 else None)
     if share < 1:
         assert prompt.own.ids[: len(prompt.ids)] == prompt.ids and set(prompt.own.labels[: len(prompt.ids)]) == {-100}
 
@@ -316,9 +319,9 @@ def test_what_a_step_trains_on(home, write):
     model = losses.model(vocab_size=600).float()
 
     def steps(**options):
-        options = dataclasses.replace(data._options, **options)
-        of = OnPolicyLoss(options, data.encoder, Processes(torch.device("cpu")), distill_loss, 20)
-        return [of.rollout(model, prompts, n) for n in range(4)]
+        recipe = Distill(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
+        recipe.chat, recipe.processes, recipe.vocab_size = True, Processes(torch.device("cpu")), 20
+        return [recipe.roll_out(model, prompts, n) for n in range(4)]
 
     greedy, drawn = steps(sampling_temperature=0.0), steps()
     assert [greedy[1], greedy[3]] == [[prompt.own for prompt in prompts]] * 2 == [drawn[1], drawn[3]]
@@ -410,7 +413,7 @@ def test_steps_on_policy_are_trls(home, teacher, tmp_path, monkeypatch, beta, te
         learning_rate=1e-3, lr_scheduler_type="constant_with_warmup",
         warmup_steps=0, report_to="none", show=0, max_steps=STEPS, beta=beta, temperature=temperature,
     )  # fmt: skip
-    data = OnPolicyData(ours, Tokenizer.from_hub(ours.model))
+    data = Data(ours, Distill(ours, Tokenizer.from_hub(ours.model)))
     rows = [{"prompt": next(data.train)["prompts"][0].prompt} for _ in range(STEPS * PROMPTS)]
     arguments = trl.DistillationConfig(
         str(tmp_path / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS, learning_rate=1e-3, use_cpu=True,
@@ -427,7 +430,7 @@ def test_steps_on_policy_are_trls(home, teacher, tmp_path, monkeypatch, beta, te
     trainer._generate_single_turn = lambda prompts, *others, **more: fake(None, prompts, 1, stop_ids=(stop,))
     trainer.train()
     monkeypatch.setattr(rollout, "sample", fake)
-    assert distill_recipe.train(ours) == 0
+    assert recipes.train("distill", **vars(ours) | {"accumulation": None}) == 0
     for name in ("loss", "grad_norm"):
         expected = [entry[name] for entry in trainer.state.log_history if name in entry]
         assert list(metrics(tmp_path / "ours", name).values()) == pytest.approx(expected, rel=2e-4), name

@@ -11,10 +11,9 @@ import ligermodels
 from ligermodels.arch import ARCHS
 from ligermodels.cli import main
 from ligermodels.recipes import report
-from ligermodels.recipes.options import SFTOptions
 from ligermodels.training import load_adapter
 from tests.conversion.gguf_files import fields_of, small_model
-from tests.recipes.runs import CHATS, metrics, train
+from tests.recipes.runs import CHATS, metrics, options_of, train
 
 FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup-steps", "0")
 TEXT = "Say bcd.<|eot|>"
@@ -157,7 +156,7 @@ def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, 
     )
     assert "model.gguf" in card
     monkeypatch.chdir(tmp_path)
-    options = SFTOptions(model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
+    options = options_of("sft", model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
     (tmp_path / "out" / "adapter").mkdir(parents=True)
     report.write_card(tmp_path / "out" / "adapter", options, {}, "")
     head = yaml.safe_load((tmp_path / "out" / "adapter" / "README.md").read_text().split("---\n")[1])

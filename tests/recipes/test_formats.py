@@ -5,17 +5,7 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.recipes.formats import (
-    FORMATS,
-    Conversation,
-    Format,
-    Pair,
-    Text,
-    Tokens,
-    Unpaired,
-    detect,
-    normalise,
-)
+from ligermodels.recipes.formats import KEYS, Answers, Conversation, Text, Tokens, detect, read
 from ligermodels.recipes.rows import open_rows
 
 
@@ -66,6 +56,7 @@ EXAMPLES = [
                       {"role": "tool", "content": "c"}]),
     ),
     ("sharegpt", {"conversations": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
+    ("sharegpt", {"conversation": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
     ("prompt-completion", {"prompt": "a", "completion": " b"}, Text(" b", "a")),
     (
         "prompt-completion",
@@ -81,29 +72,29 @@ EXAMPLES = [
     ("text", {"text": "a", "source": "web"}, Text("a")),
     ("tokens", {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, Tokens([5, 6, 7], [-100, 6, 7])),
     ("tokens", {"input_ids": "[5, 6, 0]", "attention_mask": [1, 1, 0]}, Tokens([5, 6], [5, 6])),
-    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, Pair("a", "b", "c")),
+    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, Answers("a", ("b", "c"))),
     (
         "pairs",
         {"prompt": [user("a")], "chosen": [said("b")], "rejected": [said("c")]},
-        Pair([user("a")], [said("b")], [said("c")]),
+        Answers([user("a")], ([said("b")], [said("c")])),
     ),
-    ("pairs", {"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Pair([user("a")], [said("b")], [said("c")])),
+    ("pairs", {"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Answers([user("a")], ([said("b")], [said("c")]))),
     (
         "pairs",  # the prompt in all three, and once more as a text
         {"prompt": "a", "chosen": [system("s"), user("a"), said("b")],
          "rejected": [system("s"), user("a"), said("c")], "messages": [user("a"), said("b")]},
-        Pair([system("s"), user("a")], [said("b")], [said("c")]),
+        Answers([system("s"), user("a")], ([said("b")], [said("c")])),
     ),
     ("pairs", {"prompt": "a", "chosen": [said("b")], "rejected": [said("c")]},
-     Pair([user("a")], [said("b")], [said("c")])),
-    ("pairs", {"chosen": "Q: a\nA: It is", "rejected": "Q: a\nA: I am"}, Pair("Q: a\nA:", " It is", " I am")),
-    ("unpaired", {"prompt": "a", "completion": "b", "label": True}, Unpaired("a", "b", True)),
-    ("unpaired", {"prompt": "a", "completion": "b", "label": "False"}, Unpaired("a", "b", False)),
+     Answers([user("a")], ([said("b")], [said("c")]))),
+    ("pairs", {"chosen": "Q: a\nA: It is", "rejected": "Q: a\nA: I am"}, Answers("Q: a\nA:", (" It is", " I am"))),
+    ("unpaired", {"prompt": "a", "completion": "b", "label": True}, Answers("a", ("b",), True)),
+    ("unpaired", {"prompt": "a", "completion": "b", "label": "False"}, Answers("a", ("b",), False)),
 ]  # fmt: skip
 
 
 def test_every_format_is_here():
-    assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
+    assert {name for name, _, _ in EXAMPLES} == set(KEYS)
 
 
 @pytest.mark.parametrize(("name", "row", "expected"), EXAMPLES, ids=lambda x: x if isinstance(x, str) else "")
@@ -111,14 +102,14 @@ def test_formats(write, name, row, expected):
     before = json.dumps(row)
     rows = open_rows(write("a.jsonl", [row]))
     found = detect(rows)
-    assert found == Format(name, rows.where(0))
-    assert normalise(row, found) == expected
+    assert found == (name, rows.where(0))
+    assert read(row) == expected
     assert json.dumps(row) == before  # the row is not changed
 
 
 def test_csv_with_empty_columns(write):
     rows = open_rows(write("a.csv", "instruction,input,output\na,,b\n"))
-    assert normalise(rows[0], detect(rows)) == Conversation([user("a"), said("b")])
+    assert read(rows[0]) == Conversation([user("a"), said("b")])
 
 
 def test_mixed_formats_name_both_rows(write):
@@ -128,13 +119,11 @@ def test_mixed_formats_name_both_rows(write):
         InputError, match=r"a\.jsonl:3: the row is in the format 'messages', but .*a\.jsonl:1 is in 'al"
     ):
         detect(open_rows(path))
-    with pytest.raises(InputError, match=r"the row is in the format 'messages', but .*a\.jsonl:1 is in 'alpaca'"):
-        normalise(messages, detect(open_rows(path), sample=2))
 
 
 def test_detection_passes_over_bad_rows(write):
     rows = open_rows(write("a.jsonl", '{"x": 1}\n{"text"\n{"text": "a"}\n'))
-    assert detect(rows) == Format("text", rows.where(2))
+    assert detect(rows) == ("text", rows.where(2))
     with pytest.raises(InputError, match=r"a\.jsonl:1: no format has the keys \['x'\]\. .*alpaca: instruction, output"):
         detect(rows, sample=2)
     rows = open_rows(write("b.jsonl", [{"prompt": "a", "completion": None, "label": None, "x": 1}]))
@@ -204,6 +193,6 @@ def chat(*messages, **more):
 )
 def test_bad_rows_name_the_field(write, row, message):
     rows = open_rows(write("a.jsonl", [row]))
-    found = detect(rows)
+    detect(rows)
     with pytest.raises(InputError, match=message):
-        normalise(rows[0], found)
+        read(rows[0])

@@ -13,10 +13,10 @@ from ligermodels.layers import policy
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes import rollout
-from ligermodels.recipes.grpo import PolicyLoss, policy_counts
-from ligermodels.recipes.options import GRPOOptions
+from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.grpo import GRPO, GRPOOptions
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, Prompt, PromptEncoder, Sampler, policy_batch, sample
+from ligermodels.recipes.rollout import Completion, Prompt, sample
 from tests.parallel.ranks import on_ranks
 from tests.recipes import losses
 from tests.recipes.runs import metrics
@@ -53,9 +53,9 @@ def plain(model, completions, options, old, ref, temperature, dropped):
         before, reference, a = old(n, logp.detach()), ref(n, logp.detach()), one.advantage
         r = (logp - before).mean().exp() if options.loss_type == "gspo" else (logp - before).exp()
         if options.loss_type == "cispo":
-            loss = -torch.clamp(r, max=options.high).detach() * a * logp
+            loss = -torch.clamp(r, max=options.clip["high"]).detach() * a * logp
         else:
-            loss = torch.max(-r * a, -torch.clamp(r, 1 - options.low, 1 + options.high) * a)
+            loss = torch.max(-r * a, -torch.clamp(r, 1 - options.clip["low"], 1 + options.clip["high"]) * a)
         kl = (reference - logp).exp() - (reference - logp) - 1
         per_token.append((loss + options.beta * r * kl).expand(len(one.ids)))
         lengths.append(len(one.ids))
@@ -73,9 +73,21 @@ def options_of(**given):
     )
 
 
+class PaddedBy0(GRPO):
+    stop_ids = (0,)
+
+
+def grpo_of(options, tokenizer, reward=len, kind=PaddedBy0):
+    """The recipe with one reward."""
+    recipe = kind.__new__(kind)
+    Recipe.__init__(recipe, options, tokenizer)
+    recipe.rewards, recipe.processes = Rewards({"r": reward}), Processes(CPU)
+    return recipe
+
+
 @pytest.mark.parametrize("family, packing", [("Llama", False), ("Gemma2", True)])
 @pytest.mark.parametrize("loss", policy.LOSSES)
-def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
+def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family, packing):
     """Off-policy, so that ratios are clipped; with a softcap and a temperature; truncated completions left out."""
     options = options_of(
         loss_type=loss, beta=0.3, temperature=0.8, epsilon=0.1, packing=packing, mask_truncated_completions=True
@@ -83,8 +95,8 @@ def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
     options = dataclasses.replace(options, epsilon_high=1.05 if loss == "cispo" else 0.15)
     model, reference = losses.model(family), losses.model(family, seed=1)
     completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
-    rewards = Rewards({"r": len})
-    batch = policy_batch(completions, options, rewards, 0)
+    of = grpo_of(options, byte_level)
+    of.reference, batch = reference.eval(), of.batch_of(completions)
     shifts = [
         torch.linspace(-0.3, 0.2, len(one.ids), dtype=torch.float64) * (-1) ** n for n, one in enumerate(completions)
     ]
@@ -96,31 +108,29 @@ def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
         model, completions, options, lambda n, logp: logp + shifts[n], lambda n, _: references[n], 0.8, completions[2:3]
     )
     gradients = losses.gradients(model, expected)
-    sampler = Sampler(options, None, rewards, None)
-    of = PolicyLoss(options, sampler, reference.eval())
     with torch.no_grad():  # what the first step keeps
         first = dict(batch)
-        of(model, first, policy_counts(batch))
+        of.loss(model, first, of.count(batch))
     old = first["old_logprobs"]
     for n, shift in enumerate(shifts):
         old[n, : len(shift)] += shift
-    found, sums = of(model, {**batch, "old_logprobs": old}, policy_counts(batch))
+    found, sums = of.loss(model, {**batch, "old_logprobs": old}, of.count(batch))
     torch.testing.assert_close(found, expected)
     losses.assert_same(losses.gradients(model, found), gradients)
     assert sums["clipped"][0] > 0 and sums["clipped"][1] == 13
-    assert sums["truncated"][0] == 1 and sums["completion_length"] == (22, 4)
+    assert sums["truncated"][0] == 1 and sums["completion_length"][0] / sums["completion_length"][1] == 22 / 4
 
 
-def test_a_step_in_several_forwards_is_one():
+def test_a_step_in_several_forwards_is_one(byte_level):
     for loss in set(policy.LOSSES) - {"bnpo"}:
         options = options_of(loss_type=loss)
         model, completions = losses.model(), rewarded((3, 5, False), (1, 1, False), (6, 9, True))
-        of = PolicyLoss(options, Sampler(options, None, Rewards({"r": len}), None))
+        of = grpo_of(options, byte_level)
         parts = [completions, completions[:1], completions[1:], []]
-        batches = [policy_batch(part, options, of.sampler.rewards, 0) for part in parts]
-        whole = policy_counts(batches[0])
-        torch.testing.assert_close(sum(map(policy_counts, batches[1:]))[:2], whole[:2])
-        found = [of(model, batch, whole)[0] for batch in batches]
+        batches = [of.batch_of(part) for part in parts]
+        whole = of.count(batches[0])
+        torch.testing.assert_close(sum(map(of.count, batches[1:]))[:2], whole[:2])
+        found = [of.loss(model, batch, whole)[0] for batch in batches]
         torch.testing.assert_close(sum(found[1:]), found[0], rtol=1e-9, atol=1e-11)
 
 
@@ -179,11 +189,10 @@ def test_ids_that_another_model_lacks_are_not_drawn():
 
 
 def test_each_rollout_draws_anew(byte_level):
-    model, encoder = losses.model(vocab_size=byte_level.vocab_size).float(), PromptEncoder(byte_level, False, 9)
-    options = options_of(num_generations=3, max_completion_length=4)
-    sampler = Sampler(options, encoder, Rewards({"r": lambda completions: [0.5 for _ in completions]}), Processes(CPU))
-    prompts = [encoder({"prompt": "ab"}), encoder({"prompt": "c"})]
-    drawn = [[one.ids for one in sampler(model, prompts, rollout)] for rollout in (0, 1, 0)]
+    model, options = losses.model(vocab_size=byte_level.vocab_size).float(), options_of(num_generations=3)
+    recipe = grpo_of(options, byte_level, lambda completions: [0.5 for _ in completions], GRPO)
+    prompts = [recipe.process({"prompt": "ab"}), recipe.process({"prompt": "c"})]
+    drawn = [[one.ids for one in recipe.roll_out(model, prompts, rollout)] for rollout in (0, 1, 0)]
     assert drawn[0] == drawn[2] != drawn[1]
 
 
@@ -407,7 +416,7 @@ def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path
     ("reward_funcs is missing: give --reward-funcs", {"reward_funcs": ()}),
     ("there are 2 for 1 rewards", {"reward_weights": (1.0, 2.0)}),
     ("temperature=0: expected more than 0", {"temperature": 0}),
-    ("leaves no room for a prompt", {"max_length": 9}),
+    ("leaves no space for a prompt", {"max_length": 9}),
     ("num_generations=1: expected 2 or more", {"num_generations": 1}),
     ("rollout_rows=4 is less than the num_generations=8", {"rollout_rows": 4}),
     ("give --prompts in its place", {"accumulation": 3}),
@@ -422,10 +431,10 @@ def test_options_that_are_refused(says, given, monkeypatch):
 
 def test_defaults_of_each_loss():
     found = {loss: options_of(loss_type=loss) for loss in policy.LOSSES}
-    assert [(o.low, o.high, o.scale) for o in found.values()] == [
+    assert [(*o.clip.values(), o.scale) for o in found.values()] == [
         (0.2, 0.2, "group"), (0.2, 0.2, "group"), (0.2, 0.2, "none"), (0.2, 0.28, "group"), (3e-4, 4e-4, "group"),
         (0.2, 5.0, "group"),
     ]  # fmt: skip
     alone = options_of(epsilon=0.1)  # as in TRL, epsilon is also the default of epsilon_high
-    assert (alone.low, alone.high, options_of(epsilon=0.1, epsilon_high=0.3).high) == (0.1, 0.1, 0.3)
+    assert (*alone.clip.values(), options_of(epsilon=0.1, epsilon_high=0.3).clip["high"]) == (0.1, 0.1, 0.3)
     assert options_of(accumulation=8).accumulation == 8 and options_of(prompts=4).accumulation == 4

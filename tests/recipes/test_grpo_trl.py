@@ -6,9 +6,10 @@ import random
 import pytest
 
 import ligermodels
-from ligermodels.recipes import grpo, rollout
-from ligermodels.recipes.options import GRPOOptions
-from ligermodels.recipes.rollout import PromptData
+from ligermodels.recipes import rollout
+from ligermodels.recipes.data import Data
+from ligermodels.recipes.grpo import GRPO, GRPOOptions
+from ligermodels.recipes.trainer import train
 from tests.recipes.runs import metrics
 
 datasets = pytest.importorskip("datasets")
@@ -67,7 +68,7 @@ def options(files, out, data="prompts", **given):
 
 def theirs(files, tmp_path, ours, **given):
     """TRL's trainer of the prompts in our order."""
-    data = PromptData(ours, ligermodels.Tokenizer.from_hub(ours.model))
+    data = Data(ours, GRPO(ours, ligermodels.Tokenizer.from_hub(ours.model)))
     rollouts = STEPS // ours.num_iterations
     prompts = [next(data.train)["prompts"][0] for _ in range(rollouts * PROMPTS)]
     rows = [{"prompt": prompt.prompt, **prompt.columns} for prompt in prompts]
@@ -78,7 +79,7 @@ def theirs(files, tmp_path, ours, **given):
         learning_rate=1e-3, lr_scheduler_type="constant", max_completion_length=NEW, temperature=0.9, use_cpu=True,
         bf16=False, gradient_checkpointing=False, disable_tqdm=True, report_to=[], save_strategy="no", logging_steps=1,
         shuffle_dataset=False, num_iterations=ours.num_iterations, reward_weights=[1.0, 0.5], beta=ours.beta,
-        epsilon=ours.low, epsilon_high=ours.high, scale_rewards=ours.scale, **given,
+        epsilon=ours.clip["low"], epsilon_high=ours.clip["high"], scale_rewards=ours.scale, **given,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         transformers.AutoModelForCausalLM.from_pretrained(files / "model"), args=arguments,
@@ -125,7 +126,7 @@ def test_steps_are_trls(files, tmp_path, monkeypatch, loss, data):
     trainer = theirs(files, tmp_path, ours, **{"loss_type": loss, **other})
     trainer.train()
     monkeypatch.setattr(rollout, "sample", sampled)
-    assert grpo.train(ours) == 0
+    assert train(GRPO, ours) == 0
     for own, their in {**NAMES, **names}.items():
         found = list(metrics(tmp_path / "ours", own).values())
         expected = [entry[their] for entry in trainer.state.log_history if their in entry]

@@ -10,9 +10,9 @@ import transformers
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.formats import detect
-from ligermodels.recipes.masking import IGNORED, Encoder, show
+from ligermodels.recipes.data import Batches, Encoder
+from ligermodels.recipes.formats import read
+from ligermodels.recipes.masking import IGNORED, encode, show
 from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import open_rows
 from ligermodels.text import Tokenizer
@@ -80,7 +80,15 @@ def rows_of(home, *rows, name="data.jsonl"):
 
 
 def encoder_of(home, rows):
-    return Encoder(Tokenizer.from_folder(home / "model"), detect(rows))
+    """row -> example"""
+    tokenizer = Tokenizer.from_folder(home / "model")
+    return lambda row: encode(read(row), tokenizer)
+
+
+def padded(home, rows, length, *, skip_bad=False):
+    """Batches of one row, in order."""
+    encoder = Encoder(rows, encoder_of(home, rows), length, skip_bad=skip_bad)
+    return Batches(encoder, padded_batch, capacity=1, packing=False, shuffle=False, epochs=1)
 
 
 def data_uri(path):
@@ -203,21 +211,20 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
         ({"messages": [asked(image(video="x")), said("x")]}, "a part of the messages|places"),
     ):
         rows = rows_of(home, ok, wrong)
-        options = dict(length=400, packing=False, shuffle=False, prefetch=False, epochs=1)
         with pytest.raises(InputError, match=rf"data.jsonl:2: .*{message}"):
-            list(Batches(rows, encoder_of(home, rows), **options))
-        batches = Batches(rows, encoder_of(home, rows), **options, skip_bad=True)
+            list(padded(home, rows, 400))
+        batches = padded(home, rows, 400, skip_bad=True)
         assert sum(len(batch["input_ids"]) for batch in batches) == 1 and batches.report()["bad"] == 1
 
 
 def test_a_cut_goes_through_no_image(home):
     rows = rows_of(home, {"messages": [asked("a cat " * 20, image(image=NAMES[1]), "why"), said("x")]})
     with pytest.raises(InputError, match=r"data.jsonl:1: .* would cut its images.* a larger --max-length"):
-        next(Batches(rows, encoder_of(home, rows), length=24, packing=False))
+        next(padded(home, rows, 24))
     long, short = ({"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * n)]} for n in (30, 1))
     rows = rows_of(home, long, short)
     whole = encoder_of(home, rows)(rows[0])
-    batch = next(Batches(rows, encoder_of(home, rows), length=len(whole.ids) - 9, packing=False, shuffle=False))
+    batch = next(padded(home, rows, len(whole.ids) - 9))
     assert batch["input_ids"].tolist() == [whole.ids[:-9]] and "pixel_values" in batch
 
 
@@ -228,7 +235,7 @@ def test_rows_with_images_need_a_model_with_eyes(home, tmp_path):
     (tmp_path / "text" / "chat_template.jinja").write_text(folders.QWEN_TEMPLATE)
     rows = mixed(home)
     with pytest.raises(InputError, match="the row has images, and the model takes none"):
-        Encoder(Tokenizer.from_folder(tmp_path / "text"), detect(rows))(rows[0])
+        encode(read(rows[0]), Tokenizer.from_folder(tmp_path / "text"))
     pairs = rows_of(home, {"chosen": TWO[:2], "rejected": [TWO[0], said("x")], "images": list(NAMES[:2])})
     with pytest.raises(InputError, match="images: rows of pairs train on text only"):
         encoder_of(home, pairs)(pairs[0])

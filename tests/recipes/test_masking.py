@@ -1,6 +1,5 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
-import dataclasses
 import itertools
 import re
 
@@ -11,8 +10,8 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes import masking
-from ligermodels.recipes.formats import Conversation, Format, Pair, Text, Tokens
-from ligermodels.recipes.masking import IGNORED, Encoder, Example, encode, show
+from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
+from ligermodels.recipes.masking import IGNORED, Example, encode, encode_answers, show
 from ligermodels.text import Tokenizer
 from ligermodels.text.batch import mask_of
 from tests import real_files
@@ -63,7 +62,7 @@ def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name):
     labels = [i if m else IGNORED for i, m in zip(expected["input_ids"], expected["assistant_masks"], strict=True)]
     assert set(labels) != {IGNORED}
     for template in (MARKED, UNMARKED):
-        found = encode(Conversation(chat), ours, chat_template=template)
+        found = encode(Conversation(chat), ours, template=template)
         assert (found.ids, found.labels, found.ends) == (expected["input_ids"], labels, True), template is MARKED
 
 
@@ -96,28 +95,23 @@ def test_families(folder_of, name):
     found = encode(Conversation(TALK), tokenizer)
     assert found.ids == ids and found.ends
     assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}|Itisthecat{last}"
-    found = encode(Conversation(TALK), tokenizer, train_on="last")
-    assert trained_text(tokenizer, found).replace(" ", "") == f"Itisthecat{last}"
     silent = [m | {"train": False} if n == 3 else m for n, m in enumerate(TALK)]
     found = encode(Conversation(silent), tokenizer)
     assert found.ids == ids
     assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}"
-    assert encode(Conversation(silent), tokenizer, train_on="last").trained == 0
-    found = encode(Conversation(TALK), tokenizer, train_on="all")
+    found = encode(Conversation(TALK), tokenizer, every_message=True)
     assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
 
 
 def test_messages_that_are_not_trained_under_a_marked_template(qwen):
     chat = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
-    results = [encode(Conversation(chat), qwen[0], chat_template=text) for text in (MARKED, UNMARKED)]
+    results = [encode(Conversation(chat), qwen[0], template=text) for text in (MARKED, UNMARKED)]
     assert results[0] == results[1]
     text = trained_text(qwen[0], results[0])
     assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
-    results = [encode(Conversation(chat[:4]), qwen[0], chat_template=t, train_on="last") for t in (MARKED, UNMARKED)]
-    assert [result.trained for result in results] == [0, 0]
     doubled = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
     with pytest.raises(InputError, match="marks 6 stretches as the assistant's, but it has 3 messages"):
-        encode(Conversation(chat), qwen[0], chat_template=doubled)
+        encode(Conversation(chat), qwen[0], template=doubled)
 
 
 @pytest.mark.parametrize("name", ["tokenizer-qwen3", "tokenizer-llama3_1", "tokenizer-gemma3"])
@@ -131,8 +125,6 @@ def test_released_templates(name):
     assert found.ends
     assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
     if "qwen3" in name:
-        found = encode(Conversation(TALK), tokenizer, variables={"enable_thinking": False})
-        assert trained_text(tokenizer, found) == f"Yes.{end}|It is the cat{end}"
         calls = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
                  {"role": "tool", "content": "here"}, SAID | {"content": "There."}]  # fmt: skip
         schema = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
@@ -148,43 +140,30 @@ def test_templates_that_rewrite_earlier_turns(folder_of):
     tokenizer = Tokenizer.from_folder(folder_of("nemo"))
     chat = Conversation([{"role": "system", "content": "Be brief."}, *TALK])
     assert "Be brief" not in tokenizer.apply_chat_template(chat.messages, tokenize=False)
-    for train_on, n in (("assistant", 2), ("last", 4)):
-        with pytest.raises(InputError, match=rf"up to messages\[{n}\] otherwise .* a system prompt or tools"):
-            encode(chat, tokenizer, train_on=train_on)
+    with pytest.raises(InputError, match=r"changes the conversation up to messages\[2\] .* a system prompt or tools"):
+        encode(chat, tokenizer)
     growing = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
-    with pytest.raises(InputError, match=r"up to messages\[1\] otherwise"):
-        encode(Conversation(TALK), tokenizer, chat_template=growing)
+    with pytest.raises(InputError, match=r"up to messages\[1\]"):
+        encode(Conversation(TALK), tokenizer, template=growing)
     changing = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
-    with pytest.raises(InputError, match=r"up to messages\[1\] otherwise"):
-        encode(Conversation([{"role": "user", "content": "HI"}, *TALK[1:]]), tokenizer, chat_template=changing)
+    with pytest.raises(InputError, match=r"up to messages\[1\]"):
+        encode(Conversation([{"role": "user", "content": "HI"}, *TALK[1:]]), tokenizer, template=changing)
 
 
 def test_the_beginning_of_a_turn_is_not_trained_nor_told(byte_level):
     with pytest.raises(InputError, match="the first message is the assistant's; start with a user message"):
         encode(Conversation([SAID, USER]), byte_level)
-    with pytest.raises(InputError, match="train_on='all' trains every message"):
-        encode(Conversation([USER, SAID | {"train": False}]), byte_level, train_on="all")
-    with pytest.raises(InputError, match="train_on is 'assistant'"):
-        encode(Conversation([USER, SAID]), byte_level, train_on="user")
+    with pytest.raises(InputError, match="every message is trained"):
+        encode(Conversation([USER, SAID | {"train": False}]), byte_level, every_message=True)
 
 
 def test_a_stop_token_outside_the_mask_is_told(qwen):
     outside = QWEN_3.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
-    found = encode(Conversation([USER, SAID]), qwen[0], chat_template=outside)
+    found = encode(Conversation([USER, SAID]), qwen[0], template=outside)
     assert found.trained and found.ends is False
     plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
-    found = encode(Conversation([USER, SAID]), qwen[0], chat_template=plain)
+    found = encode(Conversation([USER, SAID]), qwen[0], template=plain)
     assert found.trained and found.ends is False
-
-
-def test_variables_of_the_template(qwen):
-    chat = Conversation([USER, SAID])
-    template = UNMARKED.replace("loop.last %}{{", "(loop.last and enable_thinking) %}{{")
-    texts = [
-        trained_text(qwen[0], encode(chat, qwen[0], chat_template=template, variables={"enable_thinking": thinks}))
-        for thinks in (True, False)  # without, the turn is begun with an empty thought that the template leaves out
-    ]
-    assert texts == ["<think>\n\n</think>\n\nUnder the 🦊 dog. <|im_end|>\n", "Under the 🦊 dog. <|im_end|>\n"]
 
 
 # ---- texts and tokens ----
@@ -220,7 +199,7 @@ def test_a_tokenizer_without_offsets(tmp_path):
     found = encode(Conversation(chat), tokenizer)
     assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
     assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
-    with pytest.raises(InputError, match="tells no offsets"):
+    with pytest.raises(InputError, match="has no offsets"):
         encode(Text("t ﬁne", "the ca"), tokenizer)
 
 
@@ -232,26 +211,20 @@ def test_tokens(byte_level):
 
 
 def test_what_cannot_be_trained(byte_level, tmp_path):
-    with pytest.raises(InputError, match=r"a preference \(pair\).*dpo"):
-        encode(Pair("a", "b", "c"), byte_level)
+    with pytest.raises(InputError, match="answers to compare.*dpo"):
+        encode(Answers("a", ("b", "c")), byte_level)
     with pytest.raises(TokenizerError, match="lone surrogate"):
         encode(Text("\ud800"), byte_level)
     folder = folders.byte_level(tmp_path)
     (folder / "generation_config.json").unlink()
     settings = (folder / "tokenizer_config.json").read_text()
     (folder / "tokenizer_config.json").write_text(settings.replace('"eos_token": "<|eot_id|>", ', ""))
-    with pytest.raises(InputError, match="names no eos token"):
+    with pytest.raises(InputError, match="has no eos token"):
         encode(Text("a"), Tokenizer.from_folder(folder))
     byte_level = Tokenizer.from_folder(folder)
     byte_level.chat_template = None
     with pytest.raises(TokenizerError, match="has no chat template"):
         encode(Conversation(TALK), byte_level)
-
-
-def test_encoder(byte_level):
-    encoder = Encoder(byte_level, Format("messages", "a.jsonl:1"), train_on="last")
-    assert encoder({"messages": TALK}) == encode(Conversation(TALK), byte_level, train_on="last")
-    assert dataclasses.replace(encoder, train_on="assistant")({"messages": TALK}).trained > 5
 
 
 # ---- the mask, and what is shown ----

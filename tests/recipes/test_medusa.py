@@ -1,7 +1,6 @@
 """Medusa heads: their losses beside plain formulas, the files of the reference implementation, and whole runs."""
 
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -14,14 +13,10 @@ from torch import nn
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.recipes import memory
-from ligermodels.recipes.medusa import _sizes, medusa_loss
-from ligermodels.recipes.options import MedusaOptions
 from ligermodels.training import add_medusa, load_medusa, save_medusa
 from tests.recipes import losses
-from tests.recipes.runs import FEW, metrics, train
+from tests.recipes.runs import FEW, metrics, options_of, recipe_of, train
 from tests.recipes.test_train_command import on_two
-
-HOW = dict(decay=0.8, heads_weight=0.2, train_base=False)
 
 
 def with_heads(family="Llama", heads=3, layers=1, *, freeze=True, **changes):
@@ -63,14 +58,14 @@ def test_loss_and_gradients_are_those_of_the_formula(family, layers, train_base)
         expected = own / 7 + 0.2 * expected
     gradients = losses.gradients(model, expected)
     assert all(name.startswith("medusa.") for name in gradients) != train_base
-    loss = functools.partial(medusa_loss, **HOW | {"train_base": train_base})
+    recipe = recipe_of("medusa", train_base=train_base)
     for batch in (packed, padded):
-        found = loss(model, batch, torch.tensor(7.0))
+        found = recipe.loss(model, batch, torch.tensor(7.0))[0]
         torch.testing.assert_close(found, expected)
         losses.assert_same(losses.gradients(model, found), gradients)
     model.eval()
     with torch.no_grad():
-        found, sums = loss(model, packed | {"return_logits": False}, torch.tensor(7.0))
+        found, sums = recipe.loss(model, packed | {"return_logits": False}, torch.tensor(7.0))
     torch.testing.assert_close(found, expected.detach())
     for k, number in enumerate(right[1:], 1):
         labels = padded["labels"][:, 1 + k :]
@@ -203,9 +198,8 @@ def test_the_estimate_of_memory():
     sizes, base = memory.Sizes.of(sketch), sum(p.numel() for p in sketch.parameters())
     heads = sum(p.numel() for p in add_medusa(losses.model(), 3).parameters())
     setting = memory.Setting("bf16-masters", "none", tokens=100, accumulates=True)
-    options = dict(model="a", data="b", output_dir="c", heads=3)
     for train_base, trained, states in ((False, heads, 3 * 3 * 32), (True, base + heads, 3 * 3 * 32 + 1)):
-        found = _sizes(MedusaOptions(**options, train_base=train_base), sizes, sketch)
+        found = recipe_of("medusa", heads=3, train_base=train_base).memory(sizes, sketch)
         assert (found.parameters, found.trained) == (base + heads, trained)
         need = memory.estimate(found, setting)
         assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
@@ -221,4 +215,4 @@ def test_the_estimate_of_memory():
 def test_options_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match=says):
-        MedusaOptions(**{"model": "a", "data": "b", "output_dir": "c", **options})
+        options_of("medusa", **options)

@@ -10,9 +10,10 @@ from torch.distributed.run import get_args_parser
 
 from ligermodels import cli
 from ligermodels.errors import InputError
-from ligermodels.recipes.options import RECIPES, PretrainOptions, SFTOptions, TrainOptions, add_flags, unknown
-from ligermodels.recipes.other_tools import OPTIONS
-from ligermodels.recipes.run import _SAME
+from ligermodels.recipes import RECIPES, find
+from ligermodels.recipes.options import TrainOptions, add_flags, fields_of
+from ligermodels.recipes.other_tools import OPTIONS, unknown
+from ligermodels.recipes.sft import PretrainOptions, SFTOptions
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -78,7 +79,7 @@ def test_underscores_are_dashes():
     assert parser.parse_args(["convert", "--dry_run", "--", "a", "--b_c"]).dst == "--b_c"
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", [find(name).Options for name in RECIPES], ids=RECIPES)
 def test_what_is_saved_reads_back(tmp_path, recipe):
     given = GIVEN.get(recipe.recipe, ADAPTERS)
     options = recipe(**NEEDED, learning_rate=1e-05, eval_data='a "b": #c', max_steps=3, **given)
@@ -86,7 +87,7 @@ def test_what_is_saved_reads_back(tmp_path, recipe):
     assert recipe.merged({}, tmp_path / "options.yaml") == options
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", [find(name).Options for name in RECIPES], ids=RECIPES)
 def test_each_field_is_a_flag_with_help(recipe):
     parser = argparse.ArgumentParser()
     add_flags(parser, recipe)
@@ -100,7 +101,7 @@ def test_torchrun_leaves_each_flag_to_the_command(recipe):
     """It takes the beginning of two of its own flags, such as --log of --log-dir and --logs-specs, for an error, also
     behind the name of the module; newer versions of Python may not."""
     parser = argparse.ArgumentParser()
-    add_flags(parser, RECIPES[recipe])
+    add_flags(parser, find(recipe).Options)
     torchrun, own = get_args_parser(), (name for action in parser._actions for name in action.option_strings)
     theirs = [name for action in torchrun._actions for name in action.option_strings]
     for name in ("--config", *own):
@@ -154,7 +155,7 @@ WRONG = {
     "data: null": "data has no value",
     "lr: 1\nlr: 2": "lr is there twice",
     "lr: 1\nlearning-rate: 1": "lr is there twice, also as learning-rate",
-    "- lr": "holds no options",
+    "- lr": "has no options",
     "lr: [": "is not valid YAML",
     "model: ''": "model is missing: give MODEL on the command line",
 }
@@ -203,14 +204,15 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
 def test_the_names_of_other_tools():
     """Each is there once, is no option of all recipes, and stands for one that there is, as the documentation says."""
     theirs = [name for names, _, _ in OPTIONS for name in names.split()]
-    assert len(theirs) == len(set(theirs)) and not set(theirs) & TrainOptions.__dataclass_fields__.keys()
-    ours = {name for recipe in RECIPES.values() for name in recipe.__dataclass_fields__}
+    assert len(theirs) == len(set(theirs)) and not set(theirs) & fields_of(TrainOptions).keys()
+    recipes = [find(name).Options for name in RECIPES]
+    ours = {name for recipe in recipes for name in fields_of(recipe)}
     for names, option, note in OPTIONS:
         assert option or note, names
         value = option.partition(" ")[0].removeprefix("--").replace("-", "_").lower()
         assert not option or value in ours, option
         for name in names.split():
-            recipe = next(recipe for recipe in RECIPES.values() if value in recipe.__dataclass_fields__ or not option)
+            recipe = next(recipe for recipe in recipes if value in fields_of(recipe) or not option)
             said = unknown([name], recipe, flags=True)
             assert said == f"{recipe.recipe} has no option --{name.replace('_', '-')}; " + (
                 f"use {option}" + f" ({note})" * bool(note) if option else note
@@ -224,5 +226,6 @@ def test_the_names_of_other_tools():
 def test_the_documentation_says_which_options_a_resumed_run_may_change():
     text = re.search(r"may change (.*?)\.", (DOCS / "training.md").read_text().replace("\n", " "))[1]
     found = {name.replace("-", "_") for name in re.findall(r"`--([a-z-]+)`", text)}
-    fields = {field.name for recipe in RECIPES.values() for field in dataclasses.fields(recipe)}
-    assert found == fields - set(_SAME) - {"output_dir", "show", "resume", "dry_run", "report_to"}
+    fields = {name: field for recipe in RECIPES for name, field in fields_of(find(recipe).Options).items()}
+    free = {name for name, field in fields.items() if not field.metadata["fixed_on_resume"]}
+    assert found == free - {"output_dir", "show", "resume", "dry_run", "report_to"}

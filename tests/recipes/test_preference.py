@@ -1,6 +1,5 @@
 """Recipes of preferences: what is trained, batches, losses against plain formulas, references, runs and refusals."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -14,15 +13,14 @@ from ligermodels import InputError
 from ligermodels.cli import main
 from ligermodels.layers.preference import DPO_LOSS_TYPES
 from ligermodels.processes import Processes
-from ligermodels.recipes import cpo, kto, masking, orpo, simpo
-from ligermodels.recipes import dpo as dpo_recipe
-from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.formats import Conversation, Pair, Unpaired
-from ligermodels.recipes.loop import own_part
-from ligermodels.recipes.options import _PAIRED, RECIPES
-from ligermodels.recipes.preference import PreferenceData, collated, encode
+from ligermodels.recipes.formats import Answers, Conversation
+from ligermodels.recipes.masking import encode_answers
+from ligermodels.recipes.masking import encode as encode_text
+from ligermodels.recipes.preference import _DPO_TYPES
+from ligermodels.recipes.reference import Reference
+from ligermodels.recipes.steps import shard_batches
 from tests.parallel.ranks import on_ranks
-from tests.recipes.runs import WORDS, metrics, train
+from tests.recipes.runs import WORDS, data_of, metrics, options_of, train
 from tests.recipes.test_train_command import check_answers, check_same
 
 PAIRS = [
@@ -38,7 +36,6 @@ SINGLE = [
     for row in PAIRS
     for key in ("chosen", "rejected")
 ]
-MODULES = {"dpo": dpo_recipe, "kto": kto, "orpo": orpo, "cpo": cpo, "simpo": simpo}
 FEW = (
     "--length",
     "48",
@@ -79,25 +76,26 @@ def trained(tokenizer, sequence):
 
 
 def test_what_is_trained_of_messages(tokenizer):
-    item = Pair(PAIRS[1]["prompt"], PAIRS[1]["chosen"], PAIRS[1]["rejected"])
-    found = encode(item, tokenizer)
+    item = Answers(PAIRS[1]["prompt"], (PAIRS[1]["chosen"], PAIRS[1]["rejected"]))
+    found = encode_answers(item, tokenizer)
     chosen, rejected = found.sequences
     asked = tokenizer.apply_chat_template(item.prompt, add_generation_prompt=True)
-    assert chosen.ids == tokenizer.apply_chat_template(item.prompt + item.chosen)
+    assert chosen.ids == tokenizer.apply_chat_template(item.prompt + item.answers[0])
     assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
     assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
-    chat = masking.encode(Conversation(item.prompt + item.chosen), tokenizer)
-    assert chat == chosen == encode(Unpaired(item.prompt, item.chosen, True), tokenizer).sequences[0]  # one rule
+    chat = encode_text(Conversation(item.prompt + item.answers[0]), tokenizer)
+    single = encode_answers(Answers(item.prompt, item.answers[:1], True), tokenizer)
+    assert chat == chosen == single.sequences[0]  # one rule
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
 
 
 def test_what_is_trained_of_texts(tokenizer):
-    found = encode(Unpaired("one two", " three", True), tokenizer)
+    found = encode_answers(Answers("one two", (" three",), True), tokenizer)
     (sequence,) = found.sequences
     assert tokenizer.decode(sequence.ids) == "one two three<|im_end|>" and found.label is True
     assert trained(tokenizer, sequence) == " three<|im_end|>" and found.prompt == 7
-    ended = encode(Unpaired("one two", " three<|im_end|>", True), tokenizer)
+    ended = encode_answers(Answers("one two", (" three<|im_end|>",), True), tokenizer)
     assert ended.sequences[0].ids == sequence.ids  # the end is not there twice
 
 
@@ -106,25 +104,17 @@ def test_answers_that_cannot_be_compared(tokenizer):
         return [{"role": role, "content": role[:n]} for n, role in enumerate(roles, 1)]
 
     with pytest.raises(InputError, match="chosen: message 2 after the prompt is of 'user'"):
-        encode(Pair(messages("user"), messages("assistant", "user"), messages("assistant")), tokenizer)
+        encode_answers(Answers(messages("user"), (messages("assistant", "user"), messages("assistant"))), tokenizer)
     unwanted = [{"role": "assistant", "content": "a", "train": False}]
     with pytest.raises(InputError, match="rejected: message 1 after the prompt is not to be trained"):
-        encode(Pair(messages("user"), messages("assistant"), unwanted), tokenizer)
+        encode_answers(Answers(messages("user"), (messages("assistant"), unwanted)), tokenizer)
     rewrites = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(InputError, match="the chat template writes it otherwise once there is an answer"):
-        encode(Pair(messages("user"), messages("assistant"), PAIRS[0]["chosen"]), tokenizer, chat_template=rewrites)
+    with pytest.raises(InputError, match="the chat template changes it once there is an answer"):
+        encode_answers(Answers(messages("user"), (messages("assistant"), PAIRS[0]["chosen"])), tokenizer, rewrites)
 
 
-class Listed(list):
-    def where(self, index):
-        return f"row {index}"
-
-
-def batches(rows, tokenizer, *, packing=True, **options):
-    """Batches of items, in their order."""
-    how = dict(length=64, packing=packing, shuffle=False, prefetch=False, **options)
-    collate = collated(packing, mismatched=isinstance(rows[0], Unpaired), length=how["length"])
-    return Batches(Listed(rows), lambda item: encode(item, tokenizer), collate=collate, **how)
+def rows_of(write, *rows):
+    return str(write("rows.jsonl", list(rows)))
 
 
 def text_of(batch, tokenizer, prefix=""):
@@ -133,33 +123,35 @@ def text_of(batch, tokenizer, prefix=""):
     return [tokenizer.decode(ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def test_chosen_sequences_come_before_rejected_ones(tokenizer):
-    rows = [Pair("ab", f" {n}", f" not {n}") for n in range(3)]
-    packed = next(batches(rows, tokenizer, sequences=2, tokens_per_batch=128))
+def test_chosen_sequences_come_before_rejected_ones(write, tokenizer):
+    data = rows_of(write, *[{"prompt": "ab", "chosen": f" {n}", "rejected": f" not {n}"} for n in range(3)])
+    packed = next(data_of("dpo", tokenizer, data=data).train)
     order = [text.split()[-1][0] for text in text_of(packed, tokenizer)]
     assert order[:3] == order[3:] and sorted(order[:3]) == ["0", "1", "2"]
     assert ["not" in text for text in text_of(packed, tokenizer)] == [False] * 3 + [True] * 3
-    padded = next(batches(rows, tokenizer, packing=False, sequences=2, rows_per_batch=3))
+    padded = next(data_of("dpo", tokenizer, data=data, packing=False, batch_tokens=3 * 128).train)
     assert padded["input_ids"].shape[0] == 6 and padded["digests"][1] != padded["digests"][4]
     whole = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
              zip(padded["input_ids"], padded["attention_mask"], strict=True)]  # fmt: skip
     assert sorted(whole) == sorted(text_of(packed, tokenizer))
 
 
-def test_long_answers_are_cut_and_long_prompts_left_out(tokenizer):
-    rows = [Pair("p" * 40, " a" * 30, " b"), Pair("q" * 64, " c", " d"), Pair("r", " e", " f")]
-    found = batches(rows, tokenizer, sequences=2, tokens_per_batch=128, epochs=1, max_untrained=0.5)
-    texts = [text for batch in found for text in text_of(batch, tokenizer)]
-    assert sorted(texts) == sorted(["p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"])
+@pytest.mark.filterwarnings("ignore:rows are")
+def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
+    texts = [("p" * 40, " a" * 30, " b"), ("q" * 64, " c", " d"), *[("r", " e", " f")] * 8]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
+    data = data_of("dpo", tokenizer, data=rows_of(write, *rows))
+    found = data._batches(epochs=1)
+    texts = {text for batch in found for text in text_of(batch, tokenizer)}
+    assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
     report = found.report()
     assert report["truncated"] == 2 and report["cut_away"] == 1 and report["tokens_cut"] == 61 - 24 + 3 + 3
-    with pytest.raises(InputError, match=r"holds no example of 2 x length=64"):
-        batches(rows, tokenizer, sequences=2, tokens_per_batch=64)
 
 
-def test_answers_under_the_prompts_of_others(tokenizer):
-    rows = [Unpaired(f"prompt {n}:", f" answer {n}", n % 2 == 0) for n in range(3)]
-    batch = next(batches(rows, tokenizer, packing=False, rows_per_batch=3))
+def test_answers_under_the_prompts_of_others(write, tokenizer):
+    rows = [{"prompt": f"prompt {n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(3)]
+    data = data_of("kto", tokenizer, data=rows_of(write, *rows), packing=False, batch_tokens=3 * 64)
+    batch = next(data._batches(shuffle=False))
     shown = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
              zip(batch["kl_input_ids"], batch["kl_attention_mask"], strict=True)]  # fmt: skip
     assert shown == [f"prompt {n}: answer {(n - 1) % 3}<|im_end|>" for n in range(3)]
@@ -233,36 +225,36 @@ CASES = [
 ]  # fmt: skip
 
 
+def with_reference(data, before):
+    """The recipe of the data, with a frozen copy as its reference."""
+    recipe = data.recipe
+    recipe.reference = Reference.__new__(Reference)
+    recipe.reference._model, recipe.reference._is_off, recipe.reference._table = before, False, None
+    return recipe
+
+
 @pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe, given, packing):
+def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, recipe, given, packing):
     """Loss and gradient of a step of two batches, packed and padded."""
-    data = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
-    how = dict(
-        model=str(home / "model"),
-        data=str(data),
-        output_dir=str(tmp_path),
-        max_length=64,
-        batch_tokens=256,
-        packing=packing,
-    )
-    options = RECIPES[recipe](**how, **({"reference": "model"} if recipe in ("dpo", "kto") else {}))
-    module, cpu = MODULES[recipe], Processes(torch.device("cpu"))
-    found = PreferenceData(options, tokenizer)
+    file = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
+    more = {"reference": "model"} if recipe in ("dpo", "kto") else {}
+    found = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, packing=packing, **more, **given)
     first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
+    of = with_reference(found, before) if more else found.recipe
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    first.train()
     steps = [next(found.train) for _ in range(2)]
-    loss = module.RECIPE.make_loss(options, first.train(), found, cpu, lambda: before)
-    surplus = own_part([steps[0]], Processes(torch.device("cpu"), 1, 2))  # counts nothing
-    count = sum(module.RECIPE.count(batch) for batch in (*steps, *surplus)).float()
-    total = sum(loss(first, batch, count)[0] for batch in (*steps, *surplus))
+    surplus = shard_batches([steps[0]], Processes(torch.device("cpu"), 1, 2))  # counts nothing
+    count = sum(of.count(batch) for batch in (*steps, *surplus)).float()
+    total = sum(of.loss(first, batch, count)[0] for batch in (*steps, *surplus))
     (own,) = torch.autograd.grad(total, first.lm_head.weight)
 
-    encoder, bounds = found._encoder, []
-    known = {tuple(sequence.ids): row for row in map(encoder, map(json.loads, data.read_text().splitlines()))
+    bounds, sequences = [], of.options.sequences
+    known = {tuple(sequence.ids): row for row in map(of.process, map(json.loads, file.read_text().splitlines()))
              for sequence in row.sequences}  # fmt: skip
     for batch in steps:
         if packing:
@@ -271,37 +263,35 @@ def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe,
         else:
             ids = [tuple(row[mask.bool()].tolist()) for row, mask in
                    zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
-        bounds.append([known[one] for one in ids[: len(ids) // options.sequences]])
+        bounds.append([known[one] for one in ids[: len(ids) // sequences]])
     if recipe == "kto":  # the point of comparison is that of a batch
         sizes = [len(rows) for rows in bounds]
-        parts = [expected(options, first, before, rows) for rows in bounds]
+        parts = [expected(of.options, first, before, rows) for rows in bounds]
         reference = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
     else:
-        reference = expected(options, first, before, [row for rows in bounds for row in rows])
+        reference = expected(of.options, first, before, [row for rows in bounds for row in rows])
     (theirs,) = torch.autograd.grad(reference, first.lm_head.weight)
     torch.testing.assert_close(total, reference, rtol=1e-6, atol=1e-9)  # divisors are fp32
     torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-9)
 
 
-def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer, tmp_path):
-    options = RECIPES["kto"](
-        model=str(home / "model"), data=str(home / "single.jsonl"), output_dir=str(tmp_path), max_length=64
-    )
+def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer):
+    found = data_of("kto", tokenizer, data=str(home / "single.jsonl"))
     first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
         first.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
-    found = PreferenceData(dataclasses.replace(options, batch_tokens=64), tokenizer)
     batch = next(batch for batch in found.train if len(batch["desirable"]) == 1)
-    loss = kto.RECIPE.make_loss(options, first, found, Processes(torch.device("cpu")), lambda: before)
-    value, told = loss(first, batch, kto.RECIPE.count(batch).float())
-    ratio = (told["reward_chosen"][0] + told["reward_rejected"][0]) / options.beta
-    assert told["kl"][0] == 0 and ratio > 1
-    assert value.item() == pytest.approx(torch.sigmoid(options.beta * ratio * (1 - 2 * batch["desirable"][0].double())))
+    kto = with_reference(found, before)
+    value, metrics = kto.loss(first, batch, kto.count(batch).float())
+    beta = kto.options.beta
+    ratio = (metrics["reward_chosen"][0] + metrics["reward_rejected"][0]) / beta
+    assert metrics["kl"][0] == 0 and ratio > 1
+    assert value.item() == pytest.approx(torch.sigmoid(beta * ratio * (1 - 2 * batch["desirable"][0].double())))
 
 
 def test_the_losses_of_the_command_are_those_of_the_layers():
     """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
-    assert set(_PAIRED) == set(DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
+    assert set(_DPO_TYPES) == set(DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
 
 
 # ---- runs ----
@@ -400,15 +390,15 @@ def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
         ("orpo", lines("same.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}), (), "both are the same"),
         ("dpo", lines("empty.jsonl", {"prompt": "a", "chosen": "b", "rejected": ""}), (), "nothing is left of it"),
         ("kto", lines("void.jsonl", {"prompt": "a", "completion": "", "label": True}), (), "completion: it is empty"),
-        ("dpo", pairs, ("--loss-type", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
         ("dpo", pairs, ("--length", "8", "--batch-tokens", "64"), "rows have no token to train"),
     ]  # fmt: skip
     values = [
         ("dpo", pairs, ("--beta", "0"), "expected more than 0"),
+        ("dpo", pairs, ("--loss-type", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
         ("dpo", pairs, ("--loss-type", "aot"), "expected one of sigmoid"),
         ("dpo", pairs, ("--reference", "adapter-off"), "needs adapters to switch off"),
         ("dpo", pairs, ("--reference", "model", "--lora", "4"), "without its adapters is the same"),
-        ("kto", single, ("--reference", "precompute"), "drawn anew in each epoch"),
+        ("kto", single, ("--reference", "precompute"), "drawn in each epoch"),
         ("dpo", pairs, ("--length", "64", "--batch-tokens", "100"), "less than 2 sequences of max_length=64"),
     ]  # fmt: skip
     for recipe, data, flags, words in wrong + values:
@@ -418,7 +408,7 @@ def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
         assert words in said and said.count("error: ") == 1, said
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="whole rows on each GPU"):
-        RECIPES["simpo"](model="m", data="d", output_dir="o", cp=2)
+        options_of("simpo", cp=2)
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 

@@ -6,10 +6,10 @@ import json
 import pytest
 
 import ligermodels
-from ligermodels.recipes.formats import detect
-from ligermodels.recipes.options import RECIPES
-from ligermodels.recipes.preference import Encoder, PreferenceData
+from ligermodels.recipes import find
+from ligermodels.recipes.data import Data
 from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.trainer import train
 from tests.recipes.runs import metrics
 
 datasets = pytest.importorskip("datasets")
@@ -56,7 +56,7 @@ def files(home):
 
 def settings(home, out, recipe, data, length=64, **options):
     """Batches of ROWS rows, at a rate that stays, without a rise."""
-    kind = RECIPES[recipe]
+    kind = find(recipe).Options
     return kind(
         model=str(home / "model"), data=str(home / f"{data}.jsonl"), output_dir=str(out), max_length=length,
         packing=False,
@@ -70,11 +70,13 @@ def rows_in_order(options, steps):
     """The rows as our run takes them, told by the ids of their sequences."""
     tokenizer = ligermodels.Tokenizer.from_hub(options.model)
     rows = open_rows(options.data)
-    encode = Encoder(tokenizer, detect(rows))
+    recipe = find(options.recipe)(options, tokenizer)
     known = {
-        tuple(one.cut(options.max_length).ids): rows[n] for n in range(len(rows)) for one in encode(rows[n]).sequences
+        tuple(one.cut(options.max_length).ids): rows[n]
+        for n in range(len(rows))
+        for one in recipe.process(rows[n]).sequences
     }
-    batches, found = PreferenceData(options, tokenizer).train, []
+    batches, found = Data(options, recipe).train, []
     for batch in (next(batches) for _ in range(steps)):
         ids = [tuple(row[mask.bool()].tolist()) for row, mask in
                zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
@@ -108,7 +110,7 @@ def check_run(files, tmp_path, recipe, data, kind, *, ours=None, theirs=None, na
     of = trainer(kind, files, tmp_path, rows_in_order(options, STEPS), reference=True,
                  max_length=options.max_length, **(theirs or {}))  # fmt: skip
     of.train()
-    assert importlib.import_module(f"ligermodels.recipes.{recipe}").train(options) == 0
+    assert train(find(recipe), options) == 0
     for own, other in {"loss": "loss", "grad_norm": "grad_norm", **(names or {})}.items():
         found, expected = list(metrics(tmp_path / "ours", own).values()), logged(of, other)
         assert len(found) == len(expected) == STEPS
@@ -156,9 +158,9 @@ def test_the_tokens_are_trls(files, tmp_path, data):
     options = settings(files, tmp_path / "ours", "dpo", data)
     rows = open_rows(options.data)
     of = trainer("trl.DPO", files, tmp_path, [rows[n] for n in range(len(rows))], reference=True, max_length=64)
-    encode = Encoder(ligermodels.Tokenizer.from_hub(options.model), detect(rows))
+    recipe = find("dpo")(options, ligermodels.Tokenizer.from_hub(options.model))
     for n, theirs in enumerate(of.train_dataset):
-        found = encode(rows[n])
+        found = recipe.process(rows[n])
         for sequence, answer in zip(found.sequences, (theirs["chosen_ids"], theirs["rejected_ids"]), strict=True):
             assert sequence.ids == theirs["prompt_ids"] + answer and found.prompt == len(theirs["prompt_ids"])
             assert sequence.labels == [-100] * found.prompt + answer
@@ -177,6 +179,6 @@ def test_a_step_without_a_reference_is_trls(files, tmp_path, recipe, kind, their
     options = settings(files, tmp_path / "ours", recipe, "texts", max_steps=1)
     of = trainer(kind, files, tmp_path, rows_in_order(options, 1), steps=1, max_length=64, **theirs)
     of.train()
-    assert importlib.import_module(f"ligermodels.recipes.{recipe}").train(options) == 0
+    assert train(find(recipe), options) == 0
     for name in ("loss", "grad_norm"):
         assert metrics(tmp_path / "ours", name)[1] == pytest.approx(logged(of, name)[0], rel=1e-4)

@@ -15,9 +15,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 import ligermodels
 from ligermodels import Tokenizer
 from ligermodels.cli import main
-from ligermodels.recipes import run as recipe_run
-from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.options import SFTOptions
+from ligermodels import recipes
+from ligermodels.recipes.data import Batches
+from ligermodels.recipes.sft import SFTOptions
+from ligermodels.recipes.trainer import Trainer
 from tests.parallel.ranks import on_ranks
 from tests.recipes.runs import CHATS, metrics, train
 
@@ -132,10 +133,8 @@ def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_pat
 
 def train_with_warnings(home, out, *flags):
     """As `train`, which prints warnings, by the function that the command calls."""
-    from ligermodels.recipes import sft
-
     saved = SFTOptions.load(home / out / "options.yaml")
-    return sft.train(SFTOptions(**{**saved, "max_steps": 7, "resume": True}))
+    return recipes.train("sft", **{**saved, "max_steps": 7, "resume": True})
 
 
 @pytest.mark.slow
@@ -324,7 +323,7 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
     said = capfd.readouterr().err
     assert "some.jsonl:6: messages: expected a list" in said and "Traceback" not in said
     last = max(metrics(out))
-    assert f"stopped after step {last} of 5, which is saved. To go on:" in said and 0 < last < 4
+    assert f"stopped after step {last} of 5, which is saved. To continue:" in said and 0 < last < 4
     again = re.search(r"ligermodels (train sft .* --resume --skip-bad)$", said, re.MULTILINE)[1]
     if ranks == 1:
         data.write_text(data.read_text().replace('"messages": 3', '"messages": []'))  # mended, so another file
@@ -363,7 +362,7 @@ def test_the_folder_is_held_from_the_first_file_to_the_last(home, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     pairs = [{"prompt": "a b", "chosen": word, "rejected": f"not {word}"} for word in ("c", "d", "e", "f")]
     (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    flags, save_last, held = ("--steps", "1", "--length", "32"), recipe_run._save_last, []
+    flags, finish, held = ("--steps", "1", "--length", "32"), Trainer._finish, []
 
     def is_held(out):
         folder = os.open(out, os.O_RDONLY)
@@ -375,11 +374,11 @@ def test_the_folder_is_held_from_the_first_file_to_the_last(home, monkeypatch):
             os.close(folder)
         return False
 
-    def save(options, model, out, *rest):
-        held.append(is_held(out))
-        return save_last(options, model, out, *rest)
+    def finish_locked(trainer):
+        held.append(is_held(trainer.out))
+        return finish(trainer)
 
-    monkeypatch.setattr(recipe_run, "_save_last", save)
+    monkeypatch.setattr(Trainer, "_finish", finish_locked)
     assert train(home, "held", *flags, recipe="dpo", data="pairs.jsonl") == 0
     assert held == [True] and not is_held(home / "held")
     (home / "taken").mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.recipes import batches, data
+from ligermodels.recipes import data
 from tests.processes import Child
 from tests.recipes.runs import metrics, reached, train
 
@@ -102,8 +102,8 @@ def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, nu
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatch, capfd):
-    monkeypatch.setattr(batches, "_CHUNK", 5)  # so that little is ready when it is killed
-    monkeypatch.setitem(batches.Batches.__init__.__kwdefaults__, "window", 20)
+    monkeypatch.setattr(data, "_CHUNK", 5)  # so that little is ready when it is killed
+    monkeypatch.setitem(data.Batches.__init__.__kwdefaults__, "window", 20)
     child, encoding, all_of_it = started(folder, folder / "one killed", 3)
     os.kill(encoding[0], signal.SIGKILL)
     assert child.wait() == 0

@@ -14,13 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels.cli import main
-from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.formats import detect
-from ligermodels.recipes.loop import rate
-from ligermodels.recipes.masking import Encoder
-from ligermodels.recipes.rows import open_rows
+from ligermodels.recipes.trainer import learning_rate
 from ligermodels.text import Tokenizer
-from tests.recipes.runs import metrics
+from tests.recipes.runs import data_of, metrics, options_of
 from tests.tools.models import make_ids, make_tokenizer, ours, theirs, write_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -94,8 +90,8 @@ def train_ours(home, name, options):
 
 def batches_of_ours(home):
     """The ids of the documents of each packed row, in the order in which the command takes them."""
-    rows, tokenizer = open_rows(home / "chats.jsonl"), Tokenizer.from_hub(home / "model")
-    batches = Batches(rows, Encoder(tokenizer, detect(rows)), length=LENGTH)
+    tokenizer, how = Tokenizer.from_hub(home / "model"), dict(max_length=LENGTH, batch_tokens=LENGTH)
+    batches = data_of("sft", tokenizer, data=str(home / "chats.jsonl"), **how).train
     for _ in range(STEPS * ACCUMULATION):
         batch = next(batches)
         ids, ends = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()
@@ -126,7 +122,7 @@ class Trainer(trl.SFTTrainer):
 
 
 def train_theirs(home, name, options, model):
-    schedule = dict(schedule=options["lr_scheduler_type"], warmup=options["warmup_steps"])
+    schedule = options_of("sft", **options)
     arguments = trl.SFTConfig(
         str(home / name), packing=True, packing_strategy="bfd", max_length=LENGTH, assistant_only_loss=True,
         max_steps=STEPS, per_device_train_batch_size=1, gradient_accumulation_steps=ACCUMULATION, optim="adamw_torch",
@@ -136,7 +132,7 @@ def train_theirs(home, name, options, model):
     )  # fmt: skip
     trainer = Trainer(
         model, args=arguments, processing_class=make_tokenizer(), wanted=batches_of_ours(home),
-        rates=lambda step: rate(min(step, STEPS - 1), STEPS, **schedule),
+        rates=lambda step: learning_rate(min(step, STEPS - 1), STEPS, schedule),
         train_dataset=datasets.Dataset.from_json(str(home / "chats.jsonl"), cache_dir=str(home / "cache")),
     )  # fmt: skip
     trainer.train()

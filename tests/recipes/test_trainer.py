@@ -12,27 +12,28 @@ import torch
 from ligermodels import InputError, Llama, Mixtral, Qwen2
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Feed, Progress, forwards_per_step, next_token_loss, num_labels, own_part, rate
-from ligermodels.recipes.options import RECIPES
-from ligermodels.recipes.run import _SAME
+from ligermodels.recipes.base import next_token_loss, num_labels
+from ligermodels.recipes.steps import StepBatches, forwards_per_step, shard_batches
+from ligermodels.recipes.trainer import Progress, learning_rate
 from tests.processes import Child
-from tests.recipes.runs import metrics, reached, train
+from tests.recipes.runs import metrics, options_of, reached, train
 
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup-steps", "2")
 
 
 def test_the_learning_rate_of_each_step():
     def rates(schedule, **options):
-        return [round(rate(n, 10, schedule=schedule, **{"warmup": 2, **options}), 4) for n in range(10)]
+        options = options_of("sft", lr_scheduler_type=schedule, **{"warmup_steps": 2, **options})
+        return [round(learning_rate(n, 10, options), 4) for n in range(10)]
 
     assert rates("constant_with_warmup") == [0.5] + [1.0] * 9
     assert rates("linear") == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
-    assert rates("linear", final=0.2)[-2:] == [0.4, 0.3]
+    assert rates("linear", final_lr=0.2)[-2:] == [0.4, 0.3]
     assert rates("wsd", decay=0.4) == [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
     assert rates("wsd", decay=4) == rates("wsd", decay=0.4)
     assert rates("cosine")[2:] == [1.0, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]
-    assert rates("cosine", warmup=0.25)[:4] == [0.3333, 0.6667, 1.0, 1.0]  # 0.25 of 10 steps are 3
-    assert rates("cosine", warmup=0)[0] == 1.0
+    assert rates("cosine", warmup_steps=0.25)[:4] == [0.3333, 0.6667, 1.0, 1.0]  # 0.25 of 10 steps are 3
+    assert rates("cosine", warmup_steps=0)[0] == 1.0
 
 
 class Numbers:
@@ -57,22 +58,22 @@ def taken(feed):
 
 def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
     ranks = [Processes(torch.device("cpu"), rank, 2) for rank in range(2)]
-    feeds = [Feed(Numbers(), 4, rank, 100) for rank in ranks]
+    feeds = [StepBatches(Numbers(), 4, rank, 100) for rank in ranks]
     assert [taken(feed) for feed in feeds] == [[1, 3], [2, 4]]
     for feed in feeds:
-        feed.make_next()
+        feed.prefetch()
     assert [feed.state_dict() for feed in feeds] == [{"at": 4}, {"at": 4}]
-    again = Feed(Numbers(), 4, Processes(torch.device("cpu")), 100)
-    again.make_next()
+    again = StepBatches(Numbers(), 4, Processes(torch.device("cpu")), 100)
+    again.prefetch()
     again.load_state_dict(feeds[0].state_dict())
     assert taken(again) == [5, 6, 7, 8]
     with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
-        Feed(Numbers(), 16, ranks[0], 9).take()
+        StepBatches(Numbers(), 16, ranks[0], 9).take()
 
 
 def test_ranks_share_the_evaluation_and_none_counts_twice():
     batches = [next(numbers) for numbers in [Numbers()] for _ in range(5)]
-    parts = [own_part(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
+    parts = [shard_batches(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
 
@@ -204,8 +205,6 @@ def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):
     assert "had seed=0, and this has seed=1" in capsys.readouterr().err
     assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--steps", "6") == 3
     assert "checkpoint after step 12, and this run is to have 6 steps" in capsys.readouterr().err
-    fields = {name for options in RECIPES.values() for name in options.__dataclass_fields__}
-    assert set(_SAME) <= fields
 
 
 def test_early_stopping_keeps_the_best(home, capsys):
