@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,12 +26,11 @@ from benchmarks.train_cases import MODELS, changed
 from benchmarks.train_cases import ours as our_model
 from benchmarks.train_cases import theirs as their_model
 from ligermodels.generation import release_graphs
-from ligermodels.recipes.grpo import PolicyLoss, policy_counts
-from ligermodels.recipes.loop import on_device
-from ligermodels.recipes.options import GRPOOptions
+from ligermodels.recipes.grpo import GRPO, GRPOOptions
 from ligermodels.recipes.packing import best_fit
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, Prompt, Sampler, policy_batch, sample
+from ligermodels.recipes.rollout import Completion, Prompt, sample
+from ligermodels.recipes.steps import on_device
 from ligermodels.training import AdamW
 
 STOP = 5
@@ -71,8 +71,8 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
         model=name, data="-", output_dir="-", reward_funcs=("-",), prompts=prompts, num_generations=group,
         max_completion_length=new, max_length=length + new, batch_tokens=tokens,
     )  # fmt: skip
-    rewards = Rewards({"reward": reward})
-    loss = PolicyLoss(options, Sampler(options, None, rewards, None))  # type: ignore[arg-type]
+    tokenizer = SimpleNamespace(pad_token_id=STOP, eos_token_ids=(STOP,))
+    recipe = GRPO(options, tokenizer, rewards=Rewards({"reward": reward}))
     optimizer = AdamW(model.parameters(), lr=1e-6, max_grad_norm=1.0)
     draw = random.Random(0)
     asked = [[draw.randrange(6, model.config.vocab_size) for _ in range(length)] for _ in range(prompts)]
@@ -88,11 +88,11 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
             for n, ids in enumerate(found)
         ]
         bins = best_fit([one.prompt.size + len(one.ids) for one in completions], tokens)
-        made = (policy_batch([completions[n] for n in bin], options, rewards, 0) for bin in bins)
+        made = (recipe.batch_of([completions[n] for n in bin]) for bin in bins)
         batches = [on_device(batch, torch.device(device)) for batch in made]
-        count = torch.stack([policy_counts(batch) for batch in batches]).sum(0).clamp(min=1)
+        count = torch.stack([recipe.count(batch) for batch in batches]).sum(0).clamp(min=1)
         for batch in batches:
-            loss(model, batch, count)[0].backward()
+            recipe.loss(model, batch, count)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 

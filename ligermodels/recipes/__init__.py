@@ -6,12 +6,12 @@ from typing import Any
 RECIPES = {
     "sft": ("sft:SFT", "Supervised fine-tuning: chats, prompts with completions, instructions."),
     "pretrain": ("sft:Pretrain", "Next-token prediction on plain text."),
-    "dpo": ("preference:DPO", "Direct preference optimisation: pairs of a better and a worse answer, and a reference."),
-    "kto": ("kto:KTO", "Kahneman-Tversky optimisation: single answers, each good or not, and a reference."),
-    "orpo": ("preference:ORPO", "Odds ratio preference optimisation: fine-tuning and pairs at once, without a reference."),
+    "dpo": ("preference:DPO", "Direct preference optimisation: pairs of answers, with a reference."),
+    "kto": ("kto:KTO", "Kahneman-Tversky optimisation: single answers, good or not, with a reference."),
+    "orpo": ("preference:ORPO", "Odds ratio preference optimisation: fine-tuning and pairs at once, no reference."),
     "cpo": ("preference:CPO", "Contrastive preference optimisation: pairs, without a reference."),
     "simpo": ("preference:SimPO", "SimPO: pairs by their log probabilities per token, without a reference."),
-    "distill": ("distill:Distill", "Distillation from a larger model of the same tokenizer, on what sft takes or samples."),
+    "distill": ("distill:Distill", "Distillation from a larger model of the same tokenizer, on chats or samples."),
     "medusa": ("medusa:Medusa", "Medusa heads, which predict further tokens ahead, on a frozen model or with it."),
     "grpo": ("grpo:GRPO", "Group relative policy optimisation: reward functions judge sampled completions."),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Training data: rows, encoded by a recipe and made into batches, in an order that a seed gives.
 
-An epoch is a permutation of the rows, drawn from (seed, epoch). It is cut into windows of rows; the rows of a window are
+An epoch is a permutation of the rows, drawn from (seed, epoch). It is cut into windows; the rows of a window are
 encoded, and their examples packed into batches. So the state of the data is three integers: epoch, the place in the
 permutation where the window begins, and the batches of it that were taken. Resuming encodes the window again. All ranks
 encode all rows, and each takes its own batches: none needs to ask another how many there are.
@@ -214,9 +214,9 @@ class Batches(Iterator[Batch]):
         if differ := [name for name in own if own[name] != state[name]]:
             changes = [f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest"]
             raise InputError(
-                f"the data cannot continue after the checkpoint: {', '.join(changes) or 'its files have changed'}. Next "
-                "step: restore what was before (rows that cannot be read are left out with --skip-bad), or start a new "
-                "run with another --output-dir"
+                f"the data cannot continue after the checkpoint: {', '.join(changes) or 'its files have changed'}. "
+                "Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or start "
+                "a new run with another --output-dir"
             )
         if not 0 <= state["row"] < len(self.encoder.rows) or state["batch"] < 0 or state["epoch"] < 0:
             raise InputError(f"this is not a position in {len(self.encoder.rows)} rows: {dict(state)}")
@@ -347,8 +347,8 @@ class Batches(Iterator[Batch]):
         self._rows_without_batch = 0 if window.batches else self._rows_without_batch + window.next_row - window.row
         if self._rows_without_batch >= len(rows):
             raise InputError(
-                f"none of the {len(rows)} rows can be trained: {counts['bad']} cannot be read, {left_out} have no token "
-                "to train. Next step: without --skip-bad the first of them is named"
+                f"none of the {len(rows)} rows can be trained: {counts['bad']} cannot be read, {left_out} have no "
+                "token to train. Next step: without --skip-bad the first of them is named"
             )
 
     def _left_out(self) -> str:
@@ -369,8 +369,8 @@ class Batches(Iterator[Batch]):
         found = {}
         if rows := self._cut_rows():
             found["cut"] = (
-                f"rows are cut at --max-length {self.encoder.length}, such as: {rows}. What comes after is not trained, "
-                "nor the token that ends the answer. To train them whole, raise --max-length"
+                f"rows are cut at --max-length {self.encoder.length}, such as: {rows}. What comes after is not "
+                "trained, nor the token that ends the answer. To train them whole, raise --max-length"
             )
         if rows := self._left_out():
             found["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
@@ -417,7 +417,7 @@ def workers_for(rows: int, most: int) -> int:
 
 
 def encoding_workers(rows: int) -> int:
-    """The processes that encode rows during a run. On a CPU the steps leave the interpreter free, and need the cores."""
+    """The processes that encode rows during a run: none on a CPU, whose steps need the cores."""
     return workers_for(rows, 4) if torch.cuda.is_available() else 0
 
 

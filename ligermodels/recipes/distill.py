@@ -271,6 +271,6 @@ def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
     if split[0] != split[1]:
         at = next((n for n, pair in enumerate(zip(*split, strict=False)) if pair[0] != pair[1]), min(map(len, split)))
         raise InputError(
-            f"the teacher's tokenizer has the same tokens, but splits {_PROBE!r} differently, from token {at} on; give a "
-            "teacher that saw texts split as the model does"
+            f"the teacher's tokenizer has the same tokens, but splits {_PROBE!r} differently, from token {at} on; give "
+            "a teacher that saw texts split as the model does"
         )

@@ -17,7 +17,6 @@ from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
 from ligermodels.recipes.base import (
     Metrics,
-    Recipe,
     decoder_inputs,
     next_token_loss,
     sum_over_ranks,
@@ -49,8 +48,8 @@ class GRPOOptions(RolloutOptions):
         (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers")
     reward_weights: tuple[float, ...] = option((), "weight of each reward in their sum (default 1)")
     scale_rewards: str = option(
-        "auto", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all of a step, "
-        "or nothing. auto: nothing for dr_grpo, else group", choices=("auto", *policy.SCALES))
+        "auto", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all of a "
+        "step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", *policy.SCALES))
     num_generations: int = option(8, "completions of each prompt, which are compared with each other", least=2)
     temperature: float = option(1.0, "divides the logits, in sampling and in the loss", above=0)
     num_iterations: int = option(1, "steps that train on the same completions", least=1)
@@ -105,9 +104,9 @@ class GRPO(Sampling):
     reference: Any = None
     _has_warned = False
 
-    def __init__(self, options: GRPOOptions, *more: Any) -> None:
-        super().__init__(options, *more)
-        self.rewards = Rewards.load(options.reward_funcs, options.reward_weights)
+    def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
+        super().__init__(options, tokenizer, multiple)
+        self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
 
     @property
     def frozen_copies(self) -> int:  # type: ignore[override]

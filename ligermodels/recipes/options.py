@@ -1,7 +1,7 @@
 """The options of `ligermodels train`: one dataclass for all recipes, from which each recipe derives its own.
 
-The flags of the command line, the keys of --config, the checks and DIR/options.yaml are all derived from the fields. The
-command line wins over the file, and the file over the defaults. Nothing here imports torch.
+The flags of the command line, the keys of --config, the checks and DIR/options.yaml are all derived from the fields.
+The command line wins over the file, and the file over the defaults. Nothing here imports torch.
 """
 
 import argparse
@@ -288,7 +288,7 @@ class TrainOptions(
 
 @dataclass(kw_only=True)
 class TextOptions(TrainOptions):
-    """The options of recipes whose steps can be CUDA graphs: forwards and backwards of packed rows, and nothing else."""
+    """The options of recipes whose steps can be CUDA graphs: forwards and backwards of packed rows alone."""
 
     group: ClassVar[str] = "capture"
     capture: bool = option(

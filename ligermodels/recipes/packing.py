@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ligermodels.recipes import images
 from ligermodels.recipes.masking import IGNORED, Example

@@ -1,7 +1,7 @@
-"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md, model card.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
 
-metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step that
-it is resumed from.
+metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step
+that it is resumed from.
 """
 
 import json

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,6 @@ from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_ba
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import StepBatches, check_ids, on_device
-from ligermodels.text import Tokenizer
 
 
 @dataclass(kw_only=True)
@@ -228,8 +227,8 @@ class Sampling(Recipe):
         return Rollouts(self, batches)
 
     def complete(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
-        """The completions of each prompt; for rollout None one, greedily. Called by all ranks at once, each with as many
-        prompts."""
+        """The completions of each prompt; for rollout None one, greedily. Called by all ranks at once, each with
+        as many prompts."""
         o, p, stops = self.options, self.processes, self.stop_ids
         copies = 1 if rollout is None else o.completions_per_prompt
         found = sample(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over every token of plain text."""
+"""Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over all of a text."""
 
 from dataclasses import dataclass
 from typing import Any

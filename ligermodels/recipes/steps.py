@@ -1,7 +1,6 @@
 """The batches of each step, for any number of ranks, and the metrics of a step."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def check_ids(batch: Batch, vocab_size: int) -> Batch:
-    """The batch. Raises InputError for ids that the embedding has no row for, of which a GPU would read other memory."""
+    """The batch. Raises InputError for ids that the embedding has no row for: a GPU would read other memory."""
     highest = int(batch["input_ids"].max())
     if highest >= vocab_size:
         raise InputError(

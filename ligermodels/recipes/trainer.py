@@ -282,10 +282,10 @@ class Trainer:
     def _diverged(self, loss: float, norm: float) -> TrainingError:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         return TrainingError(
-            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. It was not saved; the checkpoints before it "
-            f"are as they were.\n  Likely: a learning rate that is too high (--learning-rate {self.options.peak_lr:g}), "
-            "or examples of this step that are broken.\n  Next: a lower --learning-rate or a longer --warmup-steps, in "
-            "another --output-dir."
+            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. It was not saved; the checkpoints "
+            "before it are unchanged.\n  Likely: a learning rate that is too high "
+            f"(--learning-rate {self.options.peak_lr:g}), or examples of this step that are broken.\n"
+            "  Next: a lower --learning-rate or a longer --warmup-steps, in another --output-dir."
         )
 
     # ---- evaluation ----

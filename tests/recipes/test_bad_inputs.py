@@ -28,7 +28,7 @@ FILES = {  # name, content, what the error says
     "parquet that is none": ("a.parquet", "PAR1", "a.parquet cannot be read"),
     "blank lines": ("a.jsonl", "\n \n\r\n", "a.jsonl has no rows"),
     "git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
-    "a page": ("a.jsonl", "<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved in place of"),
+    "a page": ("a.jsonl", "<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved instead of"),
     "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl has its first object over several lines"),
     "nan": ("a.jsonl", '{"text": NaN}', "a.jsonl:1: text: expected a text, not float"),
     "a list of texts": ("a.json", '["a", "b"]', "a.json: item 1: a row is a JSON object with keys, not str ('a')"),

@@ -97,8 +97,8 @@ def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, spl
         expected.update((n, part) for part in parts if size >= 2 and part > 1)
     epochs = [collections.Counter(), collections.Counter()]
     batches = batches_of(
-        rows, length=length, packing=packing, per_batch=per_batch, window=window, shuffle=shuffle, split=split, epochs=2,
-        skip_bad=True, max_untrained=1.0,
+        rows, length=length, packing=packing, per_batch=per_batch, window=window, shuffle=shuffle, split=split,
+        epochs=2, skip_bad=True, max_untrained=1.0,
     )  # fmt: skip
     for batch in batches:
         epochs[batches.state_dict()["epoch"]].update(documents(batch))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels
+from ligermodels import recipes
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels import recipes
 from ligermodels.recipes import rollout
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.distill import Distill, DistillOptions, check_same_tokens, distill_loss

@@ -78,7 +78,8 @@ EXAMPLES = [
         {"prompt": [user("a")], "chosen": [said("b")], "rejected": [said("c")]},
         Answers([user("a")], ([said("b")], [said("c")])),
     ),
-    ("pairs", {"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Answers([user("a")], ([said("b")], [said("c")]))),
+    ("pairs", {"prompt": [user("a")], "chosen": "b", "rejected": "c"},
+     Answers([user("a")], ([said("b")], [said("c")]))),
     (
         "pairs",  # the prompt in all three, and once more as a text
         {"prompt": "a", "chosen": [system("s"), user("a"), said("b")],

@@ -13,7 +13,6 @@ from ligermodels.layers import policy
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes import rollout
-from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.grpo import GRPO, GRPOOptions
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
@@ -79,9 +78,8 @@ class PaddedBy0(GRPO):
 
 def grpo_of(options, tokenizer, reward=len, kind=PaddedBy0):
     """The recipe with one reward."""
-    recipe = kind.__new__(kind)
-    Recipe.__init__(recipe, options, tokenizer)
-    recipe.rewards, recipe.processes = Rewards({"r": reward}), Processes(CPU)
+    recipe = kind(options, tokenizer, rewards=Rewards({"r": reward}))
+    recipe.processes = Processes(CPU)
     return recipe
 
 

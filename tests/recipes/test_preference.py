@@ -14,8 +14,8 @@ from ligermodels.cli import main
 from ligermodels.layers.preference import DPO_LOSS_TYPES
 from ligermodels.processes import Processes
 from ligermodels.recipes.formats import Answers, Conversation
-from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.masking import encode as encode_text
+from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import _DPO_TYPES
 from ligermodels.recipes.reference import Reference
 from ligermodels.recipes.steps import shard_batches

@@ -13,9 +13,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
-from ligermodels import Tokenizer
+from ligermodels import Tokenizer, recipes
 from ligermodels.cli import main
-from ligermodels import recipes
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.recipes.trainer import Trainer
