@@ -5,7 +5,6 @@ import errno
 import pytest
 import torch
 import torch.distributed as dist
-from ligermodels.recipes.batches import BadRowError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -13,6 +12,7 @@ from ligermodels.errors import HubError, InputError, LigermodelsError
 from ligermodels.parallel import make_mesh
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.processes import Processes
+from ligermodels.recipes.data import BadRowError
 from tests.parallel.ranks import on_ranks
 
 
