@@ -154,7 +154,8 @@ def test_peft_merges_to_the_same(tmp_path, whose):
     model = (cls.from_pretrained if whose == "theirs" else cls.from_hub)(tmp_path / "base")
     options = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=modules, r=4, lora_alpha=7, use_rslora=True, init_lora_weights=False,
-        rank_pattern={"layers.1.mlp.down_proj": 2}, alpha_pattern={"q_proj": 5}, modules_to_save=["lm_head"],
+        # "v" names no module, and must not match the beginning of v_proj
+        rank_pattern={"layers.1.mlp.down_proj": 2, "v": 3}, alpha_pattern={"q_proj": 5}, modules_to_save=["lm_head"],
     )  # fmt: skip
     model = peft.get_peft_model(model, options)
     with torch.no_grad():
