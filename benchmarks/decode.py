@@ -49,7 +49,7 @@ from benchmarks.harness import Record, Row, synchronize
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
-from ligermodels.generation import generate_iter, graph, release_graphs
+from ligermodels.generation import engine, generate_iter
 from ligermodels.kernels.attention import attention
 from ligermodels.layers import Attention
 from ligermodels.layers.linear import JointProjections
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                 red.append(f"{name}, {weights}: with a graph, {found['wrong']} ids are less likely to the host")
                 continue
             record.setdefault("rows", []).extend(speeds(model, {"model": name, "weights": weights}, cases, options))
-            release_graphs(model)
+            model.release()
             del model
             harness.free(options.device)
         for name, baseline in itertools.product(options.models, options.baselines):
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
     """Lets a CPU run the steps of a graph, uncaptured."""
-    with mock.patch.object(graph, "DEVICES", graph.DEVICES | {device}):
+    with mock.patch.object(engine, "DEVICES", engine.DEVICES | {device}):
         yield
 
 
@@ -141,7 +141,7 @@ def same_ids(name: str, weights: str, options: argparse.Namespace) -> bool:
         mask = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
         how = dict(attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), kv_cache_dtype=kind)
         same &= torch.equal(*(model.generate(ids, disable_compile=off, **how) for off in (False, True)))
-    release_graphs(model)
+    model.release()
     return same
 
 
@@ -177,7 +177,7 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
             tie = distance <= TIE
             counts += torch.cat([same, tie & ~same, ~(tie | same)], 1).sum(0)
             largest = torch.maximum(largest, distance.max())
-    release_graphs(model)
+    model.release()
     found = dict(zip(("the host's", "ties", "wrong"), counts.tolist(), strict=True))
     return {**found, "largest distance": largest.item()}
 
@@ -275,7 +275,7 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
         if wrong := {baseline: id for baseline, call in calls.items() if (id := call(ids)[0]) != expected}:
             red.append(f"{name}, {length} tokens: the first token is {expected}, and that of {wrong}")
             return []
-    release_graphs(model)
+    model.release()
     del calls, model
     harness.free(options.device)
 
@@ -296,7 +296,7 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
                 "of matmuls": ms[baseline] / ms["matmuls"],
             })  # fmt: skip
             harness.announce(rows[-1])
-    release_graphs(model)
+    model.release()
     return rows
 
 

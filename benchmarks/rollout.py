@@ -25,7 +25,6 @@ from benchmarks.harness import Row, synchronize, timed
 from benchmarks.train_cases import MODELS, changed
 from benchmarks.train_cases import ours as our_model
 from benchmarks.train_cases import theirs as their_model
-from ligermodels.generation import release_graphs
 from ligermodels.recipes.grpo import GRPO, GRPOOptions
 from ligermodels.recipes.packing import best_fit
 from ligermodels.recipes.rewards import Rewards
@@ -99,7 +98,7 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
     for seed in range(2):
         first, found = timed(lambda seed=seed: roll(seed), device)
         second, _ = timed(lambda found=found: update(found), device)
-    release_graphs(model)
+    model.release()
     return first, second
 
 

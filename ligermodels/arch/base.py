@@ -20,10 +20,11 @@ from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import InputError
 from ligermodels.generation import generate
+from ligermodels.generation.engine import Engine
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
-from ligermodels.layers.cache import KVCache
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
+from ligermodels.layers.state import Cache
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -57,6 +58,7 @@ class CausalLM(Pretrained, TrainerInterface):
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
+        self.engine = Engine()
         self.model = self.make_model(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
@@ -83,7 +85,7 @@ class CausalLM(Pretrained, TrainerInterface):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values: KVCache | None = None,
+        past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
@@ -256,11 +258,16 @@ class CausalLM(Pretrained, TrainerInterface):
         return getattr(self.config, "final_logit_softcapping", None)
 
     generate = generate
+
+    def release(self) -> None:
+        """Frees the caches and CUDA graphs that `generate` keeps for its next call."""
+        self.engine.caches.clear()
+
     fusion_report = fusion_report
 
-    def new_cache(self, batch_size: int, max_length: int, *, kv_cache_dtype: str | None = None) -> KVCache:
-        """An empty cache for `batch_size` sequences of up to `max_length` tokens; "fp8" takes half the memory."""
-        return self.decoder.new_cache(batch_size, max_length, kv_cache_dtype=kv_cache_dtype)
+    def new_cache(self, rows: int, max_length: int, **options: Any) -> Cache:
+        """An empty cache for `rows` sequences of up to `max_length` tokens; see `Decoder.new_cache`."""
+        return self.decoder.new_cache(rows, max_length, **options)
 
     @property
     def device(self) -> torch.device:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.layers import Attention, Batch, GatedMLP, RMSNorm
-from ligermodels.layers.cache import LayerCache
+from ligermodels.layers.state import KeyValues
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **norm)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
     ) -> tuple[Tensor, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)

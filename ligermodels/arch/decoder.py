@@ -18,9 +18,9 @@ from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.cache import KVCache, TransformersCache
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.parallel import MeshGroup
+from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, TransformersCache
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
@@ -46,7 +46,7 @@ class BaseModel(nn.Module):
         input_ids: Tensor | TextInputs | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: KVCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **options: Any,
@@ -166,6 +166,8 @@ class Decoder(BaseModel):
         x = (x if self.tp is None else self.tp.all_gather(x, 1)).reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
         if cache is not None:
+            if inputs.step is None:
+                cache.advance(inputs.tokens.shape[1])
             output["past_key_values"] = cache.cache if isinstance(cache, TransformersCache) else cache
         if hidden_states is not None:
             output["hidden_states"] = (*hidden_states, x)
@@ -173,21 +175,25 @@ class Decoder(BaseModel):
             output["router_logits"] = tuple(router_logits)
         return output
 
-    def new_cache(self, batch_size: int, max_length: int, *, kv_cache_dtype: str | None = None) -> KVCache:
-        """An empty cache for `batch_size` sequences of up to `max_length` tokens; "fp8" takes half the memory."""
-        config = self.config
-        return KVCache(
-            config.num_hidden_layers,
-            batch_size,
-            max_length,
-            config.num_key_value_heads,
-            config.head_dim,
-            windows=[config.window(layer) for layer in range(config.num_hidden_layers)],
-            cross_layers=getattr(config, "cross_attention_layers", ()),
-            kv_cache_dtype=kv_cache_dtype,
-            dtype=self.compute_dtype,
-            device=self.embed_tokens.weight.device,
-        )
+    def new_cache(self, rows: int, max_length: int, *, kv_cache_dtype: str | None = None, whole: bool = False) -> Cache:
+        """An empty cache for `rows` sequences of up to `max_length` tokens, beyond which it grows.
+
+        kv_cache_dtype: "fp8" takes half the memory. whole: layers with a window store all tokens too, as `Cache.put`
+        asks of its source.
+        """
+        kind = "auto" if kv_cache_dtype is None else kv_cache_dtype
+        if kind not in KV_CACHE_DTYPES:
+            raise InputError(f"kv_cache_dtype={kv_cache_dtype!r:.80} must be one of {', '.join(KV_CACHE_DTYPES)}")
+        device = self.embed_tokens.weight.device
+        states = []
+        for layer in self.layers:
+            mixer: Any = next(module for module in layer.modules() if hasattr(module, "new_state"))
+            states.append(
+                mixer.new_state(
+                    rows, max_length, kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole
+                )
+            )
+        return Cache(states, rows, kind)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -223,12 +229,12 @@ class Decoder(BaseModel):
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
-        if inputs.cache is not None and inputs.cache.stepping:
-            starts, ends = inputs.cache.starts, inputs.cache.ends
+        if inputs.step is not None:
+            starts, ends = inputs.step
             return Batch(next_token=NextToken(cos=cos, sin=sin, starts=starts, ends=ends), cross=cross)
         return Batch(
             cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
-            context=self.context,
+            past=past, context=self.context,
         )  # fmt: skip
 
 

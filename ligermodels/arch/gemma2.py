@@ -22,7 +22,7 @@ from ligermodels.arch.block import Block, attention, gated_mlp
 from ligermodels.arch.config import ACTIVATIONS, LayerTypesConfig, ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.layers import Batch, RMSNorm
-from ligermodels.layers.cache import LayerCache
+from ligermodels.layers.state import KeyValues
 
 NORM: dict[str, Any] = dict(offset=1.0, cast_before_weight=False)
 
@@ -81,7 +81,7 @@ class Gemma2Block(Block):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **NORM)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
         x, _ = self.post_attention_layernorm(self.self_attn(x, batch, cache))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.layers.batch import MovableInputs
-from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
+from ligermodels.layers.state import Cache, TransformersCache, as_cache
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
@@ -29,17 +29,19 @@ _IDS = (torch.int64, torch.int32)
 class TextInputs(MovableInputs):
     """The checked inputs of a text model for one forward pass; see `CausalLM.forward`.
 
-    cache: the KVCache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
-    marked them; None where nothing is packed.
+    cache: the Cache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
+    marked them; None where nothing is packed. step: (starts, ends), int32 [B] each, in a decoding step of one token a
+    row: the columns of the row's first token and past its new one. The caller counts the token.
     """
 
     input_ids: Tensor | None
     inputs_embeds: Tensor | None
     attention_mask: Tensor | None
     position_ids: Tensor | None
-    cache: KVCache | None
+    cache: Cache | None
     cu_seqlens: Tensor | None
     max_seqlen: int | None
+    step: tuple[Tensor, Tensor] | None = None
 
     @property
     def tokens(self) -> Tensor:
@@ -55,7 +57,7 @@ class TextInputs(MovableInputs):
         """Raises InputError for a cache of transformers, which cannot store the state of a model with images."""
         if isinstance(self.cache, TransformersCache):
             raise InputError(
-                f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a KVCache, "
+                f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a Cache, "
                 "as model.new_cache makes"
             )
 
@@ -80,6 +82,7 @@ def check_inputs(
     token_type_ids: Tensor | None = None,
     output_attentions: bool | None = None,
     return_dict: bool | None = None,
+    step: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> tuple[TextInputs, dict[str, Any]]:
     """Checks the arguments of a forward pass, and creates the cache where one is asked for.
@@ -141,6 +144,7 @@ def check_inputs(
         cache=cache,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        step=step,
     )
     return inputs, options
 
@@ -256,9 +260,9 @@ def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
         )
 
 
-def _check_cache(given: Any, num_layers: int) -> KVCache:
+def _check_cache(given: Any, num_layers: int) -> Cache:
     """`given`, or a view of a cache of transformers. Raises InputError for anything else, and for another model's."""
-    cache = as_kv_cache(given, num_layers)
+    cache = as_cache(given, num_layers)
     if len(cache) != num_layers:
         raise InputError(
             f"past_key_values has {len(cache)} layers, the model {num_layers}; was it made for another model? "

@@ -31,7 +31,7 @@ from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTo
 from ligermodels.checkpoint import weights
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
-from ligermodels.layers.cache import CrossCache
+from ligermodels.layers.state import ImageKeyValues
 
 EXTRA_ROWS = 8
 """Rows of the embedding beyond the vocabulary of the head."""
@@ -126,7 +126,7 @@ class CrossBlock(nn.Module):
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: CrossCache | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: ImageKeyValues | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if batch.cross is None:
             return x, residual
@@ -220,7 +220,7 @@ class LlamaVisionModel(BaseModel):
 
     def _cross(self, states: Tensor | None, mask: Tensor | None, inputs: TextInputs) -> CrossStates | None:
         """The states and masks for the cross blocks; None without images. The cache stores the last token's mask."""
-        state: dict[str, Any] = {} if inputs.cache is None else inputs.cache.state
+        state: dict[str, Any] = {} if inputs.cache is None else inputs.cache.values
         if states is None and "images" not in state:
             return None
         vision, past, images = self.config.vision_config, inputs.past, state.get("images", 0)

@@ -20,7 +20,7 @@ from ligermodels.arch.base import CausalLM
 from ligermodels.arch.block import Block, attention
 from ligermodels.arch.config import ACTIVATIONS, RoutedConfig, WindowConfig
 from ligermodels.layers import Batch, MoE
-from ligermodels.layers.cache import LayerCache
+from ligermodels.layers.state import KeyValues
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class MixtralBlock(Block):
         super().__init__(config, attention(config, layer), experts)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
     ) -> tuple[Tensor, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)

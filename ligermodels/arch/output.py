@@ -17,7 +17,7 @@ class CausalLMOutput(Attributes):
     the loss, is an error that says how to get logits. `output.get("logits")` and `getattr(output, "logits", None)` are
     None.
 
-    loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the KVCache.
+    loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the Cache.
     last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each block and the last
     hidden state. router_logits: [B * S, experts] of each block. aux_loss: scalar, the load-balancing loss.
     attentions: always absent; attention weights are never in memory.

@@ -280,7 +280,7 @@ class Qwen2VLModel(BaseModel):
         text, positions = inputs.position_ids, None
         if text is not None and text.dim() == 3:
             positions, text = text[-3:], None
-        deltas = None if cache is None else cache.state.get("rope_deltas")
+        deltas = None if cache is None else cache.values.get("rope_deltas")
         if positions is None and not images:
             if deltas is None:
                 return text
@@ -295,7 +295,7 @@ class Qwen2VLModel(BaseModel):
             )
         if cache is not None:
             num_tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
-            cache.state["rope_deltas"] = (positions.amax((0, 2))[:, None] + 1 - num_tokens).expand(len(ids), 1)
+            cache.values["rope_deltas"] = (positions.amax((0, 2))[:, None] + 1 - num_tokens).expand(len(ids), 1)
         return positions
 
 

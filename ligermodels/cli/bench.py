@@ -130,8 +130,6 @@ def _measure(model: "CausalLM", batch: int, length: int, new: int, rate: float, 
     """The figures of a case; `out_of_memory` alone where that happened."""
     import torch
 
-    from ligermodels.generation import release_graphs
-
     on_cuda = model.device.type == "cuda"
     try:
         if on_cuda:
@@ -142,7 +140,7 @@ def _measure(model: "CausalLM", batch: int, length: int, new: int, rate: float, 
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
         times = []
-    release_graphs(model)  # frees the memory for the next case
+    model.release()  # frees the memory for the next case
     if not times:
         gc.collect()
         if on_cuda:
@@ -192,7 +190,6 @@ def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str
     and values. Of stacked experts it is the share that is expected where each token chooses at random.
     """
     from ligermodels.layers import MoE
-    from ligermodels.layers.cache import LayerCache
     from ligermodels.layers.head import unwrapped
 
     parts: Any = {id(x): x for part in (model.decoder, model.lm_head) for x in (*part.parameters(), *part.buffers())}
@@ -203,10 +200,8 @@ def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str
         if isinstance(module, MoE):
             unused = (1 - module.top_k / len(module.gate.weight)) ** batch
             found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
-    for layer in model.new_cache(1, 1, kv_cache_dtype=kv_cache_dtype):
-        if isinstance(layer, LayerCache):
-            found += batch * layer.token_bytes * (length if layer.window is None else min(length, layer.window))
-    return found
+    cache = model.new_cache(1, 1, kv_cache_dtype=kv_cache_dtype)
+    return found + batch * sum(state.row_bytes(length) for state in cache)
 
 
 def _copy_rate(device: "torch.device") -> float:

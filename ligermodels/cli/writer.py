@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ligermodels.arch import CausalLM
-    from ligermodels.layers.cache import KVCache
+    from ligermodels.layers.state import Cache
     from ligermodels.text import Tokenizer
 
+REWIND = 256
+"""Last tokens that the next prompt may change without being read as a whole, in layers with a window."""
 CHUNK = 1024
 """Tokens per forward pass of a long prompt."""
 
@@ -26,7 +28,7 @@ class Writer:
 
     def __init__(self, model: "CausalLM", tokenizer: "Tokenizer", args: argparse.Namespace):
         self.model, self.tokenizer, self.args = model, tokenizer, args
-        self.cache: KVCache | None = None
+        self.cache: Cache | None = None
         self.ids: list[int] = []
         self.images: tuple[Any, ...] = ()
         self.images_end = 0
@@ -57,6 +59,7 @@ class Writer:
             length = min(args.default_length, left) if left > 0 else args.default_length
         if self.cache is None:
             self.cache = self.model.new_cache(1, len(ids) + length, kv_cache_dtype=args.kv_cache_dtype)
+            self.cache.reserve(len(ids) + length, REWIND)
         self._crop(ids, images)
         cached = self.cache.length
         if not cached:

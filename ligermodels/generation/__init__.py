@@ -2,7 +2,7 @@
 The arguments are those of transformers.
 
 options.py merges the options of a call; request.py checks it; processors.py goes from logits to the next token;
-stopping.py has stop strings and criteria; graph.py the decode step as a CUDA graph; speculation.py guesses of the next
+stopping.py has stop strings and criteria; engine.py the decode step as a CUDA graph; speculation.py guesses of the next
 tokens; loop.py the loop of one batch; batching.py continuous batching. All but the options are imported on first use,
 with torch.
 """
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligermodels.generation.batching import generate_many, generate_many_iter
-    from ligermodels.generation.graph import release_graphs
     from ligermodels.generation.loop import GenerateOutput, Streamer, generate, generate_iter
     from ligermodels.generation.processors import LogitsProcessor
 
@@ -24,13 +23,11 @@ __all__ = [
     "generate_iter",
     "generate_many",
     "generate_many_iter",
-    "release_graphs",
 ]
 _HOMES = {
     "LogitsProcessor": "processors",
     "generate_many": "batching",
     "generate_many_iter": "batching",
-    "release_graphs": "graph",
 }
 
 

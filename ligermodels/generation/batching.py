@@ -1,9 +1,7 @@
 """`generate_many`: continuous batching. Many prompts of unequal length go through one batch of rows.
 
-All rows have the same number of columns, as in `generate`: a prompt ends in the last column, so that its row begins as
-many columns earlier as it has tokens. A finished row is free at any step: the next prompt runs on a cache of its own,
-and its keys and values are copied into the row, to the columns before the current one. Kernels and CUDA graph read from
-the device where each row begins. When no column is left, all rows move to the left.
+Each row of the cache begins with its prompt, and the device knows where it ends. A finished row is free at any step:
+the next prompt runs on a cache of its own, from which its state is copied into the row.
 
 The host reads one step late, as in `generate`: it reads a token while the model computes the next logits. A finished
 row computes one token more, which is dropped.
@@ -14,23 +12,21 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.generation import graph
+from ligermodels.generation import engine
 from ligermodels.generation.loop import AsyncToHost, generate, nan_logits
 from ligermodels.generation.options import Options
 from ligermodels.generation.processors import Applies, Change, LogitsProcessor, draw, make_processors
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
-from ligermodels.layers.cache import KVCache
+from ligermodels.layers.state import Cache
 
-SPARE_COLUMNS = 256
-"""Columns beyond the longest row. All rows move, which reads and writes the cache, at most once in this many steps."""
 REFILL_FRACTION = 8
 """Prompts are prefilled when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one
 prompt or for several, and a free row wastes its share of each step."""
@@ -38,7 +34,7 @@ PREFILL_TOKENS = 16384
 """Maximum number of tokens of the prompts that are prefilled together, with padding."""
 
 _EMPTY_ID = 2**40
-"""The id in the columns before a row begins. It is no token: penalties do not count it."""
+"""The id in columns without a token, which penalties do not count."""
 _REFUSED = {
     "attention_mask": "every id of a prompt is a token",
     "generation_config": "pass its options as keywords",
@@ -47,9 +43,9 @@ _REFUSED = {
     "inputs": "the prompts are the first argument",
     "medusa": "speculation is for one row; use `generate`",
     "prompt_lookup_num_tokens": "speculation is for one row; use `generate`",
-    "logits_processor": "rows begin in different columns; use `generate`",
+    "logits_processor": "rows have lengths of their own; use `generate`",
     "past_key_values": "the batch has a cache of its own",
-    "stopping_criteria": "rows begin in different columns; use `generate`",
+    "stopping_criteria": "rows have lengths of their own; use `generate`",
     "streamer": "use `generate_many_iter`",
     "max_time": "leave the loop over `generate_many_iter` in time",
     "return_dict_in_generate": "it returns ids alone; use `generate`",
@@ -116,7 +112,7 @@ def generate_many_iter(
     if not texts:
         return iter(())
     call = _checked(model, texts, options)
-    rotary, longest, shortest = call.model.decoder.rotary_emb, max(map(len, texts)), min(map(len, texts))
+    rotary, shortest = call.model.decoder.rotary_emb, min(map(len, texts))
     most = max(len(text) + limit for text, limit in zip(texts, call.limits, strict=True))
     always_long = rotary.rope_type == "longrope" and shortest > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
@@ -128,7 +124,7 @@ def generate_many_iter(
         )
         return _one_by_one(call, options)
     rows = min(batch_size, len(texts) * call.request.copies)
-    return _Batch(call, rows, longest, cdiv(most + SPARE_COLUMNS, graph.BUCKET) * graph.BUCKET).run()
+    return _Batch(call, rows, most).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +188,7 @@ class _Row:
     """A row of the batch while it decodes one continuation."""
 
     index: int  # in the result
-    start: int  # the column of its prompt's first token
+    prompt: int  # its length
     max_new: int
     min_new: int  # new tokens before a stop id is allowed
     text: StopText | None
@@ -203,28 +199,28 @@ class _Row:
 class _Ready:
     """Prefilled prompts, and their continuations that have no row yet."""
 
-    prompts: Tensor  # [N, S], _EMPTY_ID before the shorter ones
+    prompts: Tensor  # [N, S], _EMPTY_ID after the shorter ones
+    lengths: Tensor  # [N]
     logits: Tensor  # [N, V] fp32, after the last token
-    cache: KVCache
+    cache: Cache
     waiting: deque[tuple[int, int]]  # row of the above, index in the result
 
 
 class _Batch:
-    def __init__(self, call: _Call, rows: int, longest: int, end: int):
-        self.call, self.model, self.request, self.end = call, call.model, call.request, end
+    def __init__(self, call: _Call, rows: int, capacity: int):
+        self.call, self.model, self.request, self.capacity = call, call.model, call.request, capacity
         self.options: Options = self.request.options
         self.device = self.model.device
-        self.longest = longest
         copies = self.request.copies
         order = sorted(range(len(call.prompts)), key=lambda i: -len(call.prompts[i]))  # similar lengths run together
         self.waiting = deque(order)
         self.left = len(order) * copies  # continuations that have no row yet
         self.ready: _Ready | None = None
         self.rows: list[_Row | None] = [None] * rows
-        self.captures = not self.options.disable_compile and self.device.type in graph.DEVICES
-        if self.captures and (reason := graph.obstacle_to_capture(self.model)) is not None:
-            graph.warn_uncaptured(reason)
-            self.captures = False
+        self.by_host = self.options.disable_compile or self.device.type not in engine.DEVICES
+        if not self.by_host and (reason := engine.obstacle_to_capture(self.model)) is not None:
+            engine.warn_uncaptured(reason)
+            self.by_host = True
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[int, Tensor]]:
@@ -237,33 +233,29 @@ class _Batch:
         generator = None
         if options.seed is not None:
             generator = torch.Generator(self.device).manual_seed(int(options.seed))
-        self.cache, kept = graph.take_cache(self.model, len(rows), self.end, options.kv_cache_dtype)
-        self.decode: graph.Decode | None = None
+        self.cache, key = self.model.engine.take(self.model, len(rows), self.capacity, options.kv_cache_dtype)
+        self.step = cast(engine.Step, None)  # `_place` makes it
         try:
-            self.cache.shift(self.longest)
-            self.ids = torch.full((len(rows), self.end), _EMPTY_ID, device=self.device)
+            self.ids = torch.full((len(rows), self.capacity), _EMPTY_ID, device=self.device)
             self.raw = torch.zeros(len(rows), vocab_size, device=self.device)  # logits of the next token
             while self.left or any(rows):
-                if self.cache.length == self.end:
-                    self._make_columns()
                 free = [b for b, row in enumerate(rows) if row is None]
                 if self.left and len(free) >= min(max(1, len(rows) // REFILL_FRACTION), self.left):
                     self._fill(free)
-                column = self.cache.length
-                processed = self.raw
+                processed, ids = self.raw, self._aligned_ids() if processors else self.ids
                 for process in processors:
-                    processed = process(self.ids[:, :column], processed)
+                    processed = process(ids, processed)
                 best, token = processed.max(-1)
                 if options.do_sample:
                     token = draw(processed, generator)
-                self.ids[:, column] = token
+                self.ids.scatter_(1, self.step.ends[:, None].long(), token[:, None])
                 reading = AsyncToHost(torch.where(best > -math.inf, token, -1))
                 if any(row is not None and len(row.ids) + 1 < row.max_new for row in rows):
-                    self._step(token)
+                    self._run(token)
                 yield from self._read(reading.result().tolist())
         finally:
             self.cache.reset()
-            graph.keep_cache(self.model, self.cache, kept)
+            self.model.engine.keep(self.cache, key)
 
     def _read(self, values: list[int]) -> Iterator[tuple[int, Tensor]]:
         """Appends the last token of each row, and yields the rows that are finished."""
@@ -283,46 +275,38 @@ class _Batch:
         for row in ended:
             yield row.index, torch.tensor(row.ids)
 
-    def _step(self, token: Tensor) -> None:
+    def _run(self, token: Tensor) -> None:
         """The logits after `token` [B]."""
-        assert self.decode is not None, "rows were placed"
+        self.step.ids.copy_(token[:, None])
         try:
-            self.raw = self.decode(self.model, token).float()
+            self.step.run(self.model, self.cache)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not self.captures:
+            if isinstance(error, torch.OutOfMemoryError) or self.by_host:
                 raise
-            graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
-            self.captures, self.decode = False, None
+            engine.warn_uncaptured(f"its step cannot be captured, {engine.first_cause(error)}")
+            self.by_host = self.step.by_host = True
             self._place()
-            self._step(token)
+            self.step.run(self.model, self.cache)
+        self.raw = self.step.logits.float()
 
     def _place(self) -> None:
-        """Writes to the device where rows begin. A free row sees only its own token, at the first position."""
-        column = self.cache.length
-        starts = self._to_device([column if row is None else row.start for row in self.rows], torch.int32)
-        if self.decode is None:
-            self.decode = graph.Decode.of(self.cache)
-            self.decode.begin(self.model, self.cache, starts, self.end, by_host=not self.captures)
-        else:
-            self.decode.place(self.cache, starts)
+        """Writes to the device where rows end. A free row begins again, so that it stays shorter than the others."""
+        ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
+        self.cache.length = max(ends)
+        if self.step is None:  # not before: the first prompts decide the dtype of the cache
+            self.step = engine.step_of(self.cache)
+            self.step.begin(self.model, self.cache, self.capacity, by_host=self.by_host)
+        self.step.place(0, self._to_device(ends, torch.int32))
 
-    def _make_columns(self) -> None:
-        """Moves all rows to the left, as far as the longest of them and of the waiting prompts allows."""
-        column = self.cache.length
-        lengths = [column - row.start for row in self.rows if row is not None]
-        lengths += [len(self.call.prompts[i]) for i in list(self.waiting)[:1]]
-        lengths += [self.ready.cache.length] if self.ready is not None else []
-        length = max(lengths)
-        self.cache.shift(length)
-        self.ids[:, :length] = self.ids[:, column - length : column].clone()  # the two ranges may overlap
-        for row in self.rows:
-            if row is not None:
-                row.start -= column - length
-        self._place()
+    def _aligned_ids(self) -> Tensor:
+        """The ids [B, S] of all rows, ending in the last column, as processors read them; _EMPTY_ID before them."""
+        width = max(row.prompt + len(row.ids) for row in self.rows if row is not None)
+        columns = self.step.ends[:, None].long() - width + torch.arange(width, device=self.device)
+        return self.ids.gather(1, columns.clamp(min=0)).masked_fill(columns < 0, _EMPTY_ID)
 
     def _fill(self, free: list[int]) -> None:
         """Puts prompts into the `free` rows, and prefills more of them when none is ready."""
-        column, copies = self.cache.length, self.request.copies
+        copies = self.request.copies
         while free and self.left:
             if self.ready is None:
                 self.ready = self._prefill(cdiv(len(free), copies))
@@ -334,47 +318,40 @@ class _Batch:
                 if strings:
                     text = StopText(self.request.tokenizer, strings, prompt[-8:].tolist())
                 min_new = self.options.min_columns(len(prompt)) - len(prompt)
-                max_new = self.call.limits[index // copies]
-                self.rows[b] = _Row(index, column - len(prompt), max_new, min_new, text)
+                self.rows[b] = _Row(index, len(prompt), self.call.limits[index // copies], min_new, text)
                 sources.append(source)
                 into.append(b)
             self.left -= len(into)
-            taken, rows, width = self._to_device(sources), self._to_device(into), ready.prompts.shape[1]
-            self.cache.put(ready.cache, taken, rows)
-            self.ids[rows, : column - width] = _EMPTY_ID
-            self.ids[rows, column - width : column] = ready.prompts[taken]
+            taken, rows = self._to_device(sources), self._to_device(into)
+            self.cache.put(ready.cache, taken, rows, ready.lengths[taken])
+            self.ids[rows, : ready.prompts.shape[1]] = ready.prompts[taken]
             self.raw = self.raw.index_put((rows,), ready.logits[taken])
             if not ready.waiting:
                 self.ready = None
         self._place()
 
     def _prefill(self, count: int) -> _Ready:
-        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allow."""
+        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allows, padded on the right to one length."""
         width, copies = len(self.call.prompts[self.waiting[0]]), self.request.copies
-        kind = self.options.kv_cache_dtype
         count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
         chosen = [self.waiting.popleft() for _ in range(count)]
         prompts = torch.full((count, width), _EMPTY_ID)
         for row, i in zip(prompts, chosen, strict=True):
-            row[width - len(self.call.prompts[i]) :] = self.call.prompts[i]
-        is_padded = bool((prompts == _EMPTY_ID).any())
-        prompts = prompts.to(self.device)
-        cache, mask, positions = self.model.new_cache(count, width, kv_cache_dtype=kind), None, None
-        if is_padded:
-            mask = prompts != _EMPTY_ID
-            positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        chunk = self.options.prefill_chunk_size or width
+            row[: len(self.call.prompts[i])] = self.call.prompts[i]
+        prompts, lengths = prompts.to(self.device), self._to_device([len(self.call.prompts[i]) for i in chosen])
+        cache = self.model.new_cache(count, width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
+        ids, chunk, hidden = prompts.where(prompts != _EMPTY_ID, 0), self.options.prefill_chunk_size or width, None
         with self.model.decoder.rotary_emb.of_length(width):
             for begin in range(0, width, chunk):
-                part = slice(begin, begin + chunk)
                 output = self.model(
-                    input_ids=prompts[:, part].where(prompts[:, part] != _EMPTY_ID, 0),
-                    attention_mask=None if mask is None else mask[:, : part.stop],
-                    position_ids=None if positions is None else positions[:, part],
-                    past_key_values=cache, use_cache=True, logits_to_keep=1,
-                )  # fmt: skip
+                    input_ids=ids[:, begin : begin + chunk], past_key_values=cache, use_cache=True, return_logits=False
+                )
+                x, last = output.last_hidden_state, lengths - 1 - begin
+                found = x[torch.arange(count, device=self.device), last.clamp(0, x.shape[1] - 1)]
+                hidden = found if hidden is None else torch.where((last >= 0)[:, None], found, hidden)
+        logits = engine.head_logits(self.model, cast(Tensor, hidden)).float()
         waiting = deque((row, i * copies + copy) for row, i in enumerate(chosen) for copy in range(copies))
-        return _Ready(prompts, output.logits[:, -1].float(), cache, waiting)
+        return _Ready(prompts, lengths, logits, cache, waiting)
 
     def _counted(self, applies: Applies, change: Change) -> LogitsProcessor:
         """`change` for the rows to which it applies by their own count of new tokens."""

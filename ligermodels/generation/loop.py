@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.generation import graph
+from ligermodels.generation import engine
 from ligermodels.generation.options import Attributes
 from ligermodels.generation.processors import counted_by_columns, draw, make_processors
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
-from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
-from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
+from ligermodels.layers.state import Cache, TransformersCache, as_cache
 
 
 class Streamer(Protocol):
@@ -91,7 +90,7 @@ def generate(
             one says so. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
             that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
-        past_key_values: a KVCache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
+        past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
             is still passed in full. The cache is extended in place.
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: receives each step's ids, see `Streamer`.
@@ -135,10 +134,10 @@ def generate(
         prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory that a long prompt
             needs; None: all of them.
         disable_compile: True decodes without a CUDA graph. By default each step on CUDA is one. The graph's memory,
-            most of it the KV cache, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
+            most of it the KV cache, is kept for the next call; `model.release()` frees it.
         prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, the tokens that followed
             the first occurrence of the last max_matching_ngram_size tokens (default 2), or fewer of them. For text
-            that copies, such as edited code. One row, use_cache, a KVCache or none. The ids, also those drawn with a
+            that copies, such as edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a
             seed, are the same as without it, up to ties: a forward pass of several tokens rounds differently, which in
             bf16 decides between tokens that are about equally likely. Each guess reads the cache once more.
         medusa: heads, such as `training.load_medusa(model, folder)`, that guess one token each, verified in that way.
@@ -339,17 +338,21 @@ class _Forward:
         self.cache = request.cache
         self.speculation = request.speculation()
         self.is_captured = self._can_capture()
-        self.decode: Any = None  # a Decode or a Verification, while steps run as a graph
+        self.step: Any = None  # a `Step` that has begun
         self.cache_key: tuple | None = None  # of a cache that is kept for the next call
-        self.prompt_cache: KVCache | None = None  # one row for all copies of a prompt
+        self.prompt_cache: Cache | None = None  # one row for all copies of a prompt
         rows, kind = len(request.input_ids), request.options.kv_cache_dtype
         if self.use_cache and self.cache is None and not self.is_adapted:
             if self.is_captured:
-                self.cache, self.cache_key = graph.take_cache(self.model, rows * request.copies, self._capacity, kind)
+                self.cache, self.cache_key = self.model.engine.take(
+                    self.model, rows * request.copies, self._capacity, kind
+                )
                 if request.copies > 1:
                     self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1], kv_cache_dtype=kind)
             else:
                 self.cache = self.model.new_cache(rows, end, kv_cache_dtype=kind)
+        if self.speculation is not None and self.cache is not None:  # a step of several tokens is taken back in part
+            self.cache.reserve(self._capacity, 1 + self.speculation.count)
         self.past = 0 if request.cache is None else request.cache.length  # number of cached columns
         self.virtual = 0  # number of virtual tokens before them
         self.positions: Tensor | None = None  # those of the last call, if rows are padded
@@ -380,7 +383,7 @@ class _Forward:
             found = self._captured(ids, mask)
             if found is not None:
                 return found
-        self.decode = None
+        self.step = None
         if speculation is not None:
             ids = torch.cat([ids, ids.new_tensor([speculation.tokens[1:]])], 1)
         copies = request.copies if self.use_cache and length == start else 1
@@ -425,7 +428,7 @@ class _Forward:
         output = self.model(**inputs)
         logits = output.logits[:, -1]
         if self.use_cache and self.cache is None:
-            self.cache = as_kv_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
+            self.cache = as_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length
         if copies > 1:
             copied = torch.arange(len(request.input_ids), device=ids.device).repeat_interleave(copies)
@@ -453,21 +456,24 @@ class _Forward:
         cache: Any = self.cache
         speculation = self.speculation
         try:
-            if self.decode is None:
-                starts = None if mask is None else mask.int().argmax(1)
+            if self.step is None:
                 if speculation is None:
-                    self.decode = graph.Decode.of(cache)
+                    self.step = engine.step_of(cache)
                 else:
-                    self.decode = Verification.of_tokens(cache, 1 + speculation.count, speculation.heads is not None)
-                self.decode.begin(self.model, cache, starts, self._capacity)
+                    with_hidden = speculation.heads is not None
+                    self.step = engine.step_of(cache, 1 + speculation.count, with_hidden=with_hidden)
+                self.step.begin(self.model, cache, self._capacity)
+                self.step.place(0 if mask is None else mask.int().argmax(1), cache.length)
             if speculation is None:
-                logits = self.decode(self.model, ids[:, -1])
+                self.step.ids.copy_(ids[:, -1:])
+                self.step.run(self.model, cache)
+                logits = self.step.logits
             else:
-                logits = speculation.keep(*self.decode.verify(self.model, speculation.tokens))
+                logits = speculation.verify(self.step, self.model, cache)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
+            engine.warn_uncaptured(f"its step cannot be captured, {engine.first_cause(error)}")
             self.is_captured, self.positions = False, None
             return None
         self.past = cache.length
@@ -481,7 +487,7 @@ class _Forward:
     def _can_capture(self) -> bool:
         request = self.request
         if (
-            self.model.device.type not in graph.DEVICES or not self.use_cache or request.max_new_tokens == 1
+            self.model.device.type not in engine.DEVICES or not self.use_cache or request.max_new_tokens == 1
             or request.options.disable_compile
         ):  # fmt: skip
             return False
@@ -494,23 +500,23 @@ class _Forward:
         elif self.speculation is not None and bool(getattr(self.model.decoder.config, "cross_attention_layers", ())):
             reason = "speculation does not capture cross-attention"
         else:
-            reason = graph.obstacle_to_capture(self.model)
+            reason = engine.obstacle_to_capture(self.model)
         if reason is not None:
-            graph.warn_uncaptured(reason)
+            engine.warn_uncaptured(reason)
         return reason is None
 
     def rollback(self, length: int) -> None:
         """Drops from the cache what was computed ahead of column `length`."""
-        if self.past > length and (self.decode is not None or self.speculation is not None):
+        if self.past > length and (self.step is not None or self.speculation is not None):
             self.cache.crop(length)  # type: ignore[union-attr]
             self.past = self.cache.length  # type: ignore[union-attr]
             if self.speculation is None:
-                self.decode = None
+                self.step = None
 
     def release_cache(self) -> None:
         """Keeps the cache for the next call, unless it is returned to the caller."""
         if self.cache_key is not None and not self.request.options.return_dict_in_generate:
-            graph.keep_cache(self.model, self.cache, self.cache_key)  # type: ignore[arg-type]
+            self.model.engine.keep(self.cache, self.cache_key)
         self.cache_key = None
 
 

@@ -16,7 +16,7 @@ from ligermodels.generation.options import KNOWN_NAMES, MAX_GUESSES, OPTION_NAME
 from ligermodels.generation.processors import LogitsProcessor
 from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.generation.stopping import StoppingCriterion
-from ligermodels.layers.cache import KVCache, TransformersCache, as_kv_cache
+from ligermodels.layers.state import Cache, TransformersCache, as_cache
 
 ADAPTED = "another object, such as a PEFT model, prepares the inputs of each step"
 _CALL_INSIDE = "call generate of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
@@ -42,7 +42,7 @@ class Request:
     tokenizer: Any
     processors: Sequence[LogitsProcessor]
     criteria: Sequence[StoppingCriterion]
-    cache: KVCache | None  # the caller's, with the first tokens of the prompt
+    cache: Cache | None  # the caller's, with the first tokens of the prompt
     inputs: dict[str, Any]  # inputs of the prompt besides ids and mask, such as pixel_values
 
     @property
@@ -250,7 +250,7 @@ def _check_embeds(model: Any, embeds: Any, prompt: Any, model_inputs: Mapping[st
 
 
 def _check_speculation(
-    model: Any, options: Options, rows: int, mask: Tensor | None, cache: KVCache | None, embeds: Tensor | None
+    model: Any, options: Options, rows: int, mask: Tensor | None, cache: Cache | None, embeds: Tensor | None
 ) -> None:
     """Raises InputError for a call that asks for speculation and cannot have it."""
     medusa, lookup = options.medusa, options.prompt_lookup_num_tokens is not None
@@ -288,7 +288,7 @@ def _check_speculation(
         raise InputError(f"{'prompt_lookup_num_tokens' if lookup else 'medusa'} {problem}")
 
 
-def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:
+def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> Cache | None:
     """The caller's cache of the first tokens of the prompt. Raises InputError if it does not fit."""
     kind = options.kv_cache_dtype
     if options.use_cache is False and (cache is not None or kind == "fp8"):
@@ -300,7 +300,7 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
         return None
     if is_adapted(model):
         raise InputError("past_key_values cannot be passed where an adapter adds virtual tokens; leave it out")
-    cache = as_kv_cache(cache, model.config.get_text_config().num_hidden_layers)
+    cache = as_cache(cache, model.config.get_text_config().num_hidden_layers)
     if kind not in (None, cache.kv_cache_dtype):
         raise InputError(
             f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave one of "
@@ -311,8 +311,8 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
             f"past_key_values has {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
             "the cache included, and at least one that is new"
         )
-    if cache.length and cache.batch_size != rows:
-        raise InputError(f"past_key_values is of {cache.batch_size} rows, input_ids of {rows}; they must be equal")
+    if cache.length and cache.rows != rows:
+        raise InputError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}; they must be equal")
     return cache
 
 

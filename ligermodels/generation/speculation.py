@@ -9,16 +9,14 @@ draws the same tokens.
 The guesses come from `PromptLookup`, by the text so far, or from Medusa heads, by the hidden state of the last token.
 """
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.generation import graph
-from ligermodels.layers.cache import KVCache
-from ligermodels.layers.head import capped, unwrapped
+from ligermodels.generation.engine import Step, head_logits
+from ligermodels.layers.state import Cache
 
 
 class PromptLookup:
@@ -90,6 +88,25 @@ class Speculation:
         """Runs a step without a graph, or the prompt. Returns the logits [1, V] after the first of the tokens."""
         return self.keep(*logits_and_hidden(model, len(self.tokens), self.heads is not None, **inputs))
 
+    def verify(self, step: Step, model: Any, cache: Cache) -> Tensor:
+        """Runs `step`, of 1 + count tokens, with the tokens as rows of one token each; returns what `run` does.
+
+        Each token attends up to itself, by the kernels for decoding. Where guesses are missing the last token is
+        repeated, at its own position: rotary tables may depend on the largest one.
+        """
+        past, places = cache.length, range(step.tokens)
+        repeated = [max(0, i + 1 - len(self.tokens)) for i in places]
+        values = [
+            [self.tokens[i - n] for i, n in zip(places, repeated, strict=True)],
+            repeated,
+            [past + i for i in places],
+        ]
+        ids, starts, ends = torch.tensor(values, pin_memory=step.ids.is_cuda).to(step.ids.device, non_blocking=True)
+        step.ids.copy_(ids[:, None])
+        step.place(starts, ends)
+        step.run(model, cache)
+        return self.keep(step.logits.float(), step.hidden)
+
     def keep(self, logits: Tensor, hidden: Tensor) -> Tensor:
         self._logits, self._hidden, self._row = logits, hidden, 0
         return logits[:1]
@@ -101,53 +118,4 @@ def logits_and_hidden(model: Any, count: int, with_hidden: bool, **inputs: Any) 
         logits = model(**inputs).logits.flatten(0, 1)[-count:]
         return logits.float(), logits[:0]
     hidden = model(**inputs, return_logits=False).last_hidden_state.flatten(0, 1)[-count:]
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return capped(unwrapped(model.lm_head)(hidden[None]), softcap)[0].float(), hidden
-
-
-_verifications: weakref.WeakKeyDictionary[KVCache, "Verification"] = weakref.WeakKeyDictionary()
-
-
-class Verification(graph.Decode):
-    """A step as a CUDA graph: the tokens of one row run as rows of one token each, over the one row of the cache.
-
-    Each token attends up to itself, by the kernels for decoding. A step always has `count` tokens: the last one is
-    repeated where guesses are missing, and only the tokens after them see that.
-    """
-
-    def __init__(self, count: int, device: torch.device, with_hidden: bool):
-        super().__init__(count, device)
-        self.count, self.with_hidden = count, with_hidden
-        self._hidden = torch.empty(0)
-
-    @staticmethod
-    def of_tokens(cache: KVCache, count: int, with_hidden: bool) -> "Verification":
-        """The `Verification` of `cache`."""
-        found = _verifications.get(cache)
-        wanted = count, cache.device, with_hidden
-        if found is None or (found.count, found._ids.device, found.with_hidden) != wanted:
-            found = _verifications[cache] = Verification(*wanted)
-        return found
-
-    def verify(self, model: Any, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(logits [count, V], hidden [count, H]) after each of the tokens; the next call overwrites them.
-
-        The cache then has `count` tokens more.
-        """
-        cache: Any = self.cache()
-        past, rows = cache.length, range(self.count)
-        offsets = [min(i, len(tokens) - 1) for i in rows]  # rotary tables may depend on the largest position
-        values = [[tokens[i] for i in offsets], [past - 1 + i for i in offsets], [past + i for i in rows]]
-        sent = torch.tensor(values, pin_memory=self._ids.is_cuda).to(self._ids.device, non_blocking=True)
-        self._ids.copy_(sent[0][:, None])
-        self._positions.copy_(sent[1][:, None])
-        cache.ends.copy_(sent[2])
-        cache.advance(self.count)
-        self.replay(model, cache, self.count)
-        return self._logits, self._hidden
-
-    def _forward(self, model: Any, cache: Any) -> None:
-        self._logits, self._hidden = logits_and_hidden(
-            model, self.count, self.with_hidden, input_ids=self._ids, position_ids=self._positions,
-            past_key_values=cache, use_cache=True,
-        )  # fmt: skip
+    return head_logits(model, hidden).float(), hidden

@@ -51,15 +51,17 @@ _DIMS = 32
 
 
 def decode_attention_reference(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, offset: Tensor | None = None, *,
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
     window: int | None = None, softcap: float | None = None, scale: float | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `decode_attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, (rows, _, num_heads, size), num_kv_heads = accumulator(q.dtype), q.shape, keys.shape[2]
-    positions = torch.arange(keys.shape[1], device=q.device) + (0 if offset is None else offset)
+    columns = torch.arange(keys.shape[1], device=q.device)
+    last = ends[:, None] - 1
+    positions = last - (last - columns) % keys.shape[1] if ring else columns[None]
     first = starts if window is None else torch.maximum(starts, ends - window)
-    visible = (positions >= first[:, None]) & (positions < ends[:, None])
+    visible = (positions >= first[:, None]) & (positions <= last)
     if scales is not None:
         keys, values = (dequantize_heads(x, by, dtype) for x, by in zip((keys, values), scales, strict=True))
     keys, values = (torch.where(visible[..., None, None], x.to(dtype), 0) for x in (keys, values))
@@ -97,18 +99,19 @@ def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.co
 
 
 @triton.jit
-def _scales(k_ptr, v_ptr, positions, end, stride):
+def _scales(k_ptr, v_ptr, positions, end, stride, capacity, RING: tl.constexpr):
     """The scales of keys and of values at these positions."""
-    at, inside = positions.to(tl.int64) * stride, positions < end
+    columns = positions % capacity if RING else positions
+    at, inside = columns.to(tl.int64) * stride, positions < end
     return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    starts_ptr, ends_ptr, offset_ptr, window,
+    starts_ptr, ends_ptr, window, capacity,
     q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, FP8: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr,
     SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     GROUP_2: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
@@ -129,7 +132,6 @@ def _kernel(
     begin = first + split * share
     if SPLITS > 1:
         end = tl.minimum(end, begin + share)
-    offset = tl.load(offset_ptr) if OFFSET else 0
     members, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     of_group = (members < GROUP)[:, None] & (dims < D)[None, :]
     b = b.to(tl.int64)
@@ -149,19 +151,19 @@ def _kernel(
     total = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     if FP8:  # scales are loaded a tile ahead
-        scales = b * scales_b + kv_head - offset * scales_s.to(tl.int64)
+        scales = b * scales_b + kv_head
         k_scales_ptr += scales
         v_scales_ptr += scales
         positions = begin + tl.arange(0, BLOCK_N)
-        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s)
+        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity, RING)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = n + tl.arange(0, BLOCK_N)
-        slots = (positions - offset).to(tl.int64)[:, None]
+        slots = (positions % capacity if RING else positions).to(tl.int64)[:, None]
         inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
         v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
         if FP8:
             k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
-            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s)
+            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s, capacity, RING)
         if dtype == tl.float32:
             s = _scores_fp32(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
         else:
@@ -270,19 +272,19 @@ def _sum_shares(
 
 
 def decode_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, offset: Tensor | None = None, *,
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
     window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * q k^T) v over each row's positions starts .. ends: [B, 1, HQ, D], without a gradient.
 
-    q: [B, 1, HQ, D]. keys, values: [B, C, HK, D] of q's dtype; position p of a row is in column p - offset. Query head
-    h reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first position and one past its last, unchecked; a
-    row without positions gives 0. offset: int32, 0-dim; None is 0. window: only the last `window` tokens. softcap:
-    scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK zeros,
-    zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of fp8 keys
-    and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do not fit
-    together.
+    q: [B, 1, HQ, D]. keys, values: [B, C, HK, D] of q's dtype; position p of a row is in column p, or with
+    `ring` in column p modulo C. Query head h reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first
+    position and one past its last, unchecked; a row without positions gives 0. window: only the last `window` tokens.
+    softcap: scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK
+    zeros, zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of
+    fp8 keys and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do
+    not fit together.
     """
     of_q, of_k = q.shape, keys.shape
     if (
@@ -301,7 +303,7 @@ def decode_attention(
     capacity, num_kv_heads = of_k[1:3]
     if not use_triton(q) or q.dtype == torch.float64 or size > 256 or (scales is not None and size % 2):
         return decode_attention_reference(
-            q, keys, values, starts, ends, offset, window=window, softcap=softcap, scale=scale, scales=scales
+            q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
         )
     q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
     starts, ends = starts.contiguous(), ends.contiguous()
@@ -325,10 +327,10 @@ def decode_attention(
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
         out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (keys, values)),
-        starts, ends, ends if offset is None else offset, window or 0,
+        starts, ends, window or 0, capacity,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         *(scales[0].stride()[:2] if scales else (0, 0)),
-        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MAX_BY_LAST,
+        of_scores, softcap, window is not None, ring, scales is not None, splits, MAX_BY_LAST,
         num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
         block_g, max(1, min(_SUM_ELEMENTS // (block_g * block_d), next_power_of_2(splits))),
         has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),

@@ -332,11 +332,11 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     return q, k
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _cache_kernel(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, cos_ptr, sin_ptr, ends_ptr, offset_ptr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, cos_ptr, sin_ptr, ends_ptr, capacity,
     q_b, k_b, k_h, v_b, v_h, keys_b, keys_s, values_b, values_s, scales_b, scales_s, table_b,
-    OFFSET: tl.constexpr, FP8: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    RING: tl.constexpr, FP8: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -347,8 +347,8 @@ def _cache_kernel(
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     slot = tl.load(ends_ptr + b) - 1
-    if OFFSET:
-        slot -= tl.load(offset_ptr)
+    if RING:
+        slot = slot % capacity
     slot = slot.to(tl.int64)
     if part < 2:
         dims = tl.arange(0, BLOCK_HALF)
@@ -384,11 +384,13 @@ def _cache_kernel(
 
 
 def rope_to_cache_reference(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
-    offset: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor, *,
+    ring: bool = False, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     q, k = rope_qk_reference(q, k, cos, sin)
-    rows, slots = torch.arange(len(q), device=q.device), (ends - (1 if offset is None else 1 + offset)).long()
+    rows, slots = torch.arange(len(q), device=q.device), (ends - 1).long()
+    if ring:
+        slots = slots % keys.shape[1]
     new: tuple[Tensor, ...] = k, v
     if scales is not None:
         (k, of_k), (v, of_v) = quantize_heads(k), quantize_heads(v)
@@ -402,15 +404,15 @@ def rope_to_cache_reference(
 
 
 def rope_to_cache(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
-    offset: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor, *,
+    ring: bool = False, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotates q and k of one new token per row, writes k and v into a cache, and returns the rotated q. No gradient.
 
     q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten if its heads are contiguous. cos, sin as in
-    `rope`. keys, values: [B, C, HK, D] with contiguous heads; row b's token goes into column ends[b] - 1 - offset,
-    which must be below C. Rows may share memory (stride 0), and then have different ends. ends: int32 [B]; offset:
-    int32, 0-dim; None is 0. scales: of keys and values in fp8, bf16 [B, C, HK] each, of the same strides; see fp8.py.
+    `rope`. keys, values: [B, C, HK, D] with contiguous heads; row b's token goes into column ends[b] - 1, which
+    must be below C, or with `ring` into that column modulo C. Rows may share memory (stride 0), and then have different
+    ends. ends: int32 [B]. scales: of keys and values in fp8, bf16 [B, C, HK] each, of the same strides; see fp8.py.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     heads, size = k.shape[2], operator.index(k.shape[3])
@@ -429,17 +431,17 @@ def rope_to_cache(
         )
     cos, sin = _angles("rope_to_cache", q, size, cos, sin)
     if not use_triton(q):
-        return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, offset, scales)
+        return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
     q = q if q.stride()[2:] == (size, 1) else q.contiguous()
     k, v, half = last_dim_contiguous(k), last_dim_contiguous(v), operator.index(cos.shape[-1])
     num_heads, block_half = operator.index(q.shape[2]), next_power_of_2(half)
     most, overlap = max(1, 1024 // block_half), overlaps_launches(q)
     launch(
         _cache_kernel, (len(q), 3),
-        q, k, v, keys, values, *(scales or (keys, values)), cos, sin, ends, ends if offset is None else offset,
+        q, k, v, keys, values, *(scales or (keys, values)), cos, sin, ends, keys.shape[1],
         q.stride(0), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *keys.stride()[:2], *values.stride()[:2],
         *(scales[0].stride()[:2] if scales else (0, 0)), 0 if cos.shape[0] == 1 else cos.stride(0),
-        offset is not None, scales is not None, num_heads, operator.index(heads), size, half,
+        ring, scales is not None, num_heads, operator.index(heads), size, half,
         block_half, next_power_of_2(max(1, size - 2 * half)), next_power_of_2(size),
         min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), overlap,
         num_warps=4, **overlapping(overlap),

@@ -1,6 +1,7 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,6 @@ from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.cache import LayerCache
 from ligermodels.layers.linear import (
     JointProjections,
     apply_joint,
@@ -21,12 +21,13 @@ from ligermodels.layers.linear import (
 )
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.parallel import MeshGroup
+from ligermodels.layers.state import KeyValues
 
 
 class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
-    forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and the new
+    forward(x, batch, cache=None): `cache` is one layer of a `Cache`; its keys and values come first, and the new
     ones are appended; with `batch.next_token`, at a column that is read from the device. If q_proj, k_proj and v_proj
     are fusable, they are one op, and q, k and v stay in its output up to the attention: nothing is copied.
 
@@ -77,7 +78,7 @@ class Attention(JointProjections):
         self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.join_weights()
 
-    def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None) -> Tensor:
         self._check(batch, cache)
         o_proj, context = self.output_module, batch.context
         fused_output = is_fusable(o_proj)
@@ -90,9 +91,9 @@ class Attention(JointProjections):
             out = cache.attend(q, k, v, token, window=self.window, softcap=self.softcap, scale=self.scale)
             return apply_linear(o_proj, out.flatten(2))
         if cache is not None:
-            k, v = cache.update(k, v)
-            if key_mask is not None:  # covers all tokens seen; a cache with a window returns only the last ones
-                key_mask = key_mask[:, cache.length - k.shape[1] :]
+            k, v = cache.append(k, v, batch.past)
+            if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
+                key_mask = key_mask[:, -k.shape[1] :]
         out = attention(
             q,
             k,
@@ -111,6 +112,11 @@ class Attention(JointProjections):
             out = context.to_tokens(out)
         y = apply_linear(o_proj, attach_to_view(out, out.flatten(2)))
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
+
+    def new_state(self, rows: int, max_length: int, *, whole: bool, **options: Any) -> KeyValues:
+        """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`."""
+        window = None if whole else self.window
+        return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated if the batch has tables."""
@@ -136,7 +142,7 @@ class Attention(JointProjections):
             q, k = rope_qk(q, k, batch.cos, batch.sin)  # type: ignore[arg-type]
         return q, k, v
 
-    def _check(self, batch: Batch, cache: LayerCache | None) -> None:
+    def _check(self, batch: Batch, cache: KeyValues | None) -> None:
         if batch.padding is not None and self.causal:
             raise InputError(
                 "attention: batch.padding is for attention of all to all, and this layer is causal; build it with "

@@ -68,6 +68,7 @@ class Batch(MovableInputs):
         attention that is not causal.
     cross: the states for `CrossAttention`; None without images, here and in the cache.
     next_token: replaces cos and sin in a step of decoding that may be captured in a CUDA graph.
+    past: the number of tokens in the cache.
     context: the ranks over which the sequence is sharded (context parallel). cos, sin and cross are then those of the
         rank's tokens, masks and bounds those of all tokens; None if a rank has all tokens.
 
@@ -86,6 +87,7 @@ class Batch(MovableInputs):
         padding: Tensor | None = None,
         cross: CrossStates | None = None,
         next_token: NextToken | None = None,
+        past: int = 0,
         context: MeshGroup | None = None,
     ):
         self.cos = cos
@@ -96,4 +98,5 @@ class Batch(MovableInputs):
         self.padding = padding
         self.cross = cross
         self.next_token = next_token
+        self.past = past
         self.context = context

@@ -5,22 +5,24 @@ prefill and training pass torch's attention a boolean mask [B, 1, S, N], which i
 query, as in decoding, needs only a key mask.
 """
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.cache import CrossCache
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_fusable, warn_unfused
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.state import ImageKeyValues
 
 
 class CrossAttention(JointProjections):
     """Attention of x [B, S, hidden_size] to `batch.cross`, which must not be None -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): keys and values come from the states, and from `cache`, a cross layer of a
-    `KVCache`, so that each image is projected only once.
+    `Cache`, so that each image is projected only once.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are multiplied by head_dim ** -0.5.
@@ -53,13 +55,16 @@ class CrossAttention(JointProjections):
         self.k_norm = RMSNorm(head_dim, eps=eps)
         self.join_weights()
 
-    def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: ImageKeyValues | None = None) -> Tensor:
         assert batch.cross is not None, "a block without images does not call this"
         q, _ = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
         k, v = self._keys_and_values(batch.cross.states, cache)
         return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))
 
-    def _keys_and_values(self, states: Tensor | None, cache: CrossCache | None) -> tuple[Tensor, Tensor]:
+    def new_state(self, rows: int, max_length: int, **options: Any) -> ImageKeyValues:
+        return ImageKeyValues()
+
+    def _keys_and_values(self, states: Tensor | None, cache: ImageKeyValues | None) -> tuple[Tensor, Tensor]:
         """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""
         if states is None:
             if cache is None or cache.keys is None or cache.values is None:
@@ -69,7 +74,7 @@ class CrossAttention(JointProjections):
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)
-        return (k, v) if cache is None else cache.update(k, v)
+        return (k, v) if cache is None else cache.append(k, v)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

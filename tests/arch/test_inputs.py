@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligermodels.errors import InputError
-from ligermodels.layers.cache import KVCache
+from ligermodels.layers.state import Cache, KeyValues
 from tests.checkpoint.fixtures import CONFIG, make_model
 
 V, H, B, S = CONFIG["vocab_size"], CONFIG["hidden_size"], 2, 5
@@ -31,8 +31,8 @@ def bounds(*ends: int) -> Tensor:
     return torch.tensor(ends, dtype=torch.int32)
 
 
-def cache(layers: int = 1, batch: int = B) -> KVCache:
-    return KVCache(layers, batch, 8, 1, 8, dtype=torch.float32, device="cpu")
+def cache(layers: int = 1, batch: int = B) -> Cache:
+    return Cache([KeyValues(batch, 8, 1, 8, dtype=torch.float32, device="cpu") for _ in range(layers)], batch)
 
 
 # Name -> (arguments of forward, words of the InputError).

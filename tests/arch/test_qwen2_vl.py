@@ -193,7 +193,7 @@ def test_rows_of_a_cache_change_places(model):
     batch, rows = inputs(CASES["padded"]), torch.tensor([1, 0, 1])
     step, mask = torch.tensor([[7], [8], [9]]), torch.cat([batch["attention_mask"], torch.ones(2, 1).long()], 1)
     cache = model(**batch, use_cache=True).past_key_values
-    assert cache.state["rope_deltas"][0] != cache.state["rope_deltas"][1]
+    assert cache.values["rope_deltas"][0] != cache.values["rope_deltas"][1]
     cache.reorder(rows)
     found = model(step, mask[rows], past_key_values=cache).logits
     for row, old in enumerate(rows.tolist()):
@@ -201,7 +201,7 @@ def test_rows_of_a_cache_change_places(model):
         expected = model(step[[row, row]], mask, past_key_values=cache).logits
         assert relative(found[row], expected[old]) < LOGITS
     cache = model(step, position_ids=torch.full((3, 1, 1), 4), use_cache=True).past_key_values
-    assert cache.state["rope_deltas"].tolist() == [[4], [4], [4]]
+    assert cache.values["rope_deltas"].tolist() == [[4], [4], [4]]
 
 
 LAYOUTS = {

@@ -17,7 +17,7 @@ from ligermodels import generation
 from ligermodels import layers as L
 from ligermodels.cli import main
 from ligermodels.cli import writer as writer_file
-from ligermodels.layers import cache
+from ligermodels.layers.state import KeyValues
 from ligermodels.text import Tokenizer
 from tests.cli.commands import run, stdin_of, write_checkpoint
 from tests.generation import models
@@ -163,7 +163,7 @@ def test_generate_with_a_cache_in_fp8(folder, capsys, monkeypatch):
     command = ("generate", folder, "--prompt", "one two", "--max-new-tokens", 4)
     for options, held in (((), torch.float32), (("--kv-cache-dtype", "fp8"), torch.uint8)):
         assert run(capsys, *command, *options)[0] == 0
-        assert all(layer.keys.dtype == held for layer in seen.pop())
+        assert all(state.buffers[0].dtype == held for state in seen.pop())
 
 
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
@@ -316,7 +316,7 @@ def answer(writer, ids) -> tuple[list[int], list[int]]:
 def test_what_a_prompt_shares_with_the_last_is_not_computed_again(windows, rope, chunk, writer, monkeypatch):
     """The conversation goes on, its end changes, all but its beginning changes; longrope turns long and short again."""
     monkeypatch.setattr(writer_file, "CHUNK", chunk)
-    monkeypatch.setattr(cache, "SLACK", 3)
+    monkeypatch.setattr(writer_file, "REWIND", 3)
     made, text = writer(models.llama(windows, rope)), models.prompt(length=40)[0].tolist()
     text[3] = 0  # the pad id, a token like others where the user has typed it
     ids, known = text[:7], 0
@@ -332,13 +332,13 @@ def test_what_a_prompt_shares_with_the_last_is_not_computed_again(windows, rope,
 def test_an_answer_that_was_interrupted_leaves_no_half_token(writer, capsys, monkeypatch):
     made, ids, calls = writer(models.llama((4, None))), models.prompt(length=9)[0].tolist(), itertools.count()
 
-    def interrupted(*args, append=cache.LayerCache._append):
+    def interrupted(*args, write=KeyValues._write):
         if next(calls) == 6:
             raise KeyboardInterrupt
-        append(*args)
+        write(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.LayerCache, "_append", interrupted)
+        patch.setattr(KeyValues, "_write", interrupted)
         assert made.write(ids, (), interruptible=True)
     assert "(stopped)" in capsys.readouterr().err
     answer(made, [*ids, 7])

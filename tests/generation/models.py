@@ -3,7 +3,6 @@
 import torch
 
 import ligermodels
-from ligermodels.layers.cache import KVCache
 
 VOCAB = 97
 LONGROPE = {
@@ -33,10 +32,6 @@ def llama(windows=(None, None), rope="default", positions=512):
     }).requires_grad_(False)  # fmt: skip
     for layer, window in zip(model.model.layers, windows, strict=True):
         layer.self_attn.window = window
-    if windows != (None, None):
-        model.new_cache = lambda rows, length, **options: KVCache(
-            2, rows, length, 2, 8, windows=windows, dtype=model.dtype, device="cpu", **options
-        )
     return model
 
 

@@ -8,7 +8,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation import batching, generate, generate_many, generate_many_iter, graph
+from ligermodels.generation import batching, engine, generate, generate_many, generate_many_iter
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation import models
@@ -20,15 +20,11 @@ LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """Columns are few, so that rows move often. The list has the rows of each decode step."""
-    seen, call = [], graph.Decode.__call__
-    monkeypatch.setattr(batching, "SPARE_COLUMNS", 2)
+    """The rows of each step."""
+    seen, run = [], engine.Step.run
     monkeypatch.setattr(batching, "REFILL_FRACTION", 4)
-    monkeypatch.setattr(graph, "BUCKET", 1)
-    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)  # windows move every few tokens
-    monkeypatch.setattr(
-        graph.Decode, "__call__", lambda self, model, ids: (seen.append(len(ids)), call(self, model, ids))[1]
-    )
+    monkeypatch.setattr(engine, "BUCKET", 1)
+    monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(len(self.ids)), run(self, *a))[1])
     return seen
 
 
@@ -181,12 +177,12 @@ def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(devic
     first = [next(stream) for _ in range(4)]
     stream.close()
     assert all(ids.tolist() == expected[i].tolist() for i, ids in first)
-    (_, cache), *_ = graph._caches[model]
+    (_, cache), *_ = model.engine.caches
     for _ in range(2):
         found = list(generate_many_iter(model, texts, batch_size=3, **options))
         assert [i for i, _ in found] != sorted(i for i, _ in found)
         assert_equal([ids for _, ids in sorted(found, key=lambda pair: pair[0])], expected)
-    assert len(graph._caches[model]) == 1 and graph._caches[model][0][1] is cache
+    assert len(model.engine.caches) == 1 and model.engine.caches[0][1] is cache
     with torch.inference_mode():
         assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
     assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
@@ -197,7 +193,6 @@ def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(devic
 
 @pytest.mark.parametrize("rope", ["longrope", "dynamic"])
 def test_rotary_positions_that_depend_on_the_batch(rope, device, counted, monkeypatch):
-    monkeypatch.setattr(batching, "SPARE_COLUMNS", 60)  # columns go far beyond what any row holds
     model = models.llama(rope=rope, positions=512 if rope == "longrope" else 24).to(device)
     original = model.decoder.rotary_emb.original_length
     short, long = prompts([3, 9, 6, 2, 5, 8]), prompts([29, 19, 17, 23, 18])
@@ -235,7 +230,7 @@ def test_hooks_and_adapters_are_run(device, monkeypatch):
     expected = alone(model, texts, **options)
     assert_equal(generate_many(model, texts, batch_size=2, **options), expected)
     assert [x.tolist() for x in expected] != [x.tolist() for x in before]
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
     own_forward(model)
     with pytest.warns(UserWarning, match="has a hook, or a forward that was replaced"):
         assert_equal(generate_many(model, texts, batch_size=2, **options), expected)
@@ -244,16 +239,15 @@ def test_hooks_and_adapters_are_run(device, monkeypatch):
 def test_a_step_that_cannot_be_captured_is_run_by_the_host(counted, monkeypatch):
     model, texts = family("gemma2"), prompts(LENGTHS[:5])
     expected = alone(model, texts, max_new_tokens=9)
-    run = graph.Decode._run
+    forward = engine.Step._forward
 
     def fail(self, model, cache):
         if len(counted) == 7:
-            self._positions.add_(1)
             raise RuntimeError("operation not permitted when stream is capturing")
-        run(self, model, cache)
+        forward(self, model, cache)
 
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(graph.Decode, "_run", fail)
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(engine.Step, "_forward", fail)
     with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
         assert_equal(generate_many(model, texts, batch_size=2, max_new_tokens=9), expected)
 

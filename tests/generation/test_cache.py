@@ -9,35 +9,35 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope_qk_reference
-from ligermodels.layers import cache as cache_file
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.cache import SLACK, CrossCache, KVCache, LayerCache, as_kv_cache
+from ligermodels.layers.state import Cache, ImageKeyValues, KeyValues, as_cache
 
 
 def tokens(length, batch_size=2, **options):
     return torch.randn(batch_size, length, 3, 4, **options), torch.randn(batch_size, length, 3, 4, **options)
 
 
-def make(max_length=8, layers=2, **options):
-    return KVCache(layers, 2, max_length, 3, 4, **{"dtype": torch.float32, "device": "cpu", **options})
+def state(max_length=8, window=None, rows=2, **options):
+    return KeyValues(rows, max_length, 3, 4, window=window, **{"dtype": torch.float32, "device": "cpu", **options})
 
 
-def with_window(window, max_length=64):
-    return LayerCache(2, max_length, 3, 4, window=window, dtype=torch.float32, device="cpu")
+def make(max_length=8, windows=(None, None), rows=2, **options):
+    return Cache([state(max_length, window, rows, **options) for window in windows], rows)
 
 
-def assert_concatenates(layer, lengths, batch_size=2, history=None, grad=False):
+def append(cache, lengths, histories=None, grad=False):
     """Appends tokens call by call; each call returns the last keys and values in order, as concatenation does."""
-    seen = history[0].shape[1] if history else 0
+    histories = histories or [None] * len(cache)
     for length in lengths:
-        new = tokens(length, batch_size, requires_grad=grad)
-        history = [torch.cat(pair, 1) for pair in zip(history, new, strict=True)] if history else list(new)
-        start = 0 if layer.window is None else seen - min(seen, layer.window - 1)
-        seen += length
-        for found, expected in zip(layer.update(*new), history, strict=True):
-            assert torch.equal(found, expected[:, start:])
-        assert layer.length == seen
-    return history
+        for i, layer in enumerate(cache):
+            new = tokens(length, cache.rows, requires_grad=grad)
+            old = histories[i]
+            histories[i] = list(new) if old is None else [torch.cat(pair, 1) for pair in zip(old, new, strict=True)]
+            start = 0 if layer.window is None else max(0, cache.length - layer.window + 1)
+            for found, expected in zip(layer.append(*new, cache.length), histories[i], strict=True):
+                assert torch.equal(found, expected[:, start:])
+        cache.advance(length)
+    return histories
 
 
 CALLS = [
@@ -49,107 +49,127 @@ CALLS = [
 
 
 @pytest.mark.parametrize("lengths", CALLS, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 5, 17])
-@pytest.mark.parametrize("slack, max_length", [(0, 64), (4, 7), (SLACK, 64)])
+@pytest.mark.parametrize("window", [1, 5, 17])
+@pytest.mark.parametrize("max_length, step", [(64, 1), (7, 1), (3, 4)])
 @pytest.mark.parametrize("grad", [False, True])
-def test_update_is_concatenation(lengths, window, slack, max_length, grad, poison, monkeypatch):
-    """Small slack makes the buffers move every few tokens; with SLACK itself they do not fill up here."""
-    monkeypatch.setattr(cache_file, "SLACK", slack)
-    layer = with_window(window, max_length)
-    assert_concatenates(layer, lengths, grad=grad)
-    assert window is None or layer.keys.shape[1] <= max(max_length, window - 1 + slack)
+def test_append_is_concatenation(lengths, window, max_length, step, grad, poison):
+    cache = make(max_length, [window, None])
+    cache.reserve(max_length, step)
+    append(cache, lengths, grad=grad)
+    assert cache[0].capacity <= window - 1 + step and cache.length == sum(lengths)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 17])
 @pytest.mark.parametrize("lengths", [[5], [1], [9, 3, 22]], ids=str)
-def test_attend_is_attention_to_what_update_returns(window, lengths, monkeypatch, poison):
-    """After prompts in one call and in several, over many moves, back from crops, and over a copy of its rows."""
-    monkeypatch.setattr(cache_file, "SLACK", 3)
-    starts, attended = torch.tensor([0, 4]), make(sum(lengths), windows=[window, None])
+def test_attend_is_attention_to_what_append_returns(window, lengths, poison):
+    """After prompts in one call and in several, over many turns of the ring, a crop, and over a copy of its rows."""
+    starts, attended = torch.tensor([0, 4]), make(sum(lengths), [window, None])
     expected, order = make(windows=[window, None]), torch.tensor([1, 0])
     for length in lengths:
         for mine, layer in zip(attended, expected, strict=True):
             k, v = tokens(length)
-            mine.update(k, v), layer.update(k, v)
-    copied = make(60, windows=[window, None])
+            mine.append(k, v, attended.length), layer.append(k, v, expected.length)
+        attended.advance(length), expected.advance(length)
+    copied = make(60, [window, None])
     copied.take(attended, order)
     expected.reorder(order)
     starts, attended = starts[order], copied
     attended.reserve(80)
-    places = [x.data_ptr() for x in attended.memory() if x.dim() == 4]
-    attended.place(starts)
+    places = [x.data_ptr() for x in attended.tensors()]
     for step in range(40):
         if step == 20:
             for cache in (attended, expected):
                 cache.crop(cache.length - 1)
-            attended.place(starts)
-        attended.advance()
-        with attended.step():
-            angles = torch.randn(2, 1, 2)
-            token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=attended.starts, ends=attended.ends)
-            for mine, layer, own in zip(attended, expected, [window, None], strict=True):
-                (k, v), q = tokens(1), torch.randn(2, 1, 6, 4)
-                found = mine.attend(q, k, v, token, window=own, softcap=2.0, scale=0.7)
-                q, k = rope_qk_reference(q, k, token.cos, token.sin)
-                keys, values = layer.update(k, v)
-                positions = layer.length - keys.shape[1] + torch.arange(keys.shape[1])
-                mask = positions >= starts[:, None]
-                if own == 1 or layer.length > 4:  # a row of padding sees itself there, and nothing here
-                    wanted = attention(q, keys, values, window=own, softcap=2.0, scale=0.7, key_mask=mask)
-                    torch.testing.assert_close(found[mask[:, -1]], wanted[mask[:, -1]])
+        past = expected.length
+        angles, ends = torch.randn(2, 1, 2), torch.full((2,), past + 1, dtype=torch.int32)
+        token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=starts.int(), ends=ends)
+        for mine, layer, own in zip(attended, expected, [window, None], strict=True):
+            (k, v), q = tokens(1), torch.randn(2, 1, 6, 4)
+            found = mine.attend(q, k, v, token, window=own, softcap=2.0, scale=0.7)
+            q, k = rope_qk_reference(q, k, token.cos, token.sin)
+            keys, values = layer.append(k, v, past)
+            mask = past + 1 - keys.shape[1] + torch.arange(keys.shape[1]) >= starts[:, None]
+            if own == 1 or past >= 4:  # a row of padding sees itself there, and nothing here
+                wanted = attention(q, keys, values, window=own, softcap=2.0, scale=0.7, key_mask=mask)
+                torch.testing.assert_close(found[mask[:, -1]], wanted[mask[:, -1]])
+        attended.advance(1), expected.advance(1)
     assert attended.length == expected.length
-    assert places == [x.data_ptr() for x in attended.memory() if x.dim() == 4], "a graph knows no other place"
+    assert places == [x.data_ptr() for x in attended.tensors()], "a graph knows no other place"
 
 
 def test_memory_is_allocated_once_and_then_doubles():
-    layer, sizes = make(4)[0], []
+    cache, sizes = make(4, [None]), []
     for _ in range(12):
-        layer.update(*tokens(1))
-        sizes.append(layer.keys.shape[1])
+        cache[0].append(*tokens(1), cache.length)
+        cache.advance(1)
+        sizes.append(cache[0].capacity)
     assert sizes == [4] * 4 + [8] * 4 + [16] * 4
-    k, _ = layer.update(*tokens(1))
-    assert k.data_ptr() == layer.keys.data_ptr(), "a view, no copy"
+    k, _ = cache[0].append(*tokens(1), cache.length)
+    assert k.data_ptr() == cache[0].buffers[0].data_ptr(), "a view, no copy"
 
 
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
 @pytest.mark.parametrize("window", [None, 4])
-def test_reorder_moves_rows(rows, window, monkeypatch, poison):
-    monkeypatch.setattr(cache_file, "SLACK", 3)
+def test_reorder_moves_rows(rows, window, poison):
     cache, order = make(windows=[window] * 2), torch.tensor(rows)
-    histories = [assert_concatenates(layer, [5, 1, 1, 1, 1, 1]) for layer in cache]
+    histories = append(cache, [5, 1, 1, 1, 1, 1])
     cache.reorder(order)
-    assert cache.batch_size == len(rows) and cache.length == 10
-    for layer, history in zip(cache, histories, strict=True):
-        assert_concatenates(layer, [1] * 6, len(rows), [x[order] for x in history])
+    assert cache.rows == len(rows) and cache.length == 10
+    append(cache, [1] * 6, [[x[order] for x in history] for history in histories])
 
 
-@pytest.mark.parametrize("window, lengths, least", [
-    (None, [5, 1, 1, 1, 1, 1], 0), (1, [5, 1, 1, 1, 1], 8), (4, [5, 1, 1], 6), (4, [3, 40], 43), (40, [9], 0)
+@pytest.mark.parametrize("window, step, lengths, least", [
+    (None, 1, [5, 1, 1, 1, 1, 1], 0), (1, 3, [5, 1, 1, 1, 1], 6), (4, 1, [5, 1, 1], 6), (4, 3, [3, 40], 40),
+    (40, 1, [9], 0),
 ], ids=str)  # fmt: skip
-def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window, lengths, least, monkeypatch, poison):
-    monkeypatch.setattr(cache_file, "SLACK", 3)
+def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window, step, lengths, least, poison):
     for crop in range(sum(lengths) + 1):
         cache = make(windows=[None, window])
-        cache.state["deltas"] = 1
-        histories = [assert_concatenates(layer, lengths) for layer in cache]
+        cache.reserve(8, step)
+        cache.values["deltas"] = 1
+        histories = append(cache, lengths)
         cache.crop(crop)
         length = crop if crop >= least else 0
-        assert cache.length == length and bool(cache.state) == bool(length)
-        for layer, history in zip(cache, histories, strict=True):
-            assert_concatenates(layer, [1, 2, 1, 7], history=[x[:, :length] for x in history])
+        assert cache.length == length and bool(cache.values) == bool(length)
+        append(cache, [1, 2, 1, 7], [[x[:, :length] for x in history] for history in histories])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("lengths", [[7, 3], [1, 6]], ids=str)
+def test_rows_that_come_begin_at_the_left(window, lengths, poison):
+    """The rows of a padded batch are those of each prompt alone, for the steps that follow."""
+    cache, batch, alone = make(24, [window]), make(7, [None]), [make(24, [window], rows=1) for _ in lengths]
+    (history,) = append(batch, [7])
+    cache.put(batch, torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor(lengths))
+    for one, row, length in zip(alone, [1, 0], lengths, strict=True):
+        one[0].append(*(x[row : row + 1, :length] for x in history), 0)
+        one.advance(length)
+        one.reserve(24)
+    cache.reserve(24)
+    for step in range(12):
+        (k, v), q, angles = tokens(1), torch.randn(2, 1, 6, 4), torch.zeros(2, 1, 2)
+        ends = torch.tensor(lengths, dtype=torch.int32) + step + 1
+        options = dict(window=window, softcap=None, scale=None)
+        found = []
+        for rows, state in [(slice(0, 2), cache[0]), *((slice(i, i + 1), one[0]) for i, one in enumerate(alone))]:
+            token = NextToken(
+                cos=angles.cos()[rows], sin=angles.sin()[rows], starts=torch.zeros_like(ends[rows]), ends=ends[rows]
+            )
+            found.append(state.attend(q[rows].clone(), k[rows], v[rows], token, **options))
+        torch.testing.assert_close(found[0], torch.cat(found[1:]))
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
-    monkeypatch.setattr(cache_file, "SLACK", 2)
-    layer, calls, seen = with_window(window, 20), [], []
+def test_gradients_reach_the_new_tokens_and_no_buffer(window):
+    cache, calls, seen = make(20, [window]), [], []
     for length in (3, 2, 1, 1, 9, 1):
         calls.append(tokens(length, requires_grad=True))
-        seen += layer.update(*calls[-1])
-    assert not layer.keys.requires_grad and not layer.values.requires_grad
+        seen += cache[0].append(*calls[-1], cache.length)
+        cache.advance(length)
+    assert not any(x.requires_grad for x in cache.tensors())
     with torch.no_grad():
-        for _ in range(9):  # writes on: what autograd saved must not have been a view of the buffer
-            layer.update(*tokens(1))
+        for i in range(9):  # what autograd saved must not be a view of the buffers
+            cache[0].append(*tokens(1), cache.length + i)
     sum(x.square().sum() for x in seen).backward()
     for x in itertools.chain(*calls):
         torch.testing.assert_close(x.grad, 2 * x)
@@ -161,43 +181,40 @@ def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(k, message):
     with pytest.raises(InputError, match=message):
-        make()[0].update(k, k)
+        state().append(k, k, 0)
 
 
 def test_the_first_tokens_decide_the_dtype():
     """new_cache goes after the weights, which autocast and fp32 embeddings make others than keys and values."""
-    layer = make()[0]
+    layer = state()
     keys = torch.randn(2, 5, 3, 4, dtype=torch.bfloat16)
-    layer.update(keys[:, :3], keys[:, :3])
-    assert torch.equal(layer.update(keys[:, 3:], keys[:, 3:])[0], keys) and layer.keys.dtype == torch.bfloat16
+    layer.append(keys[:, :3], keys[:, :3], 0)
+    assert torch.equal(layer.append(keys[:, 3:], keys[:, 3:], 3)[0], keys) and layer.buffers[0].dtype == torch.bfloat16
     with pytest.raises(InputError, match=r"in torch.float32 do not fit a cache of .* in torch.bfloat16.*autocast on"):
-        layer.update(*tokens(1))
+        layer.append(*tokens(1), 5)
 
 
-def test_cross_layers_hold_images_and_count_no_tokens():
-    cache = make(layers=3, cross_layers=[0, 2])
-    assert [isinstance(layer, CrossCache) for layer in cache] == [True, False, True] and len(cache) == 3
+def test_states_of_images():
+    cache = Cache([ImageKeyValues(), state(), ImageKeyValues()], 2)
     first, second = tokens(7, requires_grad=True), tokens(5, requires_grad=True)
-    assert all(a is b for a, b in zip(cache[0].update(*first), first, strict=True))
-    assert cache.length == 0 and cache[2].keys is None and not cache[0].keys.requires_grad
-    cache[1].update(*tokens(4))
-    assert cache.length == 4 and cache.batch_size == 2
-    both = cache[0].update(*second)
-    for found, held, old, new in zip(both, (cache[0].keys, cache[0].values), first, second, strict=True):
-        assert torch.equal(found, torch.cat([old, new], 1)) and torch.equal(held, found)
+    assert all(a is b for a, b in zip(cache[0].append(*first), first, strict=True))
+    assert cache[2].keys is None and not cache[0].keys.requires_grad
+    both = cache[0].append(*second)
+    for found, stored, old, new in zip(both, (cache[0].keys, cache[0].values), first, second, strict=True):
+        assert torch.equal(found, torch.cat([old, new], 1)) and torch.equal(stored, found)
     sum(x.square().sum() for x in both).backward()
     assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
     for k in (torch.zeros(3, 1, 3, 4), torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)):
         with pytest.raises(InputError, match="another batch size"):
-            cache[0].update(k, k)
+            cache[0].append(k, k)
 
-    deltas, held, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
-    cache.state.update(deltas=deltas, images=3)
+    deltas, stored, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
+    cache.values.update(deltas=deltas, images=3)
     cache.reorder(torch.tensor(rows))
-    assert torch.equal(cache[0].keys, held[rows]) and cache[2].keys is None and cache.batch_size == 3
-    assert torch.equal(cache.state["deltas"], deltas[rows]) and cache.state["images"] == 3
+    assert torch.equal(cache[0].keys, stored[rows]) and cache[2].keys is None and cache.rows == 3
+    assert torch.equal(cache.values["deltas"], deltas[rows]) and cache.values["images"] == 3
     cache.reset()
-    assert cache.length == 0 and cache[0].keys is None and cache[0].values is None and cache.state == {}
+    assert cache.length == 0 and cache[0].keys is None and cache[0].values is None and cache.values == {}
 
 
 # Caches of transformers
@@ -212,22 +229,22 @@ def of_transformers(prefix=None, **config):
 
 @pytest.mark.parametrize("lengths", [[3, 1, 1, 1], [4, 7, 2]], ids=str)
 @pytest.mark.parametrize("window", [None, 2, 4])
-def test_a_borrowed_cache_returns_what_ours_does_and_fills_theirs(lengths, window):
+def test_a_cache_of_transformers_returns_what_ours_does_and_fills_theirs(lengths, window):
     theirs = of_transformers() if window is None else of_transformers(sliding_window=window)
     ours, past = make(windows=[window, window]), []
     for length in lengths:
         k, v = tokens(length)
-        borrowed = as_kv_cache(theirs, 2)  # anew for each call, as forward does
-        assert borrowed.length == borrowed.get_seq_length() == ours.length == sum(x.shape[2] for x in past)
-        assert borrowed.batch_size == (2 if past else 0) and len(borrowed) == 2
+        wrapped = as_cache(theirs, 2)  # anew for each call, as forward does
+        assert wrapped.length == wrapped.get_seq_length() == ours.length == sum(x.shape[2] for x in past)
+        assert wrapped.rows == (2 if past else 0) and len(wrapped) == 2
         past.append(k.transpose(1, 2))
-        for mine, layer in zip(ours, borrowed, strict=True):
-            for expected, found in zip(mine.update(k, v), layer.update(k, v), strict=True):
-                assert torch.equal(expected, found)
-            assert layer.length == mine.length and layer.window == window
+        for mine, layer in zip(ours, wrapped, strict=True):
+            pairs = zip(mine.append(k, v, ours.length), layer.append(k, v, ours.length), strict=True)
+            assert all(torch.equal(*pair) for pair in pairs) and layer.window == window
+        ours.advance(length)
     kept = torch.cat(past, 2) if window is None else torch.cat(past, 2)[:, :, -(window - 1) :]
     assert torch.equal(theirs.layers[0].keys, kept) and theirs.get_seq_length() == sum(lengths)
-    assert as_kv_cache(ours, 2) is ours and as_kv_cache(borrowed, 2) is borrowed
+    assert as_cache(ours, 2) is ours and as_cache(wrapped, 2) is wrapped
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -5,10 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from ligermodels.errors import InputError
-from ligermodels.generation import generate, generate_many, graph
-from ligermodels.layers import cache as cache_file
+from ligermodels.generation import engine, generate, generate_many
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.cache import KVCache
+from ligermodels.layers.state import Cache, KeyValues
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision
 from tests.generation.models import llama, padded, prompt
@@ -47,8 +46,7 @@ def by_hand(model, ids, mask, steps):
 
 @pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
 def captured(request, monkeypatch):
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"} if request.param else {"cuda"})
-    monkeypatch.setattr(cache_file, "SLACK", 3)  # windows move every few tokens
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else {"cuda"})
     return request.param
 
 
@@ -70,7 +68,7 @@ def test_generate_writes_what_a_cache_that_rounds_does(windows, lengths, capture
 @pytest.mark.parametrize("name", ["gemma2", "phi3"])
 def test_families_write_the_same_as_a_graph(name, device, monkeypatch):
     """Softcaps and windows; another set of frequencies past a length."""
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
     model, (ids, mask) = family(name).to(device), (x.to(device) for x in padded([9, 4, 13]))
     options = dict(attention_mask=mask, max_new_tokens=20, eos_token_id=(), **FP8)
     assert torch.equal(generate(model, ids, **options), generate(model, ids, disable_compile=True, **options))
@@ -92,9 +90,8 @@ def test_many_prompts_write_what_each_does_alone(captured, poison):
 
 
 @pytest.mark.parametrize("windows", [(None, None), (5, None)], ids=str)
-def test_calls_of_several_tokens_see_what_the_cache_holds(windows, monkeypatch, poison):
+def test_calls_of_several_tokens_see_what_the_cache_holds(windows, poison):
     """A prompt in chunks: as the cache that rounds, and off from the whole prompt by the rounding alone."""
-    monkeypatch.setattr(cache_file, "SLACK", 3)
     model, ids = llama(windows), prompt(2, 40)
     ours, theirs, logits = model.new_cache(2, 8, **FP8), Rounding(), []
     with torch.no_grad():
@@ -111,8 +108,7 @@ def test_calls_of_several_tokens_see_what_the_cache_holds(windows, monkeypatch, 
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, whole, rtol=1e-5, atol=1e-5)
 
 
-def test_guesses_change_nothing(captured, monkeypatch):
-    monkeypatch.setattr(cache_file, "SLACK", 256)  # with less, windows forget and the text is read again
+def test_guesses_change_nothing(captured):
     model, ids = llama((9, None)), prompt(length=6).repeat(1, 4)
     expected = generate(model, ids, max_new_tokens=40, **FP8)
     assert torch.equal(generate(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=3, **FP8), expected)
@@ -123,8 +119,8 @@ def test_keys_of_images_stay_as_they_are(captured):
     model = family_of_images(config)
     ids, _, inputs = llama_vision.images(config, [[(2, 3)], [(5, 1)]], length=12, seed=3)
     out = generate(model, ids, max_new_tokens=12, eos_token_id=(), return_dict_in_generate=True, **FP8, **inputs)
-    held = {type(layer).__name__: layer.keys.dtype for layer in out.past_key_values}
-    assert held == {"CrossCache": torch.float32, "LayerCache": torch.uint8}
+    dtypes = {type(state).__name__: state.tensors()[0].dtype for state in out.past_key_values}
+    assert dtypes == {"ImageKeyValues": torch.float32, "KeyValues": torch.uint8}
     other = generate(model, ids, max_new_tokens=12, eos_token_id=(), disable_compile=True, **FP8, **inputs)
     assert torch.equal(out.sequences, other)
 
@@ -136,14 +132,14 @@ def family_of_images(config):
     return with_large_weights(LlamaVision.from_config(config))
 
 
-def make(windows, **options):
-    return KVCache(len(windows), 2, 4, 3, 4, windows=windows, dtype=torch.float32, device="cpu", **options)
+def make(windows, rows=2, **options):
+    options = dict(dtype=torch.float32, device="cpu", **options)
+    return Cache([KeyValues(rows, 4, 3, 4, window=window, **options) for window in windows], rows)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_is_the_plain_cache_of_rounded_tokens(seed, monkeypatch, poison):
+def test_it_is_the_plain_cache_of_rounded_tokens(seed, poison):
     """Whatever is done with the cache: the plain one, given what is rounded, holds and attends to the same."""
-    monkeypatch.setattr(cache_file, "SLACK", 3)
     windows = [None, 1, 5]
     mine, plain = make(windows, **FP8), make(windows)
     choose = torch.Generator().manual_seed(seed)
@@ -157,10 +153,11 @@ def test_it_is_the_plain_cache_of_rounded_tokens(seed, monkeypatch, poison):
             first, length = not mine.length, 1 + any_of(9)
             for a, b in zip(mine, plain, strict=True):
                 k, v = torch.randn(2, 2, length, 3, 4).unbind()
-                found, expected = a.update(k, v), b.update(rounded(k), rounded(v))
+                found, expected = a.append(k, v, mine.length), b.append(rounded(k), rounded(v), plain.length)
                 if first:
                     expected = k, v
-                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)  # NaN before a row begins
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+            mine.advance(length), plain.advance(length)
         elif kind == 3:
             mine.reorder(rows), plain.reorder(rows)
         elif kind == 4:
@@ -168,31 +165,26 @@ def test_it_is_the_plain_cache_of_rounded_tokens(seed, monkeypatch, poison):
             mine.crop(length), plain.crop(length)
         elif kind == 5:
             old, mine, plain = (mine, plain), make(windows, **FP8), make(windows)
-            for new, source in zip((mine, plain), old, strict=True):
-                new.reserve(source.length)
-                new.take(source, rows)
+            mine.take(old[0], rows), plain.take(old[1], rows)
         elif kind == 6:
-            length = mine.length + any_of(5)
+            length, into = mine.length, rows[:1]
             k, v = torch.randn(2, 1, length, 3, 4).unbind()
-            for cache, make_one, change in ((mine, FP8, lambda x: x), (plain, {}, rounded)):
-                other = KVCache(3, 1, 4, 3, 4, windows=windows, dtype=torch.float32, device="cpu", **make_one)
-                cache.reserve(length)
-                cache.shift(length)
-                for layer in other:
-                    layer.update(change(k), change(v))
-                cache.put(other, torch.tensor([0]), rows[:1])
+            for cache, kind, change in ((mine, FP8, lambda x: x), (plain, {}, rounded)):
+                other = make([None] * 3, rows=1, **kind)
+                for state in other:
+                    state.append(change(k), change(v), 0)
+                cache.put(other, torch.tensor([0]), into, torch.tensor([length]))
         else:
             angles, q, new, out = torch.zeros(2, 1, 2), torch.randn(2, 1, 6, 4), torch.randn(2, 2, 1, 3, 4), []
+            starts, ends = torch.tensor([[0] * 2, [mine.length + 1] * 2], dtype=torch.int32)
+            token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=starts, ends=ends)
             for cache, (k, v) in ((mine, new), (plain, (rounded(new[0]), rounded(new[1])))):
                 cache.reserve(cache.length + 4)
-                cache.place(None)
-                cache.advance()
-                with cache.step():
-                    token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=cache.starts, ends=cache.ends)
-                    out.append([
-                        layer.attend(q.clone(), k, v, token, window=window, softcap=None, scale=None)
-                        for layer, window in zip(cache, windows, strict=True)
-                    ])  # fmt: skip
+                out.append([
+                    state.attend(q.clone(), k, v, token, window=window, softcap=None, scale=None)
+                    for state, window in zip(cache, windows, strict=True)
+                ])  # fmt: skip
+                cache.advance(1)
             torch.testing.assert_close(*out, rtol=1e-6, atol=1e-6, equal_nan=True)
         assert mine.length == plain.length
 
@@ -200,18 +192,18 @@ def test_it_is_the_plain_cache_of_rounded_tokens(seed, monkeypatch, poison):
 def test_under_autocast_the_first_tokens_decide_what_it_gives():
     layer, keys = make([None], **FP8)[0], torch.randn(2, 2, 3, 4).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        layer.update(keys[:, :1], keys[:, :1])
-        assert torch.equal(layer.update(keys[:, 1:], keys[:, 1:])[0], rounded(keys.float()).bfloat16())
+        layer.append(keys[:, :1], keys[:, :1], 0)
+        assert torch.equal(layer.append(keys[:, 1:], keys[:, 1:], 1)[0], rounded(keys.float()).bfloat16())
 
 
 def test_memory_is_half(device):
     for dtype, size in ((torch.bfloat16, 128), (torch.float16, 64), (torch.float32, 64)):
         sizes = []
-        for kind in ("fp8", None):
-            cache = KVCache(2, 3, 100, 4, size, dtype=dtype, device=device, kv_cache_dtype=kind)
-            sizes.append(sum(x.nbytes for x in cache.memory()))
-        assert sizes[1] == 2 * 2 * 3 * 100 * 4 * size * dtype.itemsize
-        assert sizes[0] == 2 * 2 * 3 * 100 * 4 * (size + 2)
+        for kind in ("fp8", "auto"):
+            state = KeyValues(3, 100, 4, size, dtype=dtype, device=device, kv_cache_dtype=kind)
+            sizes.append(sum(x.nbytes for x in state.tensors()))
+        assert sizes[1] == 2 * 3 * 100 * 4 * size * dtype.itemsize
+        assert sizes[0] == 2 * 3 * 100 * 4 * (size + 2)
 
 
 def test_what_cannot_be_is_said(captured):
@@ -233,4 +225,4 @@ def test_what_cannot_be_is_said(captured):
         add_lora(model, 2)(ids, past_key_values=fp8)
     assert torch.equal(generate(llama(), ids, max_new_tokens=3, past_key_values=fp8, **FP8)[:, :5], ids)
     with pytest.raises(InputError, match=r"do not fit a cache of .* in torch\.float32"):
-        fp8[0].update(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16))
+        fp8[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), fp8.length)

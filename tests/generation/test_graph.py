@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ligermodels
-from ligermodels.generation import generate, generate_iter, graph, release_graphs
-from ligermodels.layers.cache import as_kv_cache
+from ligermodels.generation import engine, generate, generate_iter
+from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation.models import llama, padded, prompt
@@ -21,11 +21,10 @@ from tests.tiny import FAMILIES, TINY
 
 @pytest.fixture(autouse=True)
 def steps(monkeypatch):
-    """Every device decodes by `Decode`; the list has an entry for each of its steps."""
-    seen, call = [], graph.Decode.__call__
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)  # windows move every few tokens
-    monkeypatch.setattr(graph.Decode, "__call__", lambda self, *a: (seen.append(self), call(self, *a))[1])
+    """Every device decodes by `Step`; the list has an entry for each of its steps."""
+    seen, call = [], engine.Step.run
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(self), call(self, *a))[1])
     return seen
 
 
@@ -183,34 +182,34 @@ def test_caches_and_graphs_serve_later_calls(device, steps):
         seen.append((steps[0], steps[0]._graph))
         steps.clear()
     assert seen[0] == seen[2] and seen[1] == seen[3] and seen[0] != seen[1]
-    generate(model, one, max_new_tokens=graph.BUCKET)
+    generate(model, one, max_new_tokens=engine.BUCKET)
     assert steps[0] is not seen[0][0], "another bucket"
-    kept = graph._caches[model]
+    kept = model.engine.caches
     assert len(kept) == 3
     streams = [generate_iter(model, one, max_new_tokens=9) for _ in range(2)]  # at once: two caches
     for tokens in zip(*streams, strict=True):
         assert torch.equal(*tokens)
     given = generate(model, one, max_new_tokens=9, return_dict_in_generate=True).past_key_values
-    assert all(cache is not given for _, cache in graph._caches[model]), "it is the caller's now"
+    assert all(cache is not given for _, cache in model.engine.caches), "it is the caller's now"
     for rows in range(1, 8):
         generate(model, prompt(rows, 3).to(device), max_new_tokens=2)
-    assert len(graph._caches[model]) == graph.KEPT
+    assert len(model.engine.caches) == engine.MAX_KEPT
 
 
 def test_nothing_stays_alive_or_is_copied(device, steps):
     model = family("llama").to(device)
     generate(model, prompt().to(device), max_new_tokens=3)
     again = copy.deepcopy(model)
-    assert again not in graph._caches and len(pickle.dumps(model)) < 10_000_000
-    (_, cache), *_ = graph._caches[model]
-    held = weakref.ref(cache), weakref.ref(graph._decodes[cache])
+    assert not again.engine.caches and len(pickle.dumps(model)) < 10_000_000
+    (_, cache), *_ = model.engine.caches
+    held = weakref.ref(cache), weakref.ref(cache.steps[1, False])
     del cache
     steps.clear()
-    release_graphs(model)
+    model.release()
     gc.collect()
     assert [x() for x in held] == [None, None]
     generate(model, prompt().to(device), max_new_tokens=3)
-    held = weakref.ref(model), weakref.ref(graph._caches[model][0][1])
+    held = weakref.ref(model), weakref.ref(model.engine.caches[0][1])
     del model
     gc.collect()
     assert [x() for x in held] == [None, None]
@@ -252,8 +251,8 @@ def test_a_change_of_the_model_is_seen(what, device, steps):
                 parameter.normal_(0.0, 0.3)
     model.to(device).eval()
     before = assert_same_ids(model, steps, ids)
-    (_, cache), *_ = graph._caches[model]
-    decode = graph._decodes[cache]
+    (_, cache), *_ = model.engine.caches
+    decode = cache.steps[1, False]
     captured = decode._captured
     CHANGES.get(what, write_weight)(model)
     after = assert_same_ids(model, steps, ids)
@@ -293,7 +292,7 @@ def test_what_the_host_must_run_is_run_by_it_with_one_warning(reason, steps):
     steps.clear()
     OBSTACLES[reason](model)
     if "compile" in reason:
-        assert reason in graph.obstacle_to_capture(model)
+        assert reason in engine.obstacle_to_capture(model)
         return
     with pytest.warns(UserWarning, match=reason):
         assert torch.equal(generate(model, ids, max_new_tokens=6), expected)
@@ -312,7 +311,7 @@ def test_gaps_random_numbers_and_foreign_caches_have_no_graph(steps):
     with pytest.warns(UserWarning, match="attention_mask has gaps between tokens"):
         generate(model, ids, attention_mask=mask, max_new_tokens=6)
     with pytest.warns(UserWarning, match="a cache of transformers"):
-        generate(model, ids, past_key_values=as_kv_cache(DynamicCache(), 2), max_new_tokens=6)
+        generate(model, ids, past_key_values=as_cache(DynamicCache(), 2), max_new_tokens=6)
     add_lora(model, r=4, dropout=0.5)
     model.train()
     with pytest.warns(UserWarning, match=r"draws random numbers in train\(\)"):
@@ -323,14 +322,14 @@ def test_gaps_random_numbers_and_foreign_caches_have_no_graph(steps):
 def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
     model, ids = family("gemma2"), prompt(2, 9)
     expected = generate(model, ids, max_new_tokens=20)
-    run = graph.Decode._run
+    forward = engine.Step._forward
 
     def fail(self, model, cache):
         if len(steps) == 7:
             raise RuntimeError("operation not permitted when stream is capturing")
-        run(self, model, cache)
+        forward(self, model, cache)
 
-    monkeypatch.setattr(graph.Decode, "_run", fail)
+    monkeypatch.setattr(engine.Step, "_forward", fail)
     steps.clear()
     with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
         assert torch.equal(generate(model, ids, max_new_tokens=20), expected)

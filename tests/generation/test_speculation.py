@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation import generate, generate_iter, graph
-from ligermodels.generation.speculation import PromptLookup, Speculation, Verification
+from ligermodels.generation import engine, generate, generate_iter
+from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.training import add_medusa
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation.models import VOCAB, llama, padded, prompt
@@ -28,13 +28,12 @@ DRAWN |= dict(no_repeat_ngram_size=4, min_new_tokens=3, suppress_tokens=[5])
 @pytest.fixture(autouse=True, params=["captured", "uncaptured"])
 def steps(request, monkeypatch):
     """The tokens that each step reads. Captured: with lengths on the device, and as a CUDA graph on a GPU."""
-    seen, begin, verify = [], Speculation.begin, Verification.verify
+    seen, begin, verify = [], Speculation.begin, Speculation.verify
     captured = request.param == "captured"
-    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"} if captured else set())
-    monkeypatch.setattr("ligermodels.layers.cache.SLACK", K + 1)  # windows move at every step
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if captured else set())
     monkeypatch.setattr(Speculation, "begin", lambda *a: (seen.append(list(begin(*a))), seen[-1])[1])
     seen_captured = []
-    monkeypatch.setattr(Verification, "verify", lambda *a: (seen_captured.append(a[2]), verify(*a))[1])
+    monkeypatch.setattr(Speculation, "verify", lambda *a: (seen_captured.append(list(a[0].tokens)), verify(*a))[1])
     seen_all = collections.namedtuple("Steps", "all captured")(seen, seen_captured)
     yield seen_all
     assert captured or not seen_captured

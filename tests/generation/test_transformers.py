@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.options import KNOWN_NAMES
-from ligermodels.layers.cache import KVCache
+from ligermodels.layers.state import Cache
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +333,7 @@ def test_a_cache_of_part_of_the_prompt_goes_on(pair, kind, copies):
     torch.manual_seed(2)
     first = ours.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=(), return_dict_in_generate=True,
                           past_key_values=DynamicCache() if kind == "transformers'" else None)  # fmt: skip
-    assert isinstance(first.past_key_values, DynamicCache if kind == "transformers'" else KVCache)
+    assert isinstance(first.past_key_values, DynamicCache if kind == "transformers'" else Cache)
     assert first.past_key_values.get_seq_length() == 12
     text, mask = torch.cat([first.sequences, more], 1), F.pad(mask, (0, 7), value=1)
     torch.manual_seed(2)

@@ -18,24 +18,25 @@ from tests.kernels.oracle import assert_as_exact
 SIZES = [64, 80, 96, 128, 256]
 
 
-def cache(rows, capacity, heads, size, starts, ends, offset, dtype, device):
-    """(keys, values, starts, ends, offset), NaN where no position of a row lies."""
-    positions = torch.arange(capacity) + (offset or 0)
-    held = (positions >= torch.tensor(starts)[:, None]) & (positions < torch.tensor(ends)[:, None])
+def cache(rows, capacity, heads, size, starts, ends, ring, dtype, device):
+    """(keys, values, starts, ends), NaN in columns without a position of the row. ring: position p is in p % C."""
+    last = torch.tensor(ends)[:, None] - 1
+    columns = torch.arange(capacity)
+    positions = last - (last - columns) % capacity if ring else columns
+    stored = (positions >= torch.tensor(starts)[:, None]) & (positions <= last)
     keys, values = (
-        torch.where(held[..., None, None], torch.randn(rows, capacity, heads, size), torch.nan).to(device, dtype)
+        torch.where(stored[..., None, None], torch.randn(rows, capacity, heads, size), torch.nan).to(device, dtype)
         for _ in range(2)
     )
-    bounds = (torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, ends))
-    return keys, values, *bounds, None if offset is None else torch.tensor(offset, dtype=torch.int32, device=device)
+    return keys, values, *(torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, ends))
 
 
-def by_rows(q, keys, values, starts, ends, offset, window=None, **options):
+def by_rows(q, keys, values, starts, ends, *, ring=False, window=None, **options):
     """Each row by `attention_reference` over the keys that it sees, cut out by hand, in the dtype of q."""
     rows = []
     for b, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         first = start if window is None else max(start, end - window)
-        seen = slice(first - int(offset or 0), end - int(offset or 0))
+        seen = [p % keys.shape[1] for p in range(first, end)]
         if first >= end:
             rows.append(torch.zeros_like(q[b : b + 1]))
         else:
@@ -45,13 +46,13 @@ def by_rows(q, keys, values, starts, ends, offset, window=None, **options):
 
 
 CASES = [
-    # capacity, starts, ends, offset, window
-    (300, [0, 0, 0], [1, 64, 65], None, None),  # one key, a whole tile, one more
-    (300, [0, 17, 299], [300, 299, 300], None, None),
-    (300, [0, 5, 40], [0, 5, 40], None, None),  # rows without a key
-    (150, [0, 930, 1000], [1040, 1033, 1021], 900, 33),  # moved buffers
-    (150, [0, 0, 0], [150, 20, 1], 0, 100),  # windows longer than the row, and not
-    (400, [3, 0, 100], [400, 2, 350], None, None),  # rows of very different length
+    # capacity, starts, ends, ring, window
+    (300, [0, 0, 0], [1, 64, 65], False, None),  # one key, a whole tile, one more
+    (300, [0, 17, 299], [300, 299, 300], False, None),
+    (300, [0, 5, 40], [0, 5, 40], False, None),  # rows without a key
+    (40, [0, 930, 1000], [1040, 1033, 1021], True, 33),  # a ring that has turned many times, and one that is not full
+    (100, [0, 0, 0], [150, 20, 1], True, 100),  # windows longer than the row, and not
+    (400, [3, 0, 100], [400, 2, 350], False, None),  # rows of very different length
 ]
 
 
@@ -64,7 +65,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
     No token is much larger than the others: an output that one of them decides has one error, and no average. On a GPU
     several draws are judged as one, since a row with few keys has few errors, and outweighs the others.
     """
-    capacity, starts, ends, offset, window = case
+    capacity, starts, ends, ring, window = case
     for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
         some = (3 if fp8 else 1) if ON_GPU else (4 if fp8 else 2)  # each takes seconds to compile, or to interpret
         if i % some != (CASES.index(case) + heads[0]) % some:
@@ -72,11 +73,11 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
         monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
         monkeypatch.setattr(module, "_SUM_ELEMENTS", (8192, 64)[i // 2 % 2])
         monkeypatch.setattr(module, "MAX_BY_LAST", (16, 2, 1)[i % 3])
-        options, draws = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2]), []
+        options, draws = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2]), []
         for _ in range(8 if ON_GPU and fp8 else 1):
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             stored = torch.float32 if fp8 else dtype
-            keys, values, *bounds = cache(3, capacity, heads[1], size, starts, ends, offset, stored, device)
+            keys, values, *bounds = cache(3, capacity, heads[1], size, starts, ends, ring, stored, device)
             exact_keys, exact_values, scaled = keys.double(), values.double(), options
             if fp8:
                 sizes = 0.25 + torch.rand(3, capacity, heads[1], 1, device=device)
@@ -88,8 +89,8 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
             reference = (keys, values) if fp8 else (exact_keys, exact_values)
             torch.testing.assert_close(decode_attention_reference(q.double(), *reference, *bounds, **scaled), exact)
             found = decode_attention(q, keys, values, *bounds, **scaled)
-            apart = [torch.stack([x, x], 1)[:, 0] for x in bounds[:2]]  # not contiguous
-            assert torch.equal(found, decode_attention(q, keys, values, *apart, bounds[2], **scaled))
+            apart = [torch.stack([x, x], 1)[:, 0] for x in bounds]  # not contiguous
+            assert torch.equal(found, decode_attention(q, keys, values, *apart, **scaled))
             draws.append((found, eager, exact))
         found, eager, exact = (torch.stack(one) for one in zip(*draws, strict=True))
         assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size)
@@ -98,7 +99,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
 def test_heads_of_odd_size_in_fp8(device):
     """No two of their dims make one number of 16 bits."""
     q = torch.randn(2, 1, 4, 15, device=device).half()
-    keys, values, *bounds = cache(2, 8, 2, 15, [0, 1], [8, 6], None, torch.float32, device)
+    keys, values, *bounds = cache(2, 8, 2, 15, [0, 1], [8, 6], False, torch.float32, device)
     (k, of_k), (v, of_v) = quantize_heads(keys), quantize_heads(values)
     wanted = decode_attention_reference(q.double(), k, v, *bounds, scales=(of_k, of_v))
     found = decode_attention(q, k, v, *bounds, scales=(of_k, of_v))
@@ -117,7 +118,7 @@ def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, mos
     monkeypatch.setattr(module, "MAX_BY_LAST", most)
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
     q, counters = torch.randn(1, 1, 4, 64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    held = cache(1, 1000, 2, 64, [3], [end], None, torch.float32, device)
+    held = cache(1, 1000, 2, 64, [3], [end], False, torch.float32, device)
     found = [
         decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:], counters=counters)
         for capacity in (1000, 600, 420)
@@ -131,7 +132,7 @@ def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
     monkeypatch.setattr(module, "num_sms", lambda index: 132)
     q, counters = torch.randn(3, 1, 4, 64, device=device), torch.zeros(6, dtype=torch.int32, device=device)
     for ends in ([130, 1, 0], [20, 130, 129], [0, 0, 0], [129, 130, 130]):
-        held = cache(3, 130, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
+        held = cache(3, 130, 2, 64, [0, 0, 0], ends, False, torch.float32, device)
         assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
         assert not counters.any()
 
@@ -141,7 +142,7 @@ def test_many_shares_are_added_up_in_time(device):
     """The second kernel is scheduled while the first one runs: 2,000 times in turn, and as a CUDA graph."""
     q = torch.randn(1, 1, 32, 128, device=device).bfloat16()
     counters = torch.zeros(8, dtype=torch.int32, device=device)
-    held = cache(1, 32_768, 8, 128, [0], [32_768], None, torch.bfloat16, device)
+    held = cache(1, 32_768, 8, 128, [0], [32_768], False, torch.bfloat16, device)
     expected = decode_attention(q, *held)
     torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
     found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(2000)])
@@ -157,7 +158,7 @@ def test_many_shares_are_added_up_in_time(device):
 def test_the_last_program_sees_what_all_others_wrote(device):
     q = torch.randn(4, 1, 16, 128, device=device).bfloat16()
     counters = torch.zeros(16, dtype=torch.int32, device=device)
-    held = cache(4, 20_000, 4, 128, [0] * 4, [20_000, 3000, 257, 130], None, torch.bfloat16, device)
+    held = cache(4, 20_000, 4, 128, [0] * 4, [20_000, 3000, 257, 130], False, torch.bfloat16, device)
     expected = decode_attention(q, *held)
     torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
     found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(3000)])
@@ -165,7 +166,7 @@ def test_the_last_program_sees_what_all_others_wrote(device):
 
 
 def test_large_scores_and_nan(device):
-    held = cache(1, 200, 2, 32, [0], [150], None, torch.float32, device)
+    held = cache(1, 200, 2, 32, [0], [150], False, torch.float32, device)
     q = 1000 * torch.randn(1, 1, 4, 32, device=device)
     exact = by_rows(q.double(), *(x.double() for x in held[:2]), *held[2:])
     torch.testing.assert_close(decode_attention(q, *held).double(), exact, rtol=1e-4, atol=1e-4)  # scores of 1e4
@@ -181,12 +182,12 @@ def test_offsets_past_32_bits(device):
     q = torch.randn(2, 1, 8, 128, device=device).bfloat16()
     keys[1, 2**21 :] = torch.randn(8, 4, 128, device=device).bfloat16()
     starts, ends = torch.tensor([[2**21, 2**21], [2**21 + 8] * 2], dtype=torch.int32, device=device)
-    expected = by_rows(q, keys, keys, starts, ends, None)
+    expected = by_rows(q, keys, keys, starts, ends)
     torch.testing.assert_close(decode_attention(q, keys, keys, starts, ends), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("packed, rotated, offset", [(True, 16, None), (False, 16, 5), (True, 12, 5)])
-def test_a_token_is_rotated_and_written_to_its_place_alone(device, packed, rotated, offset):
+@pytest.mark.parametrize("packed, rotated, ring", [(True, 16, False), (False, 16, True), (True, 12, True)])
+def test_a_token_is_rotated_and_written_to_its_place_alone(device, packed, rotated, ring):
     for dtype in DTYPES:
         rows, heads, size = 3, (4, 2, 2), 16
         qkv = torch.randn(rows, 1, sum(heads) * size, device=device).to(dtype)
@@ -196,14 +197,14 @@ def test_a_token_is_rotated_and_written_to_its_place_alone(device, packed, rotat
         angles = torch.randn(rows, 1, rotated // 2, device=device)
         cos, sin = angles.cos(), angles.sin()
         ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
-        place = None if offset is None else torch.tensor(offset, dtype=torch.int32, device=device)
-        keys, values = (torch.full((rows, 14, 2, size), 7.0, device=device, dtype=dtype) for _ in range(2))
+        keys, values = (
+            torch.full((rows, 8 if ring else 14, 2, size), 7.0, device=device, dtype=dtype) for _ in range(2)
+        )
         expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
         expected_v = v.clone()
-        found = rope_to_cache(q, k, v, cos, sin, keys, values, ends, place)
+        found = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring)
         torch.testing.assert_close(found, expected_q)
-        slots = ends.long() - 1 - (offset or 0)
-        here = torch.arange(rows), slots.cpu()
+        here = torch.arange(rows), ((ends.long() - 1) % keys.shape[1]).cpu()
         torch.testing.assert_close(keys[here], expected_k[:, 0])
         assert torch.equal(values[here], expected_v[:, 0])
         for x in (keys, values):
@@ -228,11 +229,11 @@ def test_quantized_heads():
     assert (error.square().sum() / x.double().square().sum()) ** 0.5 < 0.03
 
 
-@pytest.mark.parametrize("offset, rotated, expands", [(None, 16, False), (5, 12, False), (5, 16, True)])
-def test_a_token_is_written_in_fp8(device, offset, rotated, expands):
+@pytest.mark.parametrize("ring, rotated, expands", [(False, 16, False), (True, 12, False), (True, 16, True)])
+def test_a_token_is_written_in_fp8(device, ring, rotated, expands):
     """Heads that e4m3 holds exactly, turned by quarters, come out bit for bit; others, on a GPU, as the reference."""
     for dtype, plain in itertools.product(DTYPES, (True, False) if ON_GPU else (True,)):
-        rows, size, capacity = 3, 16, 14
+        rows, size, capacity = 3, 16, 10 if ring else 14
         bits = torch.randint(0, 120, (2, rows, 1, 2, size), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
         bits[..., 3] = 448  # makes the scale a power of two
         bits *= torch.randint(0, 2, bits.shape) * 2 - 1
@@ -244,15 +245,14 @@ def test_a_token_is_written_in_fp8(device, offset, rotated, expands):
             cos, sin = (f(torch.randn(rows, 1, rotated // 2, device=device)) for f in (torch.cos, torch.sin))
         q = torch.randn(rows, 1, 4, size, device=device).to(dtype)
         ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
-        place = None if offset is None else torch.tensor(offset, dtype=torch.int32, device=device)
         held = [torch.full((rows, capacity, 2, size), 7.0, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
         held += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2)]
         if expands:
             held = [x[:1].expand(rows, *x.shape[1:]) for x in held]
         expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
-        found = rope_to_cache(q, k, v, cos, sin, *held[:2], ends, place, (held[2], held[3]))
+        found = rope_to_cache(q, k, v, cos, sin, *held[:2], ends, ring=ring, scales=(held[2], held[3]))
         torch.testing.assert_close(found, expected_q)
-        here = torch.arange(rows), (ends.long() - 1 - (offset or 0)).cpu()
+        here = torch.arange(rows), ((ends.long() - 1) % capacity).cpu()
         for x, of_x, expected in ((held[0], held[2], expected_k), (held[1], held[3], v)):
             written = dequantize_heads(x[here], of_x[here], torch.float64)
             if plain:
@@ -275,7 +275,7 @@ def test_infinities_do_not_become_numbers(device):
     held = [torch.zeros(1, 4, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
     scales = tuple(torch.zeros(1, 4, 2, device=device, dtype=torch.bfloat16) for _ in range(2))
     for write in (
-        lambda: rope_to_cache(q.clone(), k, v, angles.cos(), angles.sin(), *held, end, None, scales),
+        lambda: rope_to_cache(q.clone(), k, v, angles.cos(), angles.sin(), *held, end, scales=scales),
         lambda: [x[:, :1].copy_(y) for x, y in zip((held[0], scales[0]), quantize_heads(k), strict=True)],
     ):
         write()
@@ -284,7 +284,7 @@ def test_infinities_do_not_become_numbers(device):
 
 
 def test_bad_calls_say_what_is_wrong(device):
-    held = cache(2, 20, 2, 16, [0, 0], [5, 5], None, torch.float32, device)
+    held = cache(2, 20, 2, 16, [0, 0], [5, 5], False, torch.float32, device)
     q = torch.randn(2, 1, 4, 16, device=device)
     bits, scales = zip(*(quantize_heads(x) for x in held[:2]), strict=True)
     for call in (

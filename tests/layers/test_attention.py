@@ -9,7 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention_reference
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention
-from ligermodels.layers.cache import KVCache
+from ligermodels.layers.state import KeyValues
 
 
 def batch_of(length, head_dim=8, start=0, **options):
@@ -89,7 +89,7 @@ def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
 
 
 def test_what_does_not_go_together_is_named():
-    x, cache = tokens(1), KVCache(1, 1, 9, 2, 8, dtype=torch.float64, device="cpu")[0]
+    x, cache = tokens(1), KeyValues(1, 9, 2, 8, dtype=torch.float64, device="cpu")
     with pytest.raises(InputError, match="not causal cannot be cached"):
         make_attention(causal=False)(x, L.Batch(), cache)
     with pytest.raises(InputError, match="packed sequences cannot go into a KV cache"):

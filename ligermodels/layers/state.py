@@ -1,0 +1,486 @@
+"""What the mixers of a model remember of past tokens, so that generating a token costs one token's work.
+
+Each mixer makes a `State` of its own (`new_state`); a `Cache` is the list of them. Only the cache counts tokens: a
+mixer gets the number of past tokens with the batch (`Batch.past`), in a captured step from the device
+(`NextToken.ends`).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels import fp8
+from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.rope import rope_to_cache
+from ligermodels.layers.batch import NextToken
+
+KV_CACHE_DTYPES = ("auto", "fp8")
+"""The dtype of cached keys and values: the one that the model computes in, or e4m3."""
+
+
+class State(Protocol):
+    """One mixer's memory of the tokens so far. Its methods beside these are for that mixer alone.
+
+    past: the tokens of the cache before the call. rows: int64 [N], indices of rows.
+    """
+
+    def reserve(self, length: int, past: int, tokens: int = 1) -> None:
+        """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays."""
+
+    def can_crop(self, length: int, farthest: int) -> bool:
+        """Whether the state after the first `length` tokens is known, of `farthest` at most since the last reset."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row rows[i]."""
+
+    def take(self, other: Any, rows: Tensor, past: int) -> None:
+        """Row i becomes row rows[i] of `other`, whose `past` tokens it gets; a copy."""
+
+    def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+        """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`."""
+
+    def row_bytes(self, length: float) -> float:
+        """Bytes that a step reads for a row of `length` tokens."""
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a captured step reads or writes."""
+
+
+class KeyValues:
+    """Keys and values of attention: two buffers [B, capacity, HK, D]. Position p is in column p modulo capacity.
+
+    Without a window the buffers have a column for every token, and double when they are full. With a window they are a
+    ring: `window` columns are enough for steps of one token, and `reserve` adds some for steps of several.
+
+    kv_cache_dtype "fp8": e4m3, with two more buffers [B, capacity, HK] of scales, see kernels/fp8.py. The tokens of the
+    first call attend to each other's keys and values as they are, later tokens to what the buffers store.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        max_length: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        self.window = window
+        self.dtype = dtype  # of the keys and values that go in and come out
+        self.is_fp8 = kv_cache_dtype == "fp8"
+        shape = (rows, max_length if window is None else min(max_length, window), num_kv_heads, head_dim)
+        # In fp8 the bits are stored as integers, whose rows torch moves on every device.
+        self.buffers = [torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device) for _ in "kv"]
+        if self.is_fp8:
+            _check_fp8(self.buffers[0].device)
+            self.buffers += [torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device) for _ in "kv"]
+        self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
+        self._dropped = 0  # tokens before this position were not copied from smaller buffers
+
+    @property
+    def rows(self) -> int:
+        return self.buffers[0].shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.buffers[0].shape[1]
+
+    def append(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Stores k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
+
+        Each is [B, seen + S, HK, D]; seen is past, or with a window at most window - 1. Without gradients they are
+        views of the buffers where these have them in order, valid until the next call, or k and v themselves without a
+        past. With gradients the new tokens keep theirs and the past is constant.
+        An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
+        to their dtype, where autocast or fp32 embeddings make it another than the model's.
+        Raises InputError if batch size, heads or dtype are not those of the state, and for gradients with fp8.
+        """
+        if past == 0:
+            self._follow(k.device, k.dtype)
+        _check_fits(self.buffers[0], k, self.dtype)
+        count, seen = k.shape[1], self._seen(past)
+        new = self._encode(k, v)
+        self._grow(past + count, past)
+        begin = (past - seen) % self.capacity
+        if seen and (k.requires_grad or v.requires_grad or begin + seen + count > self.capacity):
+            found = [torch.cat([old, x], 1) for old, x in zip(self._read(past), new, strict=True)]
+            self._write(new, past)
+        else:
+            self._write(new, past)
+            if not past:
+                return k, v
+            found = [x[:, begin : begin + seen + count] for x in self.buffers] if seen else new
+        return self._decode(found)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, *,
+        window: int | None, softcap: float | None, scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
+
+        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. Positions are read from the device, so that a CUDA
+        graph of this can be replayed. In a cache of one row the B tokens may follow each other: each sees those before.
+        """
+        buffers = self.buffers
+        if self.rows == 1:
+            buffers = [x.expand(len(k), *x.shape[1:]) for x in buffers]
+        _check_fits(buffers[0], k, self.dtype)
+        keys, values, *rest = buffers
+        scales = None
+        if self.is_fp8:
+            keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
+        ring = self.window is not None
+        q = rope_to_cache(q, k, v, token.cos, token.sin, keys, values, token.ends, ring=ring, scales=scales)
+        return decode_attention(
+            q, keys, values, token.starts, token.ends, ring=ring, window=window, softcap=softcap, scale=scale,
+            counters=self.counters, scales=scales,
+        )  # fmt: skip
+
+    def reserve(self, length: int, past: int, tokens: int = 1) -> None:
+        capacity = length if self.window is None else min(length, self.window - 1 + tokens)
+        if capacity > self.capacity:
+            self._resize(capacity, past)
+        heads = max(self.rows, tokens) * self.buffers[0].shape[2]
+        if len(self.counters) < heads or self.counters.device != self.buffers[0].device:
+            with torch.inference_mode(False):  # they outlive the call
+                self.counters = torch.zeros(heads, dtype=torch.int32, device=self.buffers[0].device)
+
+    def reset(self) -> None:
+        self._dropped = 0
+
+    def can_crop(self, length: int, farthest: int) -> bool:
+        return max(self._dropped, farthest - self.capacity) <= length - self._seen(length)
+
+    def reorder(self, rows: Tensor) -> None:
+        for i, old in enumerate(self.buffers):
+            moved = old.index_select(0, rows)
+            if len(rows) == len(old):
+                old.copy_(moved)
+            else:
+                self.buffers[i] = moved
+
+    def take(self, other: "KeyValues", rows: Tensor, past: int) -> None:
+        self._follow(other.buffers[0].device, other.dtype)
+        self._grow(past, 0)
+        self._dropped = past - self._seen(past)
+        self._write([x.index_select(0, rows) for x in other._read(past)], self._dropped)
+
+    def put(self, other: "KeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+        """`other` has a column for every token."""
+        self._follow(other.buffers[0].device, other.dtype)
+        width = other.capacity
+        if width <= self.capacity:
+            for mine, its in zip(self.buffers, other.buffers, strict=True):
+                mine[into, :width] = its[rows]
+            return
+        columns = torch.arange(self.capacity, device=lengths.device)
+        last = lengths[:, None] - 1
+        positions = (last - (last - columns) % self.capacity).clamp_(min=0)  # the last token that a column gets
+        for mine, its in zip(self.buffers, other.buffers, strict=True):
+            mine[into] = its[rows[:, None], positions]
+
+    def row_bytes(self, length: float) -> float:
+        columns = length if self.window is None else min(length, self.window)
+        return columns * sum(x[:1, :1].nbytes for x in self.buffers)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.buffers, self.counters]
+
+    def _seen(self, past: int) -> int:
+        """Tokens before the next one that it sees."""
+        return past if self.window is None else min(past, self.window - 1)
+
+    def _read(self, past: int) -> list[Tensor]:
+        """What the buffers store of the tokens that the next one sees, in order: views, or copies around the ring."""
+        seen = self._seen(past)
+        begin = (past - seen) % self.capacity
+        first = min(seen, self.capacity - begin)
+        if first == seen:
+            return [x[:, begin : begin + seen] for x in self.buffers]
+        return [torch.cat([x[:, begin:], x[:, : seen - first]], 1) for x in self.buffers]
+
+    def _write(self, new: Sequence[Tensor], past: int) -> None:
+        """Stores what `_encode` made, from position `past` on; of more tokens than columns the last."""
+        end = past + new[0].shape[1]
+        begin = max(past, end - self.capacity)
+        column, count = begin % self.capacity, end - begin
+        first = min(count, self.capacity - column)
+        for buffer, x in zip(self.buffers, new, strict=True):
+            x = x[:, begin - past :].detach()
+            buffer[:, column : column + first] = x[:, :first]
+            if first < count:
+                buffer[:, : count - first] = x[:, first:]
+
+    def _grow(self, length: int, past: int) -> None:
+        """Makes the buffers large enough for `length` tokens, at least twice as large where they were too small."""
+        limit = length if self.window is None else min(length, self.window)
+        if limit > self.capacity:
+            capacity = max(limit, 2 * self.capacity)
+            self._resize(capacity if self.window is None else min(capacity, self.window), past)
+
+    def _resize(self, capacity: int, past: int) -> None:
+        stored, old = self._read(past), self.buffers
+        self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in old]
+        self._dropped = past - self._seen(past)
+        self._write(stored, self._dropped)
+
+    def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Makes the empty buffers of this device and dtype."""
+        if (device, dtype) == (self.buffers[0].device, self.dtype):
+            return
+        self.dtype = dtype
+        if self.is_fp8:
+            _check_fp8(device)
+        self.buffers = [
+            torch.empty_like(x, device=device, dtype=x.dtype if self.is_fp8 else dtype) for x in self.buffers
+        ]
+
+    def _encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What the buffers store of k and v."""
+        if not self.is_fp8:
+            return [k, v]
+        if k.requires_grad or v.requires_grad:
+            raise InputError(
+                "a KV cache in fp8 has no gradients: run under torch.no_grad(), or make it without kv_cache_dtype"
+            )
+        (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
+        return [k.view(torch.uint8), v.view(torch.uint8), k_scales, v_scales]
+
+    def _decode(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of what `_encode` makes."""
+        if not self.is_fp8:
+            return stored[0], stored[1]
+        k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], self.dtype) for i in (0, 1))
+        return k, v
+
+
+def _check_fp8(device: torch.device) -> None:
+    """Raises InputError where Triton cannot convert to and from e4m3."""
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 9):
+        raise InputError(
+            f"kv_cache_dtype='fp8': {torch.cuda.get_device_name(device)} cannot convert e4m3, which Ada, Hopper and "
+            "later GPUs do; leave kv_cache_dtype out"
+        )
+
+
+def _check_fits(stored: Tensor, k: Tensor, dtype: torch.dtype) -> None:
+    """Raises InputError where `k` [B, S, HK, D] cannot be appended to a buffer of keys of `dtype`."""
+    if (stored.shape[0], *stored.shape[2:]) != (k.shape[0], *k.shape[2:]) or dtype != k.dtype:
+        raise InputError(
+            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {dtype}; "
+            "was it made for another batch size or model, or with autocast on and used with autocast off?"
+        )
+
+
+class ImageKeyValues:
+    """Keys and values [B, N, HK, D] of all images so far, of one cross-attention; None before the first image."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k, v [B, N, HK, D] of new images and returns those of all; only the new ones have gradients.
+
+        Raises InputError if batch size, heads or dtype are not those of the images before.
+        """
+        if self.keys is not None and self.values is not None:
+            _check_fits(self.keys, k, self.keys.dtype)
+            k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
+        self.keys, self.values = k.detach(), v.detach()
+        return k, v
+
+    def reserve(self, length: int, past: int, tokens: int = 1) -> None:
+        pass
+
+    def reset(self) -> None:
+        self.keys = self.values = None
+
+    def can_crop(self, length: int, farthest: int) -> bool:
+        """Images stay as they are, so `length` must reach past the last one."""
+        return True
+
+    def reorder(self, rows: Tensor) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    def take(self, other: "ImageKeyValues", rows: Tensor, past: int) -> None:
+        self.keys, self.values = other.keys, other.values
+        self.reorder(rows)
+
+    def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+        if other.keys is not None:
+            raise InputError("rows with images cannot come and go in a batch; use `generate`")
+
+    def row_bytes(self, length: float) -> float:
+        return sum(x[:1].nbytes for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.keys, self.values) if x is not None]
+
+
+class Cache:
+    """The states of a model's mixers, one a layer: `cache[i]`, iterable, `len(cache)` layers.
+
+    length: tokens of the longest row. rows: sequences. values: what else a model remembers of these tokens, by name;
+    its tensors have a row for each sequence. Lengths are on the host: nothing here synchronises.
+    """
+
+    def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
+        self.states = list(states)
+        self.rows = rows
+        self.kv_cache_dtype = kv_cache_dtype
+        self.length = 0
+        self.values: dict[str, Any] = {}
+        self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/engine.py
+        self._farthest = 0
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.states[layer]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.states)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors()[0].device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors())
+
+    def get_seq_length(self) -> int:
+        """`length`, by the name that transformers has for it."""
+        return self.length
+
+    def advance(self, tokens: int) -> None:
+        """Counts tokens that every mixer has stored, or is about to store."""
+        self.length += tokens
+        self._farthest = max(self._farthest, self.length)
+
+    def reserve(self, length: int, tokens: int = 1) -> None:
+        """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
+        for state in self.states:
+            state.reserve(length, self.length, tokens)
+
+    def reset(self) -> None:
+        """Forgets the tokens; the memory stays."""
+        for state in self.states:
+            state.reset()
+        self.length = self._farthest = 0
+        self.values.clear()
+
+    def crop(self, length: int) -> None:
+        """Forgets all but the first `length` tokens; all of them where a layer does not have its state there any more.
+
+        Images and `values` stay as they are, so `length` must reach past the last image.
+        """
+        if length and length <= self.length and all(state.can_crop(length, self._farthest) for state in self.states):
+            self.length = length
+        else:
+            self.reset()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed."""
+        for state in self.states:
+            state.reorder(rows)
+        self.values = _select(self.values, rows)
+        self.rows = len(rows)
+
+    def take(self, other: "Cache", rows: Tensor) -> None:
+        """Row i becomes a copy of row rows[i] of `other`, in the memory of this cache. rows: int64 [self.rows]."""
+        for mine, state in zip(self.states, other.states, strict=True):
+            mine.take(state, rows, other.length)
+        self.values = _select(other.values, rows)
+        self.length = self._farthest = other.length
+
+    def put(self, other: "Cache", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+        """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`, made with `whole=True`.
+
+        rows, into, lengths: int64 [N]. For rows of unequal length, whose ends the device has: `length` is the caller's.
+        """
+        for mine, state in zip(self.states, other.states, strict=True):
+            mine.put(state, rows, into, lengths)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step reads or writes."""
+        values = [x for x in self.values.values() if isinstance(x, Tensor)]
+        return [x for state in self.states for x in state.tensors()] + values
+
+
+def _select(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    return {name: x.index_select(0, rows) if isinstance(x, Tensor) else x for name, x in values.items()}
+
+
+class TransformersCache(Cache):
+    """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `Cache`.
+
+    Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
+    the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
+    copies the past, which `Cache` avoids.
+
+    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
+    positions look like tokens.
+    """
+
+    def __init__(self, cache: Any, num_layers: int):
+        is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
+        if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
+            raise InputError(
+                f"past_key_values is a {type(cache).__name__}; it must be a Cache, as model.new_cache makes, or a "
+                "DynamicCache of transformers, and not a cache of a fixed size"
+            )
+        if len(cache.layers) > num_layers:
+            raise InputError(
+                f"past_key_values has {len(cache.layers)} layers, the model {num_layers}; "
+                "was it made for another model?"
+            )
+        length = cache.get_seq_length()
+        super().__init__([_TransformersState(cache, i) for i in range(num_layers)], 0)  # type: ignore[misc]
+        self.cache = cache
+        self.rows = cache.layers[0].keys.shape[0] if length else 0
+        self.length = self._farthest = length
+
+    def reset(self) -> None:
+        raise InputError(
+            f"a {type(self.cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need at "
+            "their original length; leave past_key_values out"
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.rows = len(rows)
+
+
+class _TransformersState:
+    """One layer of a `TransformersCache`, with the members of `KeyValues` that attention uses."""
+
+    def __init__(self, cache: Any, layer: int):
+        self._cache, self._layer = cache, layer
+
+    @property
+    def window(self) -> int | None:
+        layers = self._cache.layers
+        return getattr(layers[self._layer], "sliding_window", None) if self._layer < len(layers) else None
+
+    def append(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Appends k, v [B, S, HK, D] and returns all that these S tokens may see, in the dtype of k and v."""
+        keys, values = self._cache.update(k.transpose(1, 2), v.transpose(1, 2), self._layer)
+        return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
+
+
+def as_cache(cache: Any, num_layers: int) -> Cache:
+    """`cache` itself, or a `TransformersCache` around one of transformers. Raises InputError for anything else."""
+    return cache if isinstance(cache, Cache) else TransformersCache(cache, num_layers)
