@@ -13,7 +13,7 @@ import ligermodels
 from benchmarks import decode, distributed, harness, load, quantized, train_step
 from benchmarks import kernels as kernel_benchmark
 from benchmarks.train_cases import CASES, MODELS, ours
-from ligermodels.generation import graph
+from ligermodels.generation import engine
 from ligermodels.training import lora
 
 RESULTS = sorted((harness.ROOT / "benchmarks" / "results").rglob("*.json"))
@@ -161,9 +161,9 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     code, record, _ = run(decode, *few, "--weights", "int8", "--baselines", "captured-fp8,host,hf")
     assert code == 0 and [row["baseline"] for row in record["rows"]] == ["captured-fp8", "host", "hf"]
     assert all(row["the host's"] + row["ties"] == 5 * 32 and row["wrong"] == 0 for row in record["ids"])
-    assert "cpu" not in graph.DEVICES
-    step = graph.Decode._run
-    monkeypatch.setattr(graph.Decode, "_run", lambda self, *inputs: (step(self, *inputs), self._logits.neg_()))
+    assert "cpu" not in engine.DEVICES
+    step = engine.Step._run
+    monkeypatch.setattr(engine.Step, "_run", lambda self, *inputs: (step(self, *inputs), self._logits.neg_()))
     code, record, _ = run(decode, *few)
     assert code == 1 and "those without" in record["red"][0] and "rows" not in record
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
