@@ -74,7 +74,11 @@ class Recipe:
 
     def process(self, row: Mapping[str, Any]) -> Any:
         """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
-        return masking.encode(formats.read(row), self.tokenizer)
+        return masking.encode(self.read(row), self.tokenizer)
+
+    def read(self, row: Mapping[str, Any]) -> formats.Item:
+        """The row as its format is read, with the system prompt of the options."""
+        return formats.with_system(formats.read(row), self.options.system_prompt)
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """The batch of some examples; of none, a batch without a label."""
@@ -107,7 +111,7 @@ class Recipe:
 
     def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
         """Lines of the plan that differ or are added, by name. counts: of a pass over the data."""
-        return {"data": f"{self.options.data}: {rows:,} {_ROWS.get(format, f'rows of {format}')}"}
+        return {"data": f"{', '.join(self.options.data)}: {rows:,} {_ROWS.get(format, f'rows of {format}')}"}
 
     # ---- the model ----
 

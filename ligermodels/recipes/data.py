@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -444,7 +445,9 @@ class Data:
 
     def __init__(self, options: Any, recipe: Any) -> None:
         self.options, self.recipe = options, recipe
-        rows, evaluation = open_rows(options.data), None
+        rows, evaluation = mixed_rows(options.data, options.seed), None
+        if options.max_samples is not None:
+            rows = Joined([rows], range(min(options.max_samples, len(rows))))
         if options.eval_data is not None:
             evaluation = open_rows(options.eval_data)
         elif options.eval_share:
@@ -495,6 +498,23 @@ class Data:
             except LigermodelsError as error:
                 text = f" {error}"
             yield f"{self.rows.where(index)}:{text}"
+
+
+def mixed_rows(sources: Sequence[str], seed: int) -> Rows:
+    """The rows of several sources. A weight after a source, FILE*1.5, takes all rows once, and half of them again."""
+    parts, indices, start = [], list[int](), 0
+    for number, source in enumerate(sources):
+        found = re.fullmatch(r"(.+)\*(\d+\.?\d*|\.\d+)", source)
+        name, weight = (found[1], float(found[2])) if found else (source, 1.0)
+        rows = open_rows(name)
+        whole, rest = divmod(round(weight * len(rows)), len(rows))
+        if not whole and not rest:
+            raise InputError(f"data={source}: a weight of {weight:g} leaves none of its {len(rows)} rows")
+        again = random.Random(f"{seed} {number}").sample(range(len(rows)), rest)
+        indices += [start + n for n in [*range(len(rows))] * whole + sorted(again)]
+        parts.append(rows)
+        start += len(rows)
+    return parts[0] if len(parts) == 1 and len(indices) == start else Joined(parts, indices)
 
 
 def digest(paths: Sequence[Path]) -> int:

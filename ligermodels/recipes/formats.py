@@ -157,6 +157,18 @@ def read(row: Mapping[str, Any]) -> Item:
     return item
 
 
+def with_system(item: Any, text: str | None) -> Any:
+    """The item with a system message, if there is a text and its messages begin without one. Raises InputError."""
+    messages = item.messages if isinstance(item, Conversation) else getattr(item, "prompt", "")
+    if text is None:
+        return item
+    if not isinstance(messages, list):
+        raise InputError("system_prompt: it is for chats, and the row has none; leave it out")
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": text}, *messages]
+    return replace(item, **{"messages" if isinstance(item, Conversation) else "prompt": messages})
+
+
 # ---- one reader for each format ----
 
 

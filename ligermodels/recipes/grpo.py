@@ -36,7 +36,7 @@ class GRPOOptions(RolloutOptions):
     recipe = "grpo"
     group = "policy"
     default_rates = (1e-6, 1e-5)
-    data: str = override(
+    data: tuple[str, ...] = override(
         TrainOptions, "data", help="the prompts: rows with `prompt`, a text or messages; rewards get the other columns"
     )
     accumulation: int | None = override(TrainOptions, "accumulation", help="the same as --prompts")

@@ -203,13 +203,16 @@ def _changes(sizes: Sizes, setting: Setting, adapters: int | None) -> Iterator[t
                 yield "gpus", f"torchrun over {gpus} GPUs", sizes, dataclasses.replace(small, gpus=gpus)
 
 
-def adapter_parameters(model: Any, rank: int, targets: Sequence[str] = ()) -> int:
-    """Parameters of LoRA on the projections of all blocks, or on those of these names."""
-    return sum(
-        rank * (module.in_features + module.out_features)
-        for name, module in model.decoder.layers.named_modules()
-        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets)
-    )
+def adapter_parameters(model: Any, options: Any) -> int:
+    """Parameters of LoRA, by the lora_ options: on the projections of all blocks, or on those of the given names."""
+    rank, targets, total = options.lora_r, options.lora_target_modules, 0
+    for name, module in model.decoder.layers.named_modules():
+        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
+            total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in options.lora_modules_to_save:
+            total += sum(parameter.numel() for parameter in module.parameters())
+    return total
 
 
 def available(device: torch.device) -> int | None:

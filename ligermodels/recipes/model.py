@@ -75,6 +75,9 @@ def check_targets(options: TrainOptions, sketch: Any) -> None:
     if wrong := [name for name in options.lora_target_modules if name not in names]:
         has = ", ".join(dict.fromkeys(names))
         raise InputError(f"lora_target_modules: the model has no {', '.join(wrong)}; it has {has}")
+    modules = {name.rpartition(".")[2] for name, _ in sketch.named_modules()}
+    if wrong := [name for name in options.lora_modules_to_save if name not in modules]:
+        raise InputError(f"lora_modules_to_save: the model has no module {', '.join(wrong)}")
 
 
 def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Recipe, *, frozen: bool = False) -> Any:
@@ -98,8 +101,11 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
     if options.lora_r:
         from ligermodels.training.lora import add_lora
 
-        targets = list(options.lora_target_modules) or "all-linear"
-        add_lora(model, r=options.lora_r, alpha=options.lora_alpha, targets=targets, seed=options.seed)
+        add_lora(
+            model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout, dora=options.use_dora,
+            targets=list(options.lora_target_modules) or "all-linear", rslora=options.use_rslora,
+            modules_to_save=options.lora_modules_to_save, seed=options.seed,
+        )  # fmt: skip
     if recipe.adds_modules and not frozen:
         recipe.prepare(model)
     if whole and processes.mesh is not None:

@@ -26,14 +26,18 @@ Field = dataclasses.Field
 def option(
     default: Any, help: str, *, choices: Iterable[str] = (), least: float = -math.inf, above: float = -math.inf,
     below: float = math.inf, most: float = math.inf, alias: str = "", fixed_on_resume: bool = True,
+    repeated: bool = False,
 ) -> Any:  # fmt: skip
     """A field of options.
 
     least, most: the bounds of a number, which may be reached; above, below: bounds that may not. alias: a shorter name,
-    which is read, but not written. fixed_on_resume: a run that is resumed with another value is refused.
+    which is read, but not written. fixed_on_resume: a run that is resumed with another value is refused. repeated: the
+    flag of a list is given once for each item.
     """
     metadata = dict(help=help, choices=tuple(choices), least=least, above=above, below=below, most=most, alias=alias)
-    return dataclasses.field(default=default, metadata={**metadata, "fixed_on_resume": fixed_on_resume})
+    return dataclasses.field(
+        default=default, metadata={**metadata, "fixed_on_resume": fixed_on_resume, "repeated": repeated}
+    )
 
 
 def override(options: type, name: str, default: Any = dataclasses.MISSING, help: str = "") -> Any:
@@ -61,8 +65,13 @@ class ModelOptions:
 @dataclass(kw_only=True)
 class DataOptions:
     group: ClassVar[str] = "data"
-    data: str = option(
-        "", "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub")
+    data: tuple[str, ...] = option(
+        (), "the examples: JSONL, JSON, CSV, Parquet or text, a folder of them, or OWNER/NAME[:SPLIT] of the Hub. Of "
+        "several, each --data FILE may end with a weight: FILE*0.5 takes half of its rows, FILE*2 all of them twice",
+        repeated=True)
+    max_samples: int | None = option(None, "number of rows of --data that are used, from the first", least=1)
+    system_prompt: str | None = option(
+        None, "a system message for chats that begin without one; the reference and samples get it too")
     eval_data: str | None = option(None, "examples to evaluate on, as --data")
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(
@@ -126,6 +135,11 @@ class MemoryOptions:
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option(
         (), "target modules of LoRA, such as q_proj,v_proj (default: all projections)")
+    lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1)
+    use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)")
+    use_dora: bool = option(False, "train the magnitudes of weights beside LoRA's directions (DoRA)")
+    lora_modules_to_save: tuple[str, ...] = option(
+        (), "modules that are trained whole beside the adapters, such as lm_head", alias="modules_to_save")
     quantize: str = option(
         "none", "with --lora-r: nf4 stores the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4"))
 
@@ -188,11 +202,13 @@ class TrainOptions(
                 f"batch_tokens={self.batch_tokens} is less than {row} of max_length={self.max_length}; lower "
                 "--max-length as well"
             )
-        for name in ("lora_target_modules", "merge"):
+        for name in ("lora_target_modules", "lora_dropout", "use_rslora", "use_dora", "lora_modules_to_save", "merge"):
             if getattr(self, name) and not self.lora_r:
                 raise InputError(f"{name} is given, but no rank of adapters: add --lora-r 16")
         if self.quantize != "none" and not self.lora_r:
             raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
+        if self.quantize != "none" and self.use_dora:
+            raise InputError("use_dora needs weights in 16 bits; leave out --quantize, or --use-dora")
         if self.quantize != "none" and self.merge:
             raise InputError(
                 "merge would round the result to 4 bits again: load the base in bf16, load_adapter and merge"
@@ -336,7 +352,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             group.add_argument(_flag(name), action=argparse.BooleanOptionalAction, **common)
         else:
             metavar = "{" + ",".join(choices) + "}" if choices else _metavar(name, hint)
-            group.add_argument(*map(_flag, names_of(field)), metavar=metavar, dest=name, **common)
+            action = "append" if field.metadata["repeated"] else "store"
+            group.add_argument(*map(_flag, names_of(field)), metavar=metavar, dest=name, action=action, **common)
 
 
 def groups_of(options: type[TrainOptions]) -> dict[str, str]:
@@ -393,7 +410,9 @@ def _check(field: "Field[Any]", value: Any, hint: Any) -> Any:
             raise InputError(f"{field.name} has no value; leave it out, or give one")
         return None
     if typing.get_origin(kind) is tuple:
-        items = [item for item in value.split(",") if item] if isinstance(value, str) else value
+        items = value
+        if isinstance(value, str | Path):
+            items = [value] if field.metadata["repeated"] else [item for item in str(value).split(",") if item]
         if not isinstance(items, list | tuple):
             raise InputError(f"{field.name}={value!r}: expected a list, such as {_shown(field.default) or 'a,b'}")
         return tuple(_check(field, item, typing.get_args(kind)[0]) for item in items)

@@ -12,7 +12,6 @@ from ligermodels.recipes import RECIPES, find
 from ligermodels.recipes.options import TrainOptions, names_of
 
 _TORCHRUN = "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards the model"
-_LORA = "`train` does not have it; `training.add_lora` has dropout, dora, rslora and modules_to_save"
 
 OPTIONS = (
     # model and data
@@ -25,24 +24,24 @@ OPTIONS = (
     ("rl stage finetuning_type training_type", "",
      "the recipe is the word after `train`: sft, dpo, ...; --lora-r N for LoRA"),
     ("dataset dataset_name datasets dataset_dir data_path train_file train_data data_files pretraining_dataset",
-     "--data", "one file, folder or data set of the Hub"),
+     "--data", "a file, folder or data set of the Hub; several, each with its --data"),
     ("dataset_config dataset_config_name dataset_split dataset_train_split split", "--data",
      "as OWNER/NAME:CONFIG:SPLIT"),
     ("dataset_text_field text_column field_messages messages_field columns column_map", "",
      "the format is detected from the names of the columns: docs/training.md"),
-    ("interleave_probs mix_strategy dataset_mixer", "", "`train` does not mix data sets: mix their rows in one file"),
-    ("max_samples max_train_samples", "", "`train` has no limit of rows: give fewer rows, or --max-steps"),
+    ("interleave_probs mix_strategy dataset_mixer", "--data", "several, with weights: FILE*0.5"),
+    ("max_train_samples", "--max-samples", ""),
     ("eval_dataset validation_file dataset_test_split test_datasets eval_file", "--eval-data", ""),
     ("val_set_size val_size test_size", "--eval-share", "a fraction below 1"),
     ("max_seq_length max_seq_len sequence_len cutoff_len block_size model_max_length", "--max-length", ""),
     ("max_prompt_length", "--max-length", "of prompt and answer together"),
     ("template chat_template_path chat_template_jinja", "--chat-template", "a file, or a name in the model's files"),
-    ("default_system system_prompt", "", "put the system prompt into the rows, as their first message"),
+    ("default_system", "--system-prompt", "for chats that begin without one"),
     ("sample_packing eval_sample_packing neat_packing packed packing_strategy group_by_length", "--packing",
      "on by default"),
     ("padding_free pad_to_sequence_len pad_to_multiple_of", "", "packed rows have no padding; leave it out"),
-    ("assistant_only_loss completion_only_loss train_on_responses_only train_on_inputs train_on_input train_on_prompt "
-     "roles_to_train", "", "`sft` trains what the assistant says, and `pretrain` every token"),
+    ("completion_only_loss train_on_responses_only train_on_inputs train_on_input train_on_prompt roles_to_train",
+     "--assistant-only-loss", "on by default; off, every token is trained"),
     ("dataset_num_proc dataset_processes preprocessing_num_workers dataloader_num_workers dataloader_pin_memory", "",
      "the number of processes that encode rows is chosen; leave it out"),
     ("streaming dataset_prepared_path tokenized_path overwrite_cache remove_unused_columns", "",
@@ -85,8 +84,9 @@ OPTIONS = (
     ("use_peft adapter peft lora_rank r rank", "--lora-r N", "the rank"),
     ("lora_target target_modules lora_attn_modules", "--lora-target-modules", "default: all projections"),
     ("lora_target_linear apply_lora_to_mlp", "--lora-target-modules", "all projections are the default"),
-    ("lora_dropout use_dora peft_use_dora use_rslora peft_use_rslora modules_to_save lora_modules_to_save "
-     "additional_target", "", _LORA),
+    ("peft_use_dora", "--use-dora", ""),
+    ("peft_use_rslora", "--use-rslora", ""),
+    ("additional_target", "--lora-modules-to-save", ""),
     ("load_in_4bit quantization_bit bnb_4bit_quant_type bnb_4bit_use_double_quant", "--quantize nf4",
      "with --lora-r N"),
     ("load_in_8bit", "", "`train` has no base in 8 bits; --quantize nf4 has one in 4"),

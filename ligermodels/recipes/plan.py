@@ -1,5 +1,6 @@
 """The plan of a run: what is about to happen, by name, which is printed before the run and repeated in its report."""
 
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,9 @@ def make_plan(
         plan[name] = f"{steps:,}; {text}" if name == "steps" else text
     notes = []
     if free and need.total > memory.MARGIN * free:
-        adapters = None if o.lora_r or sizes.heads else memory.adapter_parameters(sketch, 16)
+        adapters = (
+            None if o.lora_r or sizes.heads else memory.adapter_parameters(sketch, dataclasses.replace(o, lora_r=16))
+        )
         changes = memory.advice(sizes, setting, free, adapters)
         fits = ". What does:" if changes else ", and no single change helps"
         notes += [f"warning: this does not fit by the estimate{fits}", *(f"  {change}" for change in changes)]

@@ -75,7 +75,7 @@ class Preference(Recipe):
         return found, where
 
     def process(self, row: Mapping[str, Any]) -> Comparison:
-        item = formats.read(row)
+        item = self.read(row)
         assert isinstance(item, formats.Answers), "the format was checked"
         return masking.encode_answers(item, self.tokenizer)
 

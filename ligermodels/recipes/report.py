@@ -329,8 +329,8 @@ def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], us
     head = ""
     if is_repository(options.model):
         head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
-    if is_repository(data := options.data.partition(":")[0]):
-        head += f"datasets:\n- {data}\n"
+    if sets := [name for source in options.data if is_repository(name := re.split(r"[:*]", source)[0])]:
+        head += "datasets:\n" + "".join(f"- {name}\n" for name in sets)
     sees = (folder / "preprocessor_config.json").is_file()
     tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"))
     losses = [line for line in _lines(Path(options.output_dir) / "metrics.jsonl") if "loss" in line]

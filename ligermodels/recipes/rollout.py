@@ -180,8 +180,9 @@ class Sampling(Recipe):
         columns = {name: value for name, value in row.items() if name != "prompt"}
         where = getattr(row, "where", "")
         if isinstance(prompt, str):
+            formats.with_system(formats.Text("", prompt), self.options.system_prompt)
             return Prompt(self.tokenizer.encode(prompt), prompt, columns, where, limit)
-        item: Any = formats.read({"messages": prompt, "tools": row.get("tools")})
+        item: Any = self.read({"messages": prompt, "tools": row.get("tools")})
         if item.images:
             raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
         if item.messages[-1]["role"] == "assistant":
@@ -212,7 +213,7 @@ class Sampling(Recipe):
     def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
         o = self.options
         return {
-            "data": f"{o.data}: {rows:,} prompts",
+            "data": f"{', '.join(o.data)}: {rows:,} prompts",
             "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
             "samples": f"{o.completions_per_prompt} of each prompt, of at most {o.max_completion_length:,} tokens, at "
             f"temperature {o.sampled_at:g}",

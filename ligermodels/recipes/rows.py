@@ -23,7 +23,7 @@ from ligermodels.checkpoint.files import file_kind
 from ligermodels.errors import InputError
 
 SPLITS = ("train", "training", "valid", "validation", "val", "dev", "eval", "evaluation", "test")
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _BOM = b"\xef\xbb\xbf"
 
@@ -129,8 +129,10 @@ def _open_file(path: Path) -> Rows:
         return _load(lambda: _load_parquet(datasets, path), str(path), path.parent, [path])
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise InputError(f"{path} is UTF-16 or UTF-32. Next step: save it as UTF-8")
-    if suffix in (".csv", ".tsv"):
-        rows: Rows = _read_csv(path)
+    if suffix == ".txt":  # one text, of which `pretrain` makes as many rows as it takes
+        rows: Rows = _read_text(path)
+    elif suffix in (".csv", ".tsv"):
+        rows = _read_csv(path)
     elif head.removeprefix(_BOM).lstrip()[:1] == b"[":
         rows = _read_list(path)
     elif re.match(rb"(\xef\xbb\xbf)?\s*\{[ \t\r]*\n", head):
@@ -211,6 +213,15 @@ class _Loaded(Rows):
 
     def where(self, index: int) -> str:
         return f"{self._place}{index + 1 if self._numbers is None else self._numbers[index]}"
+
+
+def _read_text(path: Path) -> Rows:
+    """A file with one text."""
+    try:
+        text = _decode(path.read_bytes().removeprefix(_BOM))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    return _Loaded([{"text": text}], f"{path}:", path.parent, (path,))
 
 
 def _read_list(path: Path) -> Rows:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over all of a text."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
+from ligermodels.recipes import masking
 from ligermodels.recipes.base import Metrics, Recipe, next_token_loss
 from ligermodels.recipes.options import TextOptions, TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
@@ -22,6 +24,8 @@ class SFTOptions(TextOptions):
         choices=("nll", "dft"),
     )
 
+    assistant_only_loss: bool = option(True, "train what the assistant says; off: every token, the prompts too")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss_type == "dft" and self.tp > 1:
@@ -34,6 +38,9 @@ class SFT(Recipe):
     def __init__(self, options: SFTOptions, *more: Any) -> None:
         super().__init__(options, *more)
         self.captured = options.capture
+
+    def process(self, row: Mapping[str, Any]) -> Any:
+        return masking.encode(self.read(row), self.tokenizer, every_message=not self.options.assistant_only_loss)
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         if self.options.loss_type == "nll":

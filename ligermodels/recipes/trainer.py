@@ -141,7 +141,7 @@ class Trainer:
 
         # The plan
         self.progress = Progress(steps)
-        adapters = memory.adapter_parameters(sketch, o.lora_r, o.lora_target_modules) if o.lora_r else None
+        adapters = memory.adapter_parameters(sketch, o) if o.lora_r else None
         sizes = recipe.memory(memory.Sizes.of(sketch, trained=adapters), sketch)
         choose_memory(self, sizes)
         self.saved_as = saved_as(self, sketch)

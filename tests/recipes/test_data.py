@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ligermodels.errors import InputError, TrainingError
-from ligermodels.recipes.data import Batches, Encoder
+from ligermodels.recipes.data import Batches, Encoder, mixed_rows
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import Row, open_rows
-from tests.recipes.runs import recipe_of
+from tests.recipes.runs import data_of, recipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --max-length")
 
@@ -364,3 +364,52 @@ def test_counting_names_the_row_that_is_bad():
         batches_of(rows, length=8, shuffle=False, workers=2).count()
     with pytest.raises(InputError, match=r"240 of 240 rows have no token to train"):
         batches_of(Lengths([1] * 240), length=8, workers=2).count()
+
+
+def said(*texts):
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def test_several_sets_with_weights(write):
+    """a twice, half of b, all of c; the same half for the same seed."""
+    for name, number in (("a", 3), ("b", 4), ("c", 1)):
+        write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(number)])
+    folder = write("c.txt", "c\n\nc").parent
+    sources = [f"{folder}/a.jsonl*2", f"{folder}/b.jsonl*0.5", f"{folder}/c.txt"]
+    rows = mixed_rows(sources, 0)
+    texts = [rows[n]["text"] for n in range(len(rows))]
+    assert (
+        texts[:6] == ["a0", "a1", "a2"] * 2 and set(texts[6:8]) < {"b0", "b1", "b2", "b3"} and texts[8:] == ["c\n\nc"]
+    )
+    again = mixed_rows(sources, 0)
+    assert [again.where(n) for n in range(9)] == [rows.where(n) for n in range(9)] and rows.where(8).endswith("c.txt:1")
+    assert {str(mixed_rows(sources, seed)[6]) for seed in range(9)} > {str(rows[6])}
+    with pytest.raises(InputError, match=r"a weight of 0.1 leaves none of its 3 rows"):
+        mixed_rows([f"{folder}/a.jsonl*0.1"], 0)
+    data = data_of("pretrain", recipe_of("pretrain").tokenizer, data=sources, max_samples=4)
+    assert len(data.rows) == 4 and data.rows[3]["text"] == "a0"
+
+
+def test_system_prompt_and_loss_on_every_token(write):
+    given, own = {"messages": said("a", "b")}, {"messages": [{"role": "system", "content": "own"}, *said("a", "b")]}
+    recipe = recipe_of("sft", system_prompt="Be brief.", assistant_only_loss=False)
+    example = recipe.process(given)
+    text = recipe.tokenizer.decode(example.ids)
+    assert "Be brief." in text and example.trained == example.size - 1
+    assert "Be brief." not in recipe.tokenizer.decode(recipe.process(own).ids)
+    pair = {"prompt": said("a"), "chosen": said("c", "b")[1:], "rejected": said("c", "d")[1:]}
+    for name, row in (("dpo", pair), ("grpo", {"prompt": said("a")})):
+        more = (
+            {"reward_funcs": (str(write("r.py", "def reward(completions):\n    return [1.0]")),)}
+            if name == "grpo"
+            else {}
+        )
+        found = recipe_of(name, system_prompt="Be brief.", max_completion_length=9, **more) if more else recipe_of(
+            name, system_prompt="Be brief."
+        )  # fmt: skip
+        found.chat = True
+        made = found.process(row)
+        assert "Be brief." in found.tokenizer.decode(made.ids if more else made.sequences[0].ids)
+    with pytest.raises(InputError, match="system_prompt: it is for chats"):
+        recipe.process({"text": "a"})

@@ -180,11 +180,7 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
         ("--deepspeed", "z.json"): "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards",
         ("--fsdp", "full"): "start it by `torchrun --nproc-per-node N",
         ("--batch_size", "3"): "use --batch-tokens (tokens of a forward pass on one GPU, not rows)",
-        (
-            "--lora_dropout",
-            "0.1",
-            "--bf16",
-        ): "sft does not have these options:\n  --lora-dropout: `train` does not have",
+        ("--optim", "adam", "--bf16"): "sft does not have these options:\n  --optim: the optimizer is AdamW",
         ("--teacher", "t"): "sft has no option --teacher; distill has it",
         ("--epoch", "3"): "sft has no option --epoch; did you mean --epochs?",
         ("--lenght", "3"): "did you mean --length?",
@@ -229,3 +225,38 @@ def test_the_documentation_says_which_options_a_resumed_run_may_change():
     fields = {name: field for recipe in RECIPES for name, field in fields_of(find(recipe).Options).items()}
     free = {name for name, field in fields.items() if not field.metadata["fixed_on_resume"]}
     assert found == free - {"output_dir", "show", "resume", "dry_run", "report_to"}
+
+
+def test_all_options(tmp_path):
+    """An option that is added or removed changes this list."""
+    found = {name: sorted(fields_of(find(name).Options)) for name in RECIPES}
+    common = set.intersection(*map(set, found.values()))
+    assert " ".join(sorted(common)) == COMMON
+    assert {name: " ".join(x for x in names if x not in common) for name, names in found.items()} == OWN
+
+
+COMMON = (
+    "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay dp_replicate "
+    "dry_run early_stopping_patience eval_data eval_share eval_steps export final_lr learning_rate lora_alpha "
+    "lora_dropout lora_modules_to_save lora_r lora_target_modules lr_scheduler_type max_grad_norm max_length "
+    "max_samples max_steps merge model num_train_epochs output_dir packing precision quantize report_to "
+    "resume save_steps save_total_limit seed show skip_bad system_prompt tp use_dora use_rslora warmup_steps "
+    "weight_decay"
+)
+OWN = {
+    "sft": ("assistant_only_loss capture loss_type"),
+    "pretrain": ("capture scratch"),
+    "dpo": ("beta label_smoothing loss_type reference sft_weight"),
+    "kto": ("beta desirable_weight loss_type reference undesirable_weight"),
+    "orpo": ("beta"),
+    "cpo": ("beta label_smoothing loss_type sft_weight"),
+    "simpo": ("beta label_smoothing sft_weight simpo_gamma"),
+    "distill": (
+        "beta hard_weight lmbda max_completion_length prompts rollout_rows sampling_temperature teacher temperature"
+    ),
+    "medusa": ("head_decay head_layers heads heads_weight train_base"),
+    "grpo": (
+        "beta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
+        "num_iterations prompts reward_funcs reward_weights rollout_rows scale_rewards temperature"
+    ),
+}

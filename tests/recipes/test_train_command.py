@@ -72,6 +72,16 @@ def test_adapters_learn_and_load(home):
     check_answers(home / "model", model)
 
 
+def test_kinds_of_adapters(home):
+    """Dropout, DoRA, rsLoRA and modules that are trained whole, in the files of PEFT."""
+    flags = ("--lora", "4", "--use-dora", "--use-rslora", "--lora-dropout", "0.1", "--modules-to-save", "norm")
+    assert train(home, "kinds", *FEW, *flags) == 0
+    config = json.loads((home / "kinds" / "adapter" / "adapter_config.json").read_text())
+    assert (config["use_dora"], config["use_rslora"], config["lora_dropout"]) == (True, True, 0.1)
+    assert config["modules_to_save"] == ["norm"]
+    assert metrics(home / "kinds")[5] < metrics(home / "kinds")[1]
+
+
 def test_adapters_learn_on_four_bits(home):
     flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--quantize", "nf4")
     assert train(home, "qlora", *flags) == 0

@@ -284,7 +284,8 @@ MODELS = {
 def test_the_estimate_is_what_was_measured(model, weights, activations, tokens, gpus, measured):
     """Within 3 %; the plan leaves 8 % of the memory free (MARGIN)."""
     sketch = (Qwen2 if model == "1.5B" else Llama).from_config(MODELS[model], device="meta")
-    adapters = memory.adapter_parameters(sketch, 16) if weights in ("lora", "nf4") else None
+    lora = weights in ("lora", "nf4")
+    adapters = memory.adapter_parameters(sketch, options_of("sft", lora_r=16)) if lora else None
     precision = "bf16-masters" if adapters else weights
     setting = memory.Setting(
         precision, activations, tokens=tokens, accumulates=False, gpus=gpus, quantized=weights == "nf4"
