@@ -162,8 +162,8 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     assert code == 0 and [row["baseline"] for row in record["rows"]] == ["captured-fp8", "host", "hf"]
     assert all(row["the host's"] + row["ties"] == 5 * 32 and row["wrong"] == 0 for row in record["ids"])
     assert "cpu" not in engine.DEVICES
-    step = engine.Step._run
-    monkeypatch.setattr(engine.Step, "_run", lambda self, *inputs: (step(self, *inputs), self._logits.neg_()))
+    forward = engine.Step._forward
+    monkeypatch.setattr(engine.Step, "_forward", lambda self, *inputs: (forward(self, *inputs), self.logits.neg_()))
     code, record, _ = run(decode, *few)
     assert code == 1 and "those without" in record["red"][0] and "rows" not in record
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
