@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 import ligermodels
 
@@ -28,8 +29,10 @@ CONFIG = dict(
 )
 
 
-def make_model(seed: int = 0, **changes) -> ligermodels.Llama:
-    return ligermodels.Llama.from_config({**CONFIG, **changes}, seed=seed, device="cpu", dtype=torch.float32)
+def make_model(seed: int = 0, **changes) -> nn.Module:
+    config = {**CONFIG, **changes}
+    arch = ligermodels.ARCHS[config["model_type"]]
+    return arch.from_config(config, seed=seed, device="cpu", dtype=torch.float32)
 
 
 def make_good(root: Path) -> dict[str, Path]:

@@ -23,7 +23,8 @@ from ligermodels.layers.linear import is_fusable
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import add_lora
 from tests.checkpoint.fixtures import make_biased_model
-from tests.checkpoint.test_sharded import processes
+from tests.conversion.layouts import same, stored
+from tests.parallel.ranks import on_ranks
 
 IDS = torch.tensor([[1, 5, 9, 2, 30, 7]])
 KINDS = ["int8", "fp8", "int4"]
@@ -208,36 +209,30 @@ def test_it_compiles_whole():
 # Sharded
 
 
-def work_on_two_ranks(rank, folder, saved):
-    torch.set_num_threads(1)
-    with processes(rank, 2, folder / "meeting"):
-        mesh = make_mesh(dp_shard=2, device_type="cpu")
-        for dtype in (None, torch.bfloat16):
-            model, whole = load(saved), load(saved)
-            parallelize(model, mesh, param_dtype=dtype)
-            weight = model.get_submodule(Q).weight
-            assert weight.to_local().shape == (64, 1) and weight.dtype == torch.uint8
-            loss = model(IDS, labels=IDS).loss
-            wanted = (whole if dtype is None else whole.to(dtype))(IDS, labels=IDS).loss
-            loss.backward()
-            wanted.backward()
-            torch.testing.assert_close(loss, wanted.float(), rtol=1e-5 if dtype is None else 0.02, atol=0)
-            found, expected = (m.model.layers[0].input_layernorm.weight.grad for m in (model, whole))
-            error = (found.full_tensor() - expected).norm() / expected.norm()
-            assert error < (1e-5 if dtype is None else 0.1)
-            model.save_pretrained(folder / f"{dtype}", max_shard_size="8KB")
+def work_on_two_ranks(folder, saved):
+    mesh = make_mesh(dp_shard=2, device_type="cpu")
+    for dtype in (None, torch.bfloat16):
+        model, whole = load(saved), load(saved)
+        parallelize(model, mesh, param_dtype=dtype)
+        weight = model.get_submodule(Q).weight
+        assert weight.to_local().shape == (64, 1) and weight.dtype == torch.uint8
+        loss = model(IDS, labels=IDS).loss
+        wanted = (whole if dtype is None else whole.to(dtype))(IDS, labels=IDS).loss
+        loss.backward()
+        wanted.backward()
+        torch.testing.assert_close(loss, wanted.float(), rtol=1e-5 if dtype is None else 0.02, atol=0)
+        found, expected = (m.model.layers[0].input_layernorm.weight.grad for m in (model, whole))
+        error = (found.full_tensor() - expected).norm() / expected.norm()
+        assert error < (1e-5 if dtype is None else 0.1)
+        model.save_pretrained(folder / f"{dtype}", max_shard_size="8KB")
 
 
-@pytest.mark.slow
 def test_fsdp_shards_the_bytes_and_gathers_them(saved, tmp_path):
     """Also where it casts to bf16 what it gathers, which would be another weight."""
-    torch.multiprocessing.spawn(work_on_two_ranks, args=(tmp_path, saved), nprocs=2)
-    wanted = load_file(saved / "model.safetensors")
+    on_ranks(tmp_path, lambda: work_on_two_ranks(tmp_path, saved))
     for dtype in (None, torch.bfloat16):
-        files = sorted((tmp_path / f"{dtype}").glob("*.safetensors"))
-        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        assert len(files) > 2 and found.keys() == wanted.keys()
-        assert all(same_bits(found[name], wanted[name]) for name in wanted)
+        folder = tmp_path / f"{dtype}"
+        assert len(list(folder.glob("*.safetensors"))) > 2 and same(stored(folder), stored(saved))
 
 
 # What raises

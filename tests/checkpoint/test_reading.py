@@ -18,6 +18,7 @@ from ligermodels.errors import CheckpointError
 from tests.checkpoint.fixtures import (
     EMBEDDING,
     INDEX,
+    LAST,
     NORM,
     SHARDS,
     WEIGHTS,
@@ -51,19 +52,13 @@ def test_only_what_the_index_names_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["module._orig_mod.", "base_model.model."])
-@pytest.mark.parametrize("kind", ["safetensors", "shards", "pickle"])
-def test_names_that_a_wrapper_has_changed(tmp_path, wrapper, kind):
+def test_names_that_a_wrapper_has_changed(tmp_path, wrapper):
     """A folder with weights alone, as a trainer leaves it; no config.json."""
     held = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
-    if kind == "safetensors":
-        save_file(held, tmp_path / WEIGHTS)
-    elif kind == "pickle":
-        torch.save(held, tmp_path / "pytorch_model.bin")
-    else:
-        for name, file in zip(held, SHARDS, strict=True):
-            save_file({name: held[name]}, tmp_path / file)
-        index(tmp_path, dict(zip(held, SHARDS, strict=True)))
-    reader = open_checkpoint(tmp_path, allow_pickle=True)
+    for name, file in zip(held, SHARDS, strict=True):
+        save_file({name: held[name]}, tmp_path / file)
+    index(tmp_path, dict(zip(held, SHARDS, strict=True)))
+    reader = open_checkpoint(tmp_path)
     assert set(reader.headers) == set(reader.places) == {"model.a", "model.b"}
     assert torch.equal(reader.read("model.a"), torch.ones(2)) and torch.equal(reader.read("model.b"), torch.zeros(3))
 
@@ -144,19 +139,48 @@ def mapped(function: Callable[[dict], object]) -> Spoil:
     return spoil
 
 
+def renamed(function: Callable[[str], str]) -> Spoil:
+    return header(lambda h: [h.update({function(name): h.pop(name)}) for name in list(h) if name[0] != "_"])
+
+
+def tied(function: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    """The config ties head and embedding, and the file has a head of its own, made of the embedding."""
+
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+        tensors(lambda t: t.update({LAST: function(t[EMBEDDING]).clone()}))(folder)
+
+    return spoil
+
+
 Q = "model.layers.0.self_attn.q_proj.weight"
 SINGLE: dict[str, tuple[Spoil, str]] = {
-    "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
-    "header cut": (change(lambda b: b[:100]), "cut short"),
-    "overlap": (header(lambda h: h[NORM].update(data_offsets=h[EMBEDDING]["data_offsets"])), "cut short"),
+    "header cut": (change(lambda b: b[:100]), "not a safetensors file.*cut short"),
     "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
     "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
     "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
     "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
-    "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
+    "another shape": (
+        tensors(lambda t: t.update({Q: t[Q][:8].clone()})), rf"wrong shape \(1\): {Q} is \[8, 16\].*another model's"),
+    "a resized vocabulary": (
+        tensors(lambda t: t.update({EMBEDDING: torch.zeros(40, 16)})), "vocabulary was resized"),
+    "both directions": (
+        tensors(lambda t: [t.pop(name) for name in list(t) if "_proj" in name] and t.update(extra=torch.ones(1))),
+        r"does not match Llama.*missing \(7 of 12\): .*, \.\.\..*unexpected \(1\): extra"),
+    "bitsandbytes": (renamed(lambda n: n.replace("q_proj.weight", "q_proj.weight.absmax")), "Likely: .*bitsandbytes"),
+    "an adapter": (renamed(lambda n: n.replace("q_proj.weight", "q_proj.lora_A.weight")), "Likely: an adapter"),
+    "Meta's names": (renamed(lambda n: n.replace("self_attn.q_proj", "attention.wq")), "Meta's or Mistral's"),
+    "a part": (renamed(lambda n: "language_model." + n), "larger model that holds this one under 'language_model.'"),
+    "a bare model": (renamed(lambda n: n.removeprefix("model.")), "its names lack 'model.'"),
+    "more layers": (renamed(lambda n: n.replace("layers.0", "layers.5")), "6 layers on disk, 1 expected"),
+    "another head": (renamed(lambda n: n.replace("lm_head", "score")), "set tie_word_embeddings"),
+    "a tied head that differs": (tied(lambda head: head.index_fill(0, torch.tensor(5), 0)), "head.weight differs from"),
+    "a tied head of another dtype": (tied(lambda head: head.half()), "head.weight differs from model.embed"),
+    "a tied head of another size": (tied(lambda head: torch.zeros(40, 16)), r"lm_head.weight is \[40, 16\]"),
 }  # fmt: skip
 
 SHARDED: dict[str, tuple[Spoil, str]] = {
@@ -182,6 +206,12 @@ def test_damage_ends_in_a_typed_error(good, layout, name):
         with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
             ligermodels.load(folder, progress=False)
         assert str(folder) in str(caught.value), "a message says where"
+
+
+def test_a_tied_head_that_is_the_embedding(good):
+    with spoiled(good["single"], tied(lambda head: head)) as folder:
+        model = ligermodels.load(folder, progress=False)
+    assert model.lm_head.weight is model.get_parameter(EMBEDDING)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

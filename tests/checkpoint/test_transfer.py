@@ -6,6 +6,7 @@ somebody waits for it, so that a buffer that is filled again too early shows.
 
 import errno
 import itertools
+import json
 import os
 import random
 import signal
@@ -16,7 +17,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ligermodels
@@ -25,8 +26,9 @@ from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.checkpoint.transfer import Part, Settings
 from ligermodels.checkpoint.weights import FLOATS, same_bits
 from ligermodels.errors import CheckpointError, HubError
-from tests.checkpoint.fixtures import CONFIG, EMBEDDING, make_model
-from tests.checkpoint.test_weights import TABLE, on_meta, random_bits, random_tensors, save
+from tests.checkpoint.fixtures import EMBEDDING, join, make_model, split
+from tests.conversion.layouts import a_checkpoint
+from tests.conversion.layouts import stored as stored_tensors
 
 SMALL = Settings(threads=3, buffers=2, buffer_bytes=1000)
 
@@ -108,44 +110,23 @@ def nothing_is_left_behind():
 # The same bits
 
 
-@pytest.mark.filterwarnings("ignore:.*NaN or infinity")
 @pytest.mark.parametrize("stored, dtype", [*((x, x) for x in FLOATS), *itertools.permutations(FLOATS[1:3])])
-@pytest.mark.parametrize("shards, stacked", [(1, True), (5, False)])
-def test_a_model_has_the_bits_that_safetensors_reads(tmp_path, through, poison, stored, dtype, shards, stacked):
-    tensors = random_tensors(on_meta(stacked=stacked), stored)
-    reader, model = save(tmp_path, tensors, shards), on_meta(stacked=stacked, dtype=dtype)
-    read = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
-    weights.load(model, TABLE, reader, device=through, progress=False)
-    for name, box in weights.export(model, TABLE):
+@pytest.mark.parametrize("family, tied, shards, pad", [("mixtral", False, 5, 0), ("llama", True, 1, 1)])
+def test_a_model_has_the_bits_that_safetensors_reads(
+    tmp_path, through, poison, stored, dtype, family, tied, shards, pad
+):
+    """Every bit pattern. With a header of odd length, as in old files, weights are not aligned to their elements."""
+    a_checkpoint(tmp_path / "x", family, dtype=stored, tied=tied, shards=shards)
+    for file in (tmp_path / "x").glob("*.safetensors"):
+        entries, data = split(file.read_bytes())
+        file.write_bytes(join(json.dumps(entries).encode() + b" " * pad, data))
+    read = stored_tensors(tmp_path / "x")
+    with pytest.warns(UserWarning, match="hold NaN or infinity"):
+        model = ligermodels.load(tmp_path / "x", device=through, dtype=dtype, progress=False)
+    for name, box in weights.export(model, model.DISK_NAMES):
         assert same_bits(box.cpu(), read[name].to(dtype)) or stored != dtype, name
         torch.testing.assert_close(box.cpu(), read[name].to(dtype), rtol=0, atol=0, equal_nan=True)
         assert box.device.type == torch.device(through).type
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pad", [0, 1, 2, 4093])
-def test_a_folder_wherever_its_tensors_begin(tmp_path, through, tied, pad):
-    """Headers of any length: in old files the weights are not aligned to their elements."""
-    made = make_model(tie_word_embeddings=tied)
-    folder = made.save_pretrained(tmp_path / "model")
-    file = folder / "model.safetensors"
-    blob = file.read_bytes()
-    length = int.from_bytes(blob[:8], "little")
-    file.write_bytes((length + pad).to_bytes(8, "little") + blob[8 : 8 + length] + b" " * pad + blob[8 + length :])
-    for dtype in (torch.float32, torch.bfloat16):
-        model = ligermodels.load(folder, device=through, dtype=dtype, progress=False)
-        for (name, ours), theirs in zip(model.named_parameters(), made.parameters(), strict=True):
-            assert same_bits(ours.detach().cpu(), theirs.detach().to(dtype)), name
-
-
-def test_nan_is_named_in_the_order_of_the_files(tmp_path, through):
-    tensors = {name: torch.randn_like(tensor) for name, tensor in random_tensors(on_meta()).items()}
-    reader = save(tmp_path, tensors)
-    broken = [name for name in reader.headers if "layers.1" in name][:2]
-    for name in broken:
-        tensors[name].view(-1)[-1] = float("nan")
-    with pytest.warns(UserWarning, match=f"2 of {len(tensors)} tensors hold NaN or infinity: {', '.join(broken)}"):
-        weights.load(on_meta(), TABLE, save(tmp_path, tensors), device=through, progress=False)
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -158,9 +139,9 @@ def test_a_rank_gets_its_rows(tmp_path, through, monkeypatch, family, rank):
 
     if through != "cpu":
         pytest.skip("has four ranks in one process")
-    config = {**CONFIG, "model_type": family, "hidden_size": 24, "num_key_value_heads": 2}
-    config |= {"num_local_experts": 2} if family == "mixtral" else {}
-    folder = ligermodels.ARCHS[family].from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    experts = {"num_local_experts": 2} if family == "mixtral" else {}
+    model = make_model(model_type=family, hidden_size=24, num_key_value_heads=2, **experts)
+    folder = model.save_pretrained(tmp_path / "model")
     dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh(through, (2, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -186,7 +167,7 @@ def placed(generator: random.Random, device: torch.device) -> tuple[tuple[int, .
     return shape, index, large[tuple(slice(size) for size in box)]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_any_box_goes_to_any_place(tmp_path, late, monkeypatch, seed):
     generator = random.Random(seed)
     monkeypatch.setattr(transfer, "_ROW", generator.choice([1, 60, 2**18]))
@@ -225,7 +206,7 @@ def test_rows_are_read_and_nothing_else(tmp_path):
 @pytest.fixture
 def stored(tmp_path):
     """(its parts, what they should become) of a file of 40 kB."""
-    tensors = {f"x{k}": random_bits((50, 25), torch.float64) for k in range(4)}
+    tensors = {f"x{k}": torch.randn(50, 25, dtype=torch.float64) for k in range(4)}
     save_file(tensors, tmp_path / "model.safetensors")
     reader = SafetensorsReader(tmp_path)
 
@@ -267,35 +248,18 @@ def test_a_buffer_is_filled_again_only_when_its_copies_have_ended(stored, late, 
 # What goes wrong
 
 
-def cut(path, preadv):
-    """The file loses its second half after the first read."""
-
-    def cutting(file, buffers, offset):
-        count = preadv(file, buffers, offset)
-        os.truncate(path, 20_000)
-        return count
-
-    return cutting
+def cut(path, count):
+    os.truncate(path, 20_000)
+    return count
 
 
-def broken(path, preadv):
-    def reading(file, buffers, offset):
-        if offset > 20_000:
-            raise OSError(errno.EIO, "Input/output error")
-        return preadv(file, buffers, offset)
-
-    return reading
+def broken(path, count):
+    raise OSError(errno.EIO, "Input/output error")
 
 
-def touched(path, preadv):
-    """Somebody writes into the file."""
-
-    def reading(file, buffers, offset):
-        count = preadv(file, buffers, offset)
-        os.utime(path, ns=(1, 1))
-        return count
-
-    return reading
+def touched(path, count):
+    os.utime(path, ns=(1, 1))
+    return count
 
 
 @pytest.mark.parametrize(
@@ -307,9 +271,9 @@ def touched(path, preadv):
     ],
 )
 def test_what_happens_to_a_file_while_it_is_read(stored, late, monkeypatch, damage, kind, words):
-    parts = stored[0](late)
+    parts, preadv = stored[0](late), os.preadv
     path = parts[0].stored.file.path
-    monkeypatch.setattr(os, "preadv", damage(path, os.preadv))
+    monkeypatch.setattr(os, "preadv", lambda *args: damage(path, preadv(*args)))
     with pytest.raises(kind, match=words) as caught:
         list(transfer.run(transfer.plan(parts, SMALL), late, SMALL))
     assert str(path) in str(caught.value)
@@ -319,13 +283,9 @@ def test_what_happens_to_a_file_while_it_is_read(stored, late, monkeypatch, dama
     "change, words",
     [
         (lambda path: path.unlink(), "was removed"),
-        (lambda path: os.truncate(path, 100), "changed or replaced"),
-        (
-            lambda path: path.replace(path.with_suffix(".old")) and path.write_bytes(b"x" * 40_500),
-            "changed or replaced",
-        ),
+        (lambda path: path.rename(f"{path}.old") and path.write_bytes(b"x" * 40_500), "changed or replaced"),
     ],
-    ids=["removed", "cut", "replaced"],
+    ids=["removed", "replaced"],
 )
 def test_what_happens_to_a_file_between_its_header_and_its_weights(stored, late, change, words):
     parts = stored[0](late)

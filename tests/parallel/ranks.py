@@ -1,5 +1,6 @@
 """Ranks over gloo as forks of the test: they start at once, since they import nothing again."""
 
+import contextlib
 import datetime
 
 import torch
@@ -21,6 +22,16 @@ def fork(folder, work, size=2):
         dist.destroy_process_group()
 
     return [Child(lambda rank=rank: run(rank)) for rank in range(size)]
+
+
+@contextlib.contextmanager
+def one_rank(folder):
+    """This process as the only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def on_ranks(folder, work, size=2, *, attempts=1, seconds=SECONDS):

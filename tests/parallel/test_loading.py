@@ -16,8 +16,7 @@ from ligermodels.arch import ARCHS, load
 from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, same_bits
 from ligermodels.errors import HubError, InputError, LigermodelsError
-from tests.checkpoint.test_sharded import processes
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import on_ranks, one_rank
 
 SIZES = dict(
     vocab_size=98, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -289,7 +288,7 @@ def test_ranks_write_at_the_same_time_in_bounded_memory():
 def test_arguments_that_do_not_go_with_a_mesh(tmp_path, monkeypatch, options, message):
     write("tied", tmp_path / "tied")
     monkeypatch.setattr(quantization, "choose", lambda given, saved: given)  # its libraries take long to import
-    with processes(0, 1, tmp_path / "meeting"):
+    with one_rank(tmp_path):
         if "mesh" in options:
             options = {**options, "mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))}
         with pytest.raises(InputError, match=message) if message else pytest.raises(TypeError, match="nonsense"):
@@ -306,7 +305,7 @@ def test_a_damaged_weight_is_named_by_the_rank_that_holds_it(tmp_path):
     name = next(iter(tensors))
     tensors[name].view(-1)[0] = torch.nan
     save_file(tensors, path, {"format": "pt"})
-    with processes(0, 1, tmp_path / "meeting"):
+    with one_rank(tmp_path):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
         with pytest.warns(UserWarning, match=re.escape(name)):
             load(folder, mesh=mesh)
