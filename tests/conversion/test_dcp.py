@@ -7,30 +7,23 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion.distributed import DcpSource, write_dcp
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.errors import CheckpointError
-from tests.processes import spawn
+from tests.checkpoint.fixtures import make_model
+from tests.parallel.ranks import on_ranks
 
-SIZES = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 
 
-def make(family="llama", dtype=torch.float32, **changes):
-    torch.manual_seed(3)
-    return ARCHS[family].from_config({**SIZES, **changes}, dtype=dtype, device="cpu")
+def make(**changes):
+    return make_model(num_hidden_layers=2, **changes)
 
 
 def configured(folder, model):
@@ -55,10 +48,10 @@ def check_equal(source, expected):
 @pytest.mark.parametrize("names", ["memory", "disk"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_are_found_after_any_prefix(tmp_path, prefix, names, family):
-    model = make(family, torch.bfloat16)
+    model = make(model_type=family).bfloat16()
     held = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
     state = {prefix + name: tensor.detach() for name, tensor in held.items()}
-    beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "lr_scheduler": {"step": 3}, "step": 7}
+    beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(16), "lr_scheduler": {"step": 3}, "step": 7}
     save({**state, **beside}, tmp_path)
     configured(tmp_path, model)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -78,32 +71,7 @@ def stored_at(held, name):
     return next(key for key in held.storage_data if key.fqn == name)
 
 
-def chunk(start, rows, columns):
-    return metadata.ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([rows, columns]))
-
-
-def test_shards_are_joined(tmp_path):
-    """The embedding in two files' worth of rows, 40 and 21, as a mesh of two ranks leaves it."""
-    model = make()
-    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    whole = state.pop(EMBEDDING)
-    save({**state, "first": whole[:40].clone(), "second": whole[40:].clone()}, tmp_path)
-
-    def join(held):
-        entry = held.state_dict_metadata.pop("first")
-        held.state_dict_metadata.pop("second")
-        entry.size, entry.chunks = torch.Size([61, 32]), [chunk(0, 40, 32), chunk(40, 21, 32)]
-        held.state_dict_metadata[EMBEDDING] = entry
-        for name, row in (("first", 0), ("second", 40)):
-            place = held.storage_data.pop(stored_at(held, name))
-            held.storage_data[metadata.MetadataIndex(EMBEDDING, torch.Size([row, 0]))] = place
-
-    edit(tmp_path, join)
-    check_equal(DcpSource(configured(tmp_path, model)), dict(model.named_parameters()))
-
-
-def on_two_ranks(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
+def on_two_ranks(folder):
     model, mesh = make(vocab_size=63), init_device_mesh("cpu", (2,))  # an odd count of rows: uneven shards
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -114,20 +82,14 @@ def on_two_ranks(rank, folder):
     optimizer.step()
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optim": optimizer_state}, checkpoint_id=folder / "saved")
-    if rank == 0:
-        plain = make(vocab_size=63)
-        torch.save({name: p.detach() for name, p in plain.named_parameters()}, folder / "expected.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_shards_of_fsdp_are_joined(tmp_path):
-    spawn(on_two_ranks, args=(tmp_path,), nprocs=2)
-    configured(tmp_path / "config", make(vocab_size=63))
+    on_ranks(tmp_path, lambda: on_two_ranks(tmp_path))
+    model = make(vocab_size=63)
+    configured(tmp_path / "config", model)
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
-    source = DcpSource(tmp_path / "saved", tmp_path / "config")
-    check_equal(source, torch.load(tmp_path / "expected.pt"))
+    check_equal(DcpSource(tmp_path / "saved", tmp_path / "config"), dict(model.named_parameters()))
     (tmp_path / "saved" / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not there"):
         DcpSource(tmp_path / "saved", tmp_path / "config")

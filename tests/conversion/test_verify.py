@@ -7,22 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ligermodels
 from ligermodels.checkpoint.files import read_json
 from ligermodels.conversion import MismatchError, verify
 from ligermodels.conversion.comparison import DIFFERENCE
 from ligermodels.errors import InputError
+from tests.checkpoint.fixtures import make_model
 from tests.conversion.layouts import OF_LLAMA, write_all
-
-CONFIG = {
-    "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "torch_dtype": "float32",
-}  # fmt: skip
 
 
 def save(folder, scale=0.1):
-    model = ligermodels.Llama.from_config({**CONFIG, "initializer_range": scale}, device="cpu", seed=3)
-    return model.save_pretrained(folder)
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    return make_model(3, **sizes, num_key_value_heads=2, rms_norm_eps=1e-6, initializer_range=scale).save_pretrained(
+        folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +76,20 @@ def test_options_that_neither_takes(layouts):
             verify(layouts["hf"], layouts["sharded"], **options)
 
 
-def test_another_config_is_another_model(tmp_path, folder):
+def test_fields_of_the_config_are_compared(tmp_path, folder):
+    """Also those that no logits show, or none of the prompts reaches."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
-    other = changed(folder, tmp_path / "b", rope_theta=500.0, rope_parameters=rope)
-    (line,) = verify(folder, other, level="bytes", progress=False).mismatches
-    assert line.startswith("config: rope_parameters is ") and "10000.0" in line and "500.0" in line
+    other = changed(folder, tmp_path / "b", rope_theta=500.0, rope_parameters=rope, eos_token_id=[2, 3])
+    (other / "generation_config.json").write_text('{"temperature": 0.5}')
+    rope, *others = verify(folder, other, level="keys", progress=False).mismatches
+    assert rope.startswith("config: rope_parameters is ") and "10000.0" in rope and "500.0" in rope
+    assert others == ["config: eos_token_id is None and [2, 3]", "generation_config.json: temperature is None and 0.5"]
     line, *_ = verify(folder, other, progress=False).mismatches
     assert line.startswith("logits: they differ by ")
-
-
-def test_a_window_that_no_prompt_reaches_is_another_model(tmp_path):
-    config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 4096}
-    model = ligermodels.Mistral.from_config(config, device="cpu", seed=3)
-    folder = model.save_pretrained(tmp_path / "a")
-    for window in (512, None):
-        other = changed(folder, tmp_path / str(window), sliding_window=window)
-        (line,) = verify(folder, other, progress=False).mismatches
-        assert line == f"config: sliding_window is 4096 and {window}"
-
-
-def test_fields_that_no_logits_show_are_compared(tmp_path, folder):
-    other = changed(folder, tmp_path / "b", max_position_embeddings=256, eos_token_id=[2, 3])
-    (other / "generation_config.json").write_text('{"temperature": 0.5}')
-    assert verify(folder, other, level="keys").mismatches == [
-        "config: max_position_embeddings is 128 and 256",
-        "config: eos_token_id is None and [2, 3]",
-        "generation_config.json: temperature is None and 0.5",
+    for name, fields in (("a window", {}), ("none", {"sliding_window": None})):
+        changed(folder, tmp_path / name, model_type="mistral", **fields)
+    assert verify(tmp_path / "a window", tmp_path / "none", progress=False).mismatches == [
+        "config: sliding_window is 4096 and None"
     ]
 
 
@@ -135,8 +120,7 @@ def test_each_difference_is_named(tmp_path, folder, change, fields, level, words
     assert not report.ok and any(words in line for line in report.mismatches), report.mismatches
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("first", [True, False], ids=["forth", "back"])
+@pytest.mark.parametrize("dtype, first", [(torch.float16, True), (torch.bfloat16, False), (torch.float64, True)])
 def test_a_cast_is_no_mismatch_unless_it_overflows(tmp_path, folder, dtype, first):
     def cast(tensors):
         tensors.update({name: x.to(dtype) for name, x in tensors.items() if "proj" in name})
