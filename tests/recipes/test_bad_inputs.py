@@ -46,23 +46,11 @@ FILES = {  # name, content, what the error says
     "keys of sharegpt": ("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}', "from and value are the keys"),
     "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
 }  # fmt: skip
-VALUES = {
+VALUES = {  # others are in test_options.WRONG
     "negative rate": (("--lr", "-1"), "learning_rate=-1: expected more than 0"),
-    "no rate": (("--lr", "0"), "learning_rate=0: expected more than 0"),
-    "rate that is no number": (("--lr", "nan"), "learning_rate='nan': expected a number"),
-    "rows of one token": (("--length", "1"), "max_length=1: expected 2 or more"),
-    "row beyond a forward": (("--length", "64", "--batch-tokens", "32"), "batch_tokens=32 is less than a row of"),
-    "beta of one": (("--adam-beta2", "1"), "adam_beta2=1: expected less than 1"),
     "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
-    "patience alone": (
-        ("--early-stopping-patience", "2"),
-        "early_stopping_patience needs evaluations: give --eval-data FILE, or --eval-share 0.1",
-    ),
-    "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
-    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora-r 16"),
-    "scale of nothing": (("--lora", "4", "--lora-alpha", "0"), "lora_alpha=0: expected more than 0"),
     "near 4 bits": (("--quantize", "nf", "--lora", "4"), "quantize='nf': expected one of none, nf4; did you mean nf4?"),
-    "checkpoints kept": (("--save-total-limit", "0"), "save_total_limit=0: expected 1 or more"),
+    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora-r 16"),
 }  # fmt: skip
 FLAGS = {
     "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
@@ -84,14 +72,7 @@ TEMPLATES = {
     "SYNTAX": b"{{ messages[0].content }}\n{% if %}",
     "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
 }
-YAML = {
-    "a list": ("- a\n- b", "has no options; expected lines such as `learning_rate: 1e-5`"),
-    "twice": ("lr: 1\nlr: 2", "lr is there twice"),
-    "twice, once with a dash": ("eval_steps: 1\neval-steps: 2", "eval_steps is there twice, also as eval-steps"),
-    "no yaml": ("lr: [1", "is not valid YAML"),
-    "yes": ("packing: sometimes", "packing='sometimes': expected true or false"),
-    "of another recipe": ("scratch: true", "sft has no option scratch"),
-}
+YAML = {"twice": ("lr: 1\nlr: 2", "lr is there twice")}
 
 
 def refused(capsys, out, words, *argv, expected=3):
