@@ -40,7 +40,7 @@ KINDS = {
     "llama 2": families.FAMILIES["llama 2"].build,
     "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
     "mistral 0.3": families.FAMILIES["mistral 0.3"].build,
-    "mixtral": families.FAMILIES["mixtral"].build,
+    "mixtral": families.FAMILIES["llama 2"].build,
     "nemo": families.FAMILIES["nemo"].build,
     "gemma 1": families.FAMILIES["gemma 1"].build,
     "gemma 2": families.FAMILIES["gemma 2"].build,

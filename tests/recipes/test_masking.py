@@ -78,7 +78,6 @@ ENDS = {
     "llama 3.1": "<|eot_id|>",
     "mistral 0.3": "</s>",
     "nemo": "</s>",
-    "mixtral": "</s>",
     "gemma 1": "<end_of_turn>\n",
     "gemma 2": "<end_of_turn>\n",
     "qwen 2.5": "<|im_end|>\n",

@@ -13,7 +13,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import generate_merges
 
@@ -38,7 +38,6 @@ LLAMA_2 = _template("'[INST] ' ~ m.content.strip() ~ ' [/INST]'", "' ' ~ m.conte
 _HEADER = "<|start_header_id|>%s<|end_header_id|>\\n\\n"
 LLAMA_3_1 = _template(f"'{_HEADER}' % m.role ~ m.content | trim ~ '<|eot_id|>'", prompt=_HEADER % "assistant")
 LLAMA_3_1 += "{{ date_string }}"
-MIXTRAL = _template("'[INST] ' ~ m.content ~ ' [/INST]'", "m.content ~ eos_token ~ ' '")
 MISTRAL_3 = _template("'[INST] ' ~ m.content ~ '[/INST]'", "' ' ~ m.content ~ eos_token")
 NEMO = _template("'[INST]' ~ m.content ~ '[/INST]'", "m.content ~ eos_token")
 GEMMA = (
@@ -96,16 +95,9 @@ def _byte_level(
     ignore_merges: bool = False,
 ) -> dict[str, Any]:
     """tokenizer.json. Special tokens come first (Tekken) or after the vocabulary, which is filled up to them."""
-    native = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    cut = pre_tokenizers.Split(tokenizers.Regex(split), behavior, invert=behavior == "removed")
-    byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    native.pre_tokenizer, native.decoder = pre_tokenizers.Sequence([cut, byte]), decoders.ByteLevel()
+    native = folders.trained_bytes(split, behavior=behavior, ignore_merges=ignore_merges)
     if normalizer:
         native.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    native.train_from_iterator(folders.CORPUS, trainer)
     state = json.loads(native.to_str())
     first = min(special)
     if first == 0:
@@ -230,19 +222,6 @@ def _llama_3(folder: Path) -> Path:
         {"top_p": 0.9},
         tokenizer__json=_byte_level(LLAMA_3_SPLIT, special, bos="<|begin_of_text|>", ignore_merges=True),
         tokenizer_config__json=_settings(special, LLAMA_3_1, model_max_length=131072, **own),
-    )
-
-
-def _mixtral(folder: Path) -> Path:
-    model = _sentencepiece()
-    return _write(
-        folder,
-        "mixtral",
-        _LLAMA_IDS,
-        {},
-        tokenizer__model=model,
-        tokenizer__json=_converted(model, CONTROL, kind="prepend", bos="<s>"),
-        tokenizer_config__json=_settings(CONTROL, MIXTRAL, add_bos_token=True, legacy=True, **_LLAMA_NAMES),
     )
 
 
@@ -384,6 +363,7 @@ class Family:
 
 ALONE = [{"role": "user", "content": "Hi"}]
 TOLD = [*ALONE, {"role": "assistant", "content": "Yes."}]
+TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 TALK = [{"role": "system", "content": "Be brief."}, *TOLD, {"role": "user", "content": "Why?"}]
 
 FAMILIES = {
@@ -397,7 +377,6 @@ FAMILIES = {
     ),
     "mistral 0.3": Family(_mistral_3, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
     "nemo": Family(_nemo, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
-    "mixtral": Family(_mixtral, stops=(2,), turn_end=2, bos="<s>", special=("</s>",)),
     "gemma 1": Family(_gemma, stops=(1,), turn_end=107, bos="<bos>", special=("<start_of_turn>", "<eos>")),
     "gemma 2": Family(
         lambda folder: _gemma(folder, 2),
@@ -419,3 +398,11 @@ REBUILT = ("llama 2", "gemma 1")
 def theirs(name: str, folder: Path) -> Any:
     """transformers' tokenizer of a family's folder."""
     return (PreTrainedTokenizerFast if name in REBUILT else AutoTokenizer).from_pretrained(folder)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or that it refuses."""
+    try:
+        return call()
+    except Exception:
+        return "refused"

@@ -61,17 +61,23 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
     return {"content": content, **base, **flags}
 
 
+def trained_bytes(
+    split: str, size: int = 420, behavior: str = "isolated", ignore_merges: bool = False
+) -> tokenizers.Tokenizer:
+    """Byte-level BPE of CORPUS; `split` is the pattern of the parts of a text, or with "removed" of what is between."""
+    native = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    cut = pre_tokenizers.Split(tokenizers.Regex(split), behavior, invert=behavior == "removed")
+    byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    native.pre_tokenizer, native.decoder = pre_tokenizers.Sequence([cut, byte]), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    native.train_from_iterator(CORPUS, trainer)
+    return native
+
+
 def byte_level(folder: Path) -> Path:
     """In the manner of Llama 3: byte-level BPE, BOS from a TemplateProcessing, special tokens at the end."""
-    native = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
-    split = pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
-    byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    native.pre_tokenizer = pre_tokenizers.Sequence([split, byte])
-    native.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    native.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    )
+    native = trained_bytes(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+", ignore_merges=True)
     special = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
     special += ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
     native.add_special_tokens([AddedToken(token, normalized=False) for token in special])
@@ -106,8 +112,8 @@ def byte_level(folder: Path) -> Path:
     return folder
 
 
-def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> Path:
-    """In the manner of Llama 2's tokenizer.json (legacy), of Gemma's (no prefix) and of a re-saved one."""
+def byte_fallback(folder: Path) -> Path:
+    """In the manner of Llama 2's tokenizer.json."""
     native = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     native.normalizer = space = normalizers.Replace(" ", "▁")
     special = [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
@@ -118,13 +124,10 @@ def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> 
     )
     # English only: every other script is spelled in bytes.
     native.train_from_iterator([f" {word}" for text in CORPUS[:2] for word in text.split()], trainer)
-    if prefix and legacy:
-        native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
-    if prefix and not legacy:
-        native.normalizer = None
-        native.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    native.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
+    native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+    native.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     native.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     # The trainer marks the byte tokens special; a published file has them as plain vocabulary.
     state = json.loads(native.to_str())
@@ -138,7 +141,7 @@ def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> 
             "eos_token": "</s>",
             "unk_token": "<unk>",
             "added_tokens_decoder": {str(i): added(t) for i, t in enumerate(("<unk>", "<s>", "</s>"))},
-            "legacy": legacy,
+            "legacy": True,
             "tokenizer_class": "PreTrainedTokenizerFast",
             "chat_template": LLAMA2,
         },
@@ -167,14 +170,7 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 def ranked_tokens() -> list[bytes]:
     """The tokens of a small byte-level BPE by rank: the 256 bytes in order, a word no merges lead to, others."""
-    native = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(r" ?\p{L}+|\s+|[^\s\p{L}]+"), "isolated")
-    native.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    native.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    native.train_from_iterator(CORPUS, trainer)
+    native = trained_bytes(r" ?\p{L}+|\s+|[^\s\p{L}]+", size=500)
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     byte_of = {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}

@@ -80,24 +80,7 @@ GEMMA_3 = """{{ bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
-MISTRAL = """{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}
-        {%- if tools and loop.last %}{{ '[AVAILABLE_TOOLS] ' ~ tools | tojson ~ '[/AVAILABLE_TOOLS]' }}{% endif %}
-        {{- '[INST] ' + m.content + '[/INST]' }}
-    {%- elif m.tool_calls is defined and m.tool_calls is not none %}
-        {{- '[TOOL_CALLS] [' }}
-        {%- for call in m.tool_calls %}{{ call.function | tojson ~ (']' if loop.last else ', ') }}{% endfor %}
-        {{- eos_token }}
-    {%- elif m.role == 'assistant' %}
-        {{- ' ' + m.content | trim + eos_token }}
-    {%- elif m.role == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' ~ m.content ~ '}[/TOOL_RESULTS]' }}
-    {%- endif %}
-{%- endfor %}
-{%- for d in documents or [] %}{{ '[DOC]' ~ d.title ~ ': ' ~ d.text }}{% endfor %}"""
-
-TEMPLATES = {"llama 3": LLAMA_3, "qwen 3": QWEN_3, "gemma 3": GEMMA_3, "mistral": MISTRAL}
+TEMPLATES = {"llama 3": LLAMA_3, "qwen 3": QWEN_3, "gemma 3": GEMMA_3}
 
 SYSTEM = {"role": "system", "content": " You are a cat. "}
 USER = {"role": "user", "content": "  Where is the mat?\n"}
@@ -132,18 +115,6 @@ def find(what: str, count: int = 1):
     """
 
 
-def is_at_home(who: str) -> bool:
-    """Whether somebody is at home.
-
-    Args:
-        who: The name (choices: ["cat", "dog"])
-
-    Returns:
-        Whether they are.
-    """
-    return who == "cat"
-
-
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "é <b>", "parameters": {"type": "object", "properties": {}}},
@@ -151,8 +122,7 @@ WEATHER = {
 OPTIONS = [
     {},
     {"add_generation_prompt": True},
-    {"tools": [find, WEATHER, is_at_home]},
+    {"tools": [find, WEATHER]},
     {"tools": []},
-    {"documents": [{"title": "a", "text": "b"}]},
     {"continue_final_message": True},
 ]

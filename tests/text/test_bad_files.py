@@ -70,13 +70,10 @@ def test_links_that_leave_the_folder(folder):
     assert Tokenizer.from_folder(folder).encode("the cat")
 
 
-def test_nothing_to_read(tmp_path):
+def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model, tmp_path):
     refused(tmp_path / "absent", "is not a folder")
-    folders.write(tmp_path, "vocab.json", {})
-    refused(tmp_path, r"neither tokenizer.json nor .*tekken.json; it has \['vocab.json'\]")
-
-
-def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model):
+    folders.write(tmp_path / "vocab", "vocab.json", {})
+    refused(tmp_path / "vocab", r"neither tokenizer.json nor .*tekken.json; it has \['vocab.json'\]")
     for data, message in (
         (b"IQ== 0\nIg== 1\nIw== 2\n", r"tiktoken file of 3 tokens.*take tokenizer.json"),
         (sentencepiece_model[: len(sentencepiece_model) // 2], "not a SentencePiece model"),

@@ -1,6 +1,7 @@
 """Chat templates against transformers: which one is used, its text and ids, the assistant's tokens, and the sandbox."""
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from ligermodels import errors
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer, sandbox
 from tests.text import families, folders
-from tests.text.families import TALK, TOLD
-from tests.text.templates import CALL, CONVERSATIONS, OPTIONS, QWEN_3, SAID, SYSTEM, TEMPLATES, USER
+from tests.text.families import TALK, TOLD, TOOL, outcome
+from tests.text.templates import CALL, CONVERSATIONS, LLAMA_3, OPTIONS, QWEN_3, SAID, SYSTEM, TEMPLATES, USER
 
 MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 
@@ -27,16 +28,29 @@ def pair(byte_level_folder):
     return ours, theirs
 
 
-# ---- which template ----
-
-TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
 JINJA = ("chat_template.jinja", "jinja")
 RAG = ("additional_chat_templates/rag.jinja", "rag")
 OLD = ("chat_template.json", {"chat_template": "old"})
 
 
-def folder_with(tmp_path, byte_level_folder, config, files=()):
+@pytest.mark.parametrize(
+    ("config", "files", "call", "expected"),
+    [
+        ("text", [JINJA, RAG], {}, "jinja"),
+        ("text", [JINJA, RAG], {"chat_template": "rag"}, "rag"),
+        (NAMED, [], {}, "plain"),
+        (NAMED, [], {"tools": [TOOL]}, "tools"),
+        (NAMED, [], {"tools": [TOOL], "chat_template": "default"}, "plain"),
+        (NAMED, [], {"chat_template": "{{ 'own' }}"}, "own"),
+        (None, [OLD], {}, "old"),
+        (None, [], {}, "error: has no chat template. Likely cause: a base model"),
+        (NAMED[1:], {}, {}, r"error: no default chat template.*tool_use"),
+        (NAMED, [], {"chat_template": "rag"}, r"error: no chat template 'rag'.*'default', 'tool_use'"),
+        (5, [], {}, "error: chat_template must be a string or a list"),
+    ],
+)
+def test_which_template(tmp_path, byte_level_folder, config, files, call, expected):
     Tokenizer.from_folder(byte_level_folder).save(tmp_path)
     template = {} if config is None else {"chat_template": config}
     named = {"bos_token": "<|begin|>", "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -44,53 +58,17 @@ def folder_with(tmp_path, byte_level_folder, config, files=()):
     for name, value in files:
         path = tmp_path / name
         folders.write(path.parent, path.name, value)
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("config", "files", "call", "expected"),
-    [
-        ("text", [JINJA], {}, "jinja"),
-        ("text", [JINJA, RAG], {"chat_template": "rag"}, "rag"),
-        (NAMED, [], {}, "plain"),
-        (NAMED, [], {"tools": [TOOL]}, "tools"),
-        (NAMED, [], {"tools": [TOOL], "chat_template": "default"}, "plain"),
-        (NAMED, [], {"chat_template": "{{ 'own' }}"}, "own"),
-        (None, [OLD], {}, "old"),
-    ],
-)
-def test_which_template(tmp_path, byte_level_folder, config, files, call, expected):
-    folder = folder_with(tmp_path, byte_level_folder, config, files)
-    assert Tokenizer.from_folder(folder).apply_chat_template([USER], tokenize=False, **call) == expected
+    if expected.startswith("error: "):
+        with pytest.raises(TokenizerError, match=expected.removeprefix("error: ")):
+            Tokenizer.from_folder(tmp_path).apply_chat_template([USER], **call)
+        return
+    assert Tokenizer.from_folder(tmp_path).apply_chat_template([USER], tokenize=False, **call) == expected
     if files != [OLD]:
-        theirs = AutoTokenizer.from_pretrained(folder)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
         assert theirs.apply_chat_template([USER], tokenize=False, **call) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "call", "message"),
-    [
-        (None, {}, "has no chat template. Likely cause: a base model"),
-        (NAMED[1:], {}, r"no default chat template.*tool_use"),
-        (NAMED, {"chat_template": "rag"}, r"no chat template 'rag'.*'default', 'tool_use'"),
-        (5, {}, "chat_template must be a string or a list"),
-    ],
-)
-def test_missing_templates(tmp_path, byte_level_folder, config, call, message):
-    folder = folder_with(tmp_path, byte_level_folder, config)
-    with pytest.raises(TokenizerError, match=message):
-        Tokenizer.from_folder(folder).apply_chat_template([USER], **call)
-
-
 # ---- texts and ids ----
-
-
-def outcome(call):
-    """What a call returns, or that it refuses."""
-    try:
-        return call()
-    except Exception:
-        return "refused"
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -99,8 +77,6 @@ def test_texts_are_those_of_transformers(pair, template, conversation):
     refused = 0
     for options in OPTIONS:
         given = {"chat_template": TEMPLATES[template], "tokenize": False, **options}
-        if "documents" in options and template != "mistral":
-            continue
         expected = outcome(lambda: pair[1].apply_chat_template(CONVERSATIONS[conversation], **given))  # noqa: B023
         found = outcome(lambda: pair[0].apply_chat_template(CONVERSATIONS[conversation], **given))  # noqa: B023
         # transformers refuses to continue a message that the template prints otherwise.
@@ -114,7 +90,6 @@ def test_texts_are_those_of_transformers(pair, template, conversation):
 @pytest.mark.parametrize(
     "options",
     [
-        {"return_tensors": "pt", "padding": True},
         {"return_tensors": "pt", "padding": "max_length", "max_length": 400},
         {"return_tensors": "pt", "truncation": True, "max_length": 12},
         {"padding": True, "add_generation_prompt": True, "padding_side": "left"},
@@ -122,6 +97,7 @@ def test_texts_are_those_of_transformers(pair, template, conversation):
     ids=str,
 )
 def test_tokens_are_those_of_transformers(pair, options):
+    """Of one conversation and of several; by default a list of ids, where transformers 5 returns a dict."""
     chats = [CONVERSATIONS[name] for name in ("system", "reasoning", "a tool call")]
 
     def columns(tokenizer, given, options):
@@ -137,17 +113,9 @@ def test_tokens_are_those_of_transformers(pair, options):
             assert found == columns(pair[1], given, theirs | side)
             if kind is MASK and not options.get("truncation"):
                 assert 1 in np.ravel(found["assistant_masks"][1])
-
-
-def test_batches_and_ids(pair):
-    """By default a list of ids, where transformers 5 returns a dict."""
-    chats = [CONVERSATIONS["system"], [USER]]
-    for tokenizer in pair:
-        texts = tokenizer.apply_chat_template(chats, chat_template=QWEN_3, tokenize=False)
-        assert texts == [tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False) for chat in chats]
-        rows = tokenizer.apply_chat_template(conversation=tuple(chats), chat_template=QWEN_3, return_dict=False)
-        assert rows == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     assert pair[0].apply_chat_template([USER]) == pair[1].apply_chat_template([USER])["input_ids"]
+    texts = [tokenizer.apply_chat_template(tuple(chats), chat_template=QWEN_3, tokenize=False) for tokenizer in pair]
+    assert texts[0] == texts[1]
 
 
 def text_parts(*texts):
@@ -161,8 +129,6 @@ def test_parts(pair, template):
     given = {"chat_template": TEMPLATES[template], "tokenize": False}
     plain = [SYSTEM, {"role": "user", "content": "On the mat"}, SAID]
     in_parts = [message | {"content": text_parts(message["content"])} for message in plain]
-    text = theirs.apply_chat_template(plain, **given)
-    assert ours.apply_chat_template(in_parts, **given) == text
     in_parts[1]["content"] = text_parts("On", " the mat")
     for options in ({}, {"continue_final_message": True}):
         expected = theirs.apply_chat_template(plain, **options, **given)
@@ -172,48 +138,27 @@ def test_parts(pair, template):
         assert ours.apply_chat_template(in_parts, **options, **given) == expected
 
 
-def test_parts_that_a_template_prints_in_part(pair):
-    """Of a system message in parts, Gemma 3's template prints the first alone: ours joins them."""
-    chat = [{"role": "system", "content": text_parts("a", "b")}, USER]
-    text = pair[0].apply_chat_template(chat, chat_template=TEMPLATES["gemma 3"], tokenize=False)
-    assert text == "<|begin|><start_of_turn>user\nab\n\nWhere is the mat?<end_of_turn>\n"
-    assert chat[0]["content"] == text_parts("a", "b")
-
-
-def test_images_stay_parts(pair):
-    content = [{"type": "image"}, *text_parts("what?")]
-    for tokenizer in pair:
-        text = tokenizer.apply_chat_template(
-            [SYSTEM | {"content": text_parts("a")}, {"role": "user", "content": content}],
-            chat_template=TEMPLATES["gemma 3"],
-            tokenize=False,
-        )
-        assert text == "<|begin|><start_of_turn>user\na\n\n<image>what?<end_of_turn>\n"
-        # A template without images does not get the texts around them alone.
-        for image in ({"type": "image"}, {"type": "image", "text": "a mat"}):
-            chat = [{"role": "user", "content": [image, *text_parts("what?")]}]
-            text = tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False)
-            assert text == "<|im_start|>user\n<|im_end|>\n"
-
-
-PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+IMAGE = {"type": "image"}
 
 
 @pytest.mark.parametrize(
-    ("template", "content"),
+    ("template", "system", "content", "expected"),
     [
-        (families.QWEN, "On the "),
-        (folders.LLAMA2, "  On the "),
-        (folders.LLAMA3, "On the "),
-        (PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}]),
+        # Gemma 3's template prints the first part of a system message alone: ours joins them.
+        ("gemma 3", text_parts("a", "b"), "what?", "<|begin|><start_of_turn>user\nab\n\nwhat?<end_of_turn>\n"),
+        (
+            *("gemma 3", text_parts("a"), [IMAGE, *text_parts("what?")]),
+            "<|begin|><start_of_turn>user\na\n\n<image>what?<end_of_turn>\n",
+        ),
+        # A template without images does not get the texts around them alone.
+        ("qwen 3", None, [IMAGE, *text_parts("what?")], "<|im_start|>user\n<|im_end|>\n"),
+        ("qwen 3", None, [IMAGE | {"text": "a mat"}, *text_parts("what?")], "<|im_start|>user\n<|im_end|>\n"),
     ],
 )
-def test_continue_final_message(pair, template, content):
-    chat = [*([USER] if isinstance(content, str) else []), {"role": "assistant", "content": content}]
-    arguments = {"chat_template": template, "continue_final_message": True, "tokenize": False}
-    text = pair[1].apply_chat_template(chat, **arguments)
-    assert pair[0].apply_chat_template(chat, **arguments) == text
-    assert text.rstrip().endswith("On the")
+def test_parts_that_a_template_prints_in_part(pair, template, system, content, expected):
+    chat = [*([SYSTEM | {"content": system}] if system else []), {"role": "user", "content": content}]
+    assert pair[0].apply_chat_template(chat, chat_template=TEMPLATES[template], tokenize=False) == expected
+    assert not system or chat[0]["content"] == system
 
 
 # ---- variables and objects ----
@@ -236,35 +181,26 @@ def test_objects_in_messages(pair):
 
     class Model:
         def model_dump(self):
-            return {"function": Function("find", {"a": np.int64(3), "b": np.bool_(False), "c": np.float32(0.5)})}
+            return {"function": Function("find", {"a": np.int64(3), "b": np.bool_(False), "c": torch.tensor(0.5)})}
 
     class Image:
         secret = "pixels"
 
     chat = [USER, {"role": "assistant", "content": "", "tool_calls": [Model()]}]
-    given = {"chat_template": QWEN_3, "tokenize": False}
-    text = pair[0].apply_chat_template(chat, **given)
-    assert text == pair[1].apply_chat_template(chat, **given)
+    text = pair[0].apply_chat_template(chat, chat_template=QWEN_3, tokenize=False)
     assert '"arguments": {"a": 3, "b": false, "c": 0.5}' in text
-    given = {"chat_template": "{{ x }}{{ y }}", "x": torch.tensor(2), "y": {"z": torch.tensor(1.5)}, "tokenize": False}
-    assert pair[0].apply_chat_template([USER], **given) == "2{'z': 1.5}"
     messages = [{"role": "user", "content": [{"type": "image", "image": Image()}]}]
-    for printed, text in (("{{ i }}", "<Image>"), ("{{ i.secret }}|", "|")):
-        template = f"{{% set i = messages[0].content[0].image %}}{printed}"
-        assert pair[0].apply_chat_template(messages, chat_template=template, tokenize=False) == text
+    template = "{% set i = messages[0].content[0].image %}{{ i }}{{ i.secret }}|"
+    assert pair[0].apply_chat_template(messages, chat_template=template, tokenize=False) == "<Image>|"
     assert isinstance(messages[0]["content"][0]["image"], Image)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            {"add_generation_promt": True},
-            r"'add_generation_promt' is no argument .* nearest .* 'add_generation_prompt'",
-        ),
-        ({"enable_thinkin": False}, r"the chat template that was passed does not read it.*'enable_thinking'"),
+        ({"add_generation_promt": True}, r"is no argument .* nearest .* 'add_generation_prompt'"),
         ({"sanitise": True}, r"'sanitise' .* Variables of the template: \['enable_th"),
-        ({"enable_thinking": False, "chat_template": TEMPLATES["mistral"]}, "'enable_thinking' is no argument"),
+        ({"enable_thinking": False, "chat_template": LLAMA_3}, "'enable_thinking' is no argument"),
     ],
 )
 def test_a_variable_that_is_not_read_is_named_once_and_changes_nothing(pair, monkeypatch, call, message):
@@ -287,9 +223,8 @@ def test_a_variable_that_is_not_read_is_named_once_and_changes_nothing(pair, mon
         ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "01345678"),
         ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
-        ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
-        ("{{ dict.fromkeys('ab', 1) | tojson }}", '{"a": 1, "b": 1}'),
-        ("  {% if true %}\n  yes\n  {% endif %}\nend", "  yes\nend"),
+        ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict.fromkeys('a', 1)|tojson }}", '2a{"a": 1}'),
+        ("  {% if true %}\n  yes\n  {% endif %}\nend\n", "  yes\nend"),
     ],
 )
 def test_the_environment_is_that_of_transformers(pair, template, text):
@@ -338,33 +273,23 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2"])
 def test_masks_are_those_of_transformers(folder_of, name):
     ours, theirs = Tokenizer.from_folder(folder_of(name)), families.theirs(name, folder_of(name))
-    ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
     for chat in CHATS:
-        for options in ({}, {"return_tensors": "pt", "padding": "max_length", "max_length": 60}):
-            found = ours.apply_chat_template(chat, chat_template=MARKED, **MASK, **options)
-            side = {"tokenizer_kwargs": {"padding_side": ours.padding_side}}
-            expected = theirs.apply_chat_template(chat, chat_template=MARKED, **MASK, **options, **side)
-            assert set(found) == set(expected) == {"input_ids", "attention_mask", "assistant_masks"}
-            plain = [{name: torch.as_tensor(row).tolist() for name, row in rows.items()} for rows in (found, expected)]
-            assert plain[0] == plain[1] and type(found["input_ids"]) is type(expected["input_ids"]), options
+        found, expected = (t.apply_chat_template(chat, chat_template=MARKED, **MASK) for t in (ours, theirs))
+        assert found == dict(expected)
 
 
-def test_masks_of_trls_templates(folder_of):
+def test_masks_of_trls_templates(pair):
     """Its templates with {% generation %} give the same ids and mask, or are refused by both."""
-    trl = pytest.importorskip("trl")
-    folder = folder_of("qwen 2.5")
-    ours, theirs = Tokenizer.from_folder(folder), families.theirs("qwen 2.5", folder)
-    agreed = 0
-    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja")):
+    trl, found = importlib.util.find_spec("trl") or pytest.skip("needs trl"), []
+    for path in sorted((Path(trl.origin).parent / "chat_templates").glob("*_training.jinja"))[::3]:
         options = {"chat_template": path.read_text(), **MASK}
-        for chat in (TALK[1:], [TOLD[0], {"role": "assistant", "content": " the 🦊 \n\n cat"}]):
-            expected = outcome(lambda: theirs.apply_chat_template(chat, **options))  # noqa: B023
-            assert outcome(lambda: ours.apply_chat_template(chat, **options)) == expected, path.name  # noqa: B023
-            agreed += expected != "refused"
-    assert agreed > 10
+        ours, theirs = (outcome(lambda: t.apply_chat_template(TALK[1:], **options)) for t in pair)  # noqa: B023
+        assert ours == theirs, path.name
+        found += [ours] if ours != "refused" else []
+    assert len(found) > 3
 
 
 IN_A_MACRO = (
@@ -393,23 +318,12 @@ def test_masks_of_odd_templates(pair, template, texts, expected):
     assert pair[0].decode(marked) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "content", "message"),
-    [
-        ("{# {% generation %} #}{{ messages[0].content }}", "a", r"has no {% generation %}.*TRL"),
-        ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", "a", "changes the text"),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", f"a{sandbox.SPAN_END}b", "changes the text"),
-        ("{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "a", "without its end"),
-    ],
-)
-def test_masks_that_cannot_be_found(pair, template, content, message):
-    chat = [{"role": "assistant", "content": content}]
-    with pytest.raises(TokenizerError, match=message):
-        pair[0].apply_chat_template(chat, chat_template=template, **MASK)
-    assert isinstance(pair[0].apply_chat_template(chat, chat_template=template, tokenize=False), str)
+# ---- refusals ----
 
-
-# ---- wrong arguments ----
+FILTERED = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}"
+BROKEN = "{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}"
+COPIED = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+SPANNED = [{"role": "assistant", "content": f"a{sandbox.SPAN_END}b"}]
 
 
 @pytest.mark.parametrize(
@@ -418,13 +332,16 @@ def test_masks_that_cannot_be_found(pair, template, content, message):
         ({"conversation": []}, "at least one message"),
         ({"conversation": [[USER], []]}, "at least one message"),
         ({"conversation": None}, "messages must be a list of dicts"),
-        ({"conversation": USER}, "messages must be a list of dicts"),
         ({"conversation": [[USER], USER]}, "messages must be a list of dicts"),
         ({"conversation": [CONVERSATIONS["system"], [USER]], "return_tensors": "pt"}, "rows of different lengths"),
         ({"tools": CALL}, "tools must be a list"),
         ({"tools": [len]}, "a tool is a JSON schema .* not <built-in function len>"),
         ({"tools": [lambda a: a]}, "has no docstring"),
         ({"return_assistant_tokens_mask": True}, "return_dict=True"),
+        ({"chat_template": "{# {% generation %} #}", **MASK}, r"has no {% generation %}.*TRL"),
+        ({"chat_template": FILTERED, **MASK}, "changes the text"),
+        ({"chat_template": COPIED, "conversation": SPANNED, **MASK}, "changes the text"),
+        ({"chat_template": BROKEN, **MASK}, "without its end"),
         ({"continue_final_message": True, **MASK}, "return_assistant_tokens_mask"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
         ({"continue_final_message": True, "chat_template": "{{ 'nothing' }}"}, "leaves out"),

@@ -1,16 +1,14 @@
 """The folder of every text family, as released, against transformers: ids, text, templates and streams."""
 
-import json
-import pickle
+import random
 import shutil
 
 import pytest
 
 from ligermodels.text import StreamDecoder, Tokenizer
 from tests.text import families, folders
-from tests.text.families import ALONE, FAMILIES, TALK, TOLD
+from tests.text.families import ALONE, FAMILIES, TALK, TOOL, outcome
 
-TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 FORMS = ("{s}{t}", "{t} {s}\n {t}{s}{s}", "{s}\n\n{t}")
 # Texts that begin with, hold and end with white space, runs of newlines, digits, and every kind of script.
 PLAIN = (
@@ -54,15 +52,16 @@ def test_encode_and_decode(case):
             assert ours.decode(expected, skip) == theirs.decode(expected, skip_special_tokens=skip), text
 
 
-def test_a_tokenizer_is_sent_to_a_process_as_it_is(case):
-    """With a template that was set: what encodes rows is pickled."""
-    family, ours, _ = case
-    text = "{{ messages[0].content }}"
-    before, ours.chat_template = ours.chat_template, text
-    sent = pickle.loads(pickle.dumps(ours))
-    ours.chat_template = before
-    assert [sent.encode(text) for text in texts_of(family)] == [ours.encode(text) for text in texts_of(family)]
-    assert (sent.chat_template, sent.eos_token_ids, sent.vocab_size) == (text, ours.eos_token_ids, ours.vocab_size)
+def test_any_ids_decode_as_in_transformers(case):
+    _, ours, theirs = case
+    generator, special = random.Random(0), [*ours.all_special_ids, len(ours) + 2]
+    for _ in range(100):
+        ids = [generator.choice([generator.randrange(420), *special]) for _ in range(generator.randrange(10))]
+        for skip in (False, True):
+            text = theirs.decode(ids, skip_special_tokens=skip)
+            # Broken runs of byte tokens follow SentencePiece: test_sentencepiece.py.
+            if ours.token_to_id("<0x00>") is None or "\ufffd" not in text:
+                assert ours.decode(ids, skip) == text, ids
 
 
 def test_stop_ids_are_those_of_the_release(case):
@@ -94,15 +93,6 @@ def test_streams(case):
             assert said + rest == text
 
 
-def outcome(call):
-    """What a call returns, or that it refuses."""
-    try:
-        return call()
-    except Exception as error:
-        assert type(error).__name__ in ("TokenizerError", "TemplateError")
-        return "refused"
-
-
 def test_templates(case):
     family, ours, theirs = case
     spaced = [{"role": "user", "content": " Hi \n"}, {"role": "assistant", "content": "\n\n<think>a</think>\n\nYes "}]
@@ -118,31 +108,18 @@ def test_templates(case):
     assert ours.encode(text) == ids
 
 
-@pytest.mark.parametrize(("name", "eos"), [("llama 3.1", "<|end_of_text|>"), ("gemma 2", "<eos>")])
-def test_the_template_says_what_ends_a_turn(folder_of, tmp_path, name, eos):
-    folder = shutil.copytree(folder_of(name), tmp_path / "folder")
-    for file, field in (("tokenizer_config", {"eos_token": eos}), ("config", {}), ("generation_config", {})):
-        state = json.loads((folder / f"{file}.json").read_text("utf-8")) | {"eos_token_id": None} | field
-        folders.write(folder, f"{file}.json", state)
-    ours = Tokenizer.from_folder(folder)
-    assert ours.eos_token_ids == (ours.token_to_id(eos),)
-    assert ours.chat_stop_ids == (ours.token_to_id(eos), FAMILIES[name].turn_end)
-
-
-@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "phi 3"])
+@pytest.mark.parametrize("name", ["mistral 0.3", "gemma 2", "phi 3"])
 def test_tokenizer_model_alone(folder_of, tmp_path, name):
     """tokenizer.model gives the ids of tokenizer.json, but for the dummy prefix after a special token (`legacy`)."""
     family, whole = FAMILIES[name], Tokenizer.from_folder(folder_of(name))
     ignored = shutil.ignore_patterns("tokenizer.json")
     alone = Tokenizer.from_folder(shutil.copytree(folder_of(name), tmp_path / "alone", ignore=ignored))
     assert alone.files.vocabulary.name == "tokenizer.model"
-    for text in PLAIN if name in ("llama 2", "phi 3") else texts_of(family):
+    for text in PLAIN if name == "phi 3" else texts_of(family):
         if name == "mistral 0.3" and text.startswith((" ", "▁")):
             continue  # Metaspace, in tokenizer.json, merges the dummy prefix with the text's own space
         assert alone.encode(text) == whole.encode(text), text
         ids = whole.encode(text)
         for skip in (False, True):
             assert alone.decode(ids, skip) == whole.decode(ids, skip), text
-    said = whole.apply_chat_template(TOLD, tokenize=False)
-    assert alone.apply_chat_template(TOLD, tokenize=False) == said
     assert alone.chat_stop_ids == whole.chat_stop_ids

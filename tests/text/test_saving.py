@@ -31,43 +31,26 @@ def no_pad(tokenizer):
     tokenizer.pad_token = None
 
 
-def sides(tokenizer):
-    tokenizer.padding_side = "left" if tokenizer.padding_side == "right" else "right"
-    tokenizer.truncation_side, tokenizer.model_max_length = "left", 77
-
-
-def template(tokenizer):
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}é{% endfor %}"
-
-
 def templates(tokenizer):
-    tokenizer.chat_template = {"default": "a", "rag": "b {{ messages }}"}
+    tokenizer.chat_template = {"default": "a", "rag": "b {{ messages }}é"}
 
 
 def no_template(tokenizer):
     tokenizer.chat_template = None
 
 
-def tokens(tokenizer):
-    tokenizer.add_tokens(["<|turn|>", "[note]"])
-    tokenizer.add_special_tokens({"pad_token": "[PAD]", "additional_special_tokens": ["<|extra|>"]})
-
-
-def extra(tokenizer):
-    tokenizer.add_special_tokens({"extra_special_tokens": [tokenizer.eos_token]})
-
-
-CHANGES = (no_pad, sides, template, templates, no_template, tokens, extra)
-
-
 def everything(tokenizer):
-    for change in CHANGES:
-        change(tokenizer)
+    tokenizer.padding_side = "left" if tokenizer.padding_side == "right" else "right"
+    tokenizer.truncation_side, tokenizer.model_max_length = "left", 77
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}é{% endfor %}"
+    tokenizer.add_tokens(["<|turn|>", "[note]"])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "extra_special_tokens": ["<|extra|>", tokenizer.eos_token]})
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [("phi 3", change) for change in CHANGES] + [(name, everything) for name in ("llama 2", "gemma 2", "qwen 2.5")],
+    [("phi 3", change) for change in (no_pad, templates, no_template)]
+    + [(name, everything) for name in ("llama 2", "gemma 2", "phi 3")],
 )
 def test_both_libraries_read_it_back(folder_of, tmp_path, name, change):
     ours = Tokenizer.from_folder(folder_of(name))
@@ -83,20 +66,23 @@ def test_both_libraries_read_it_back(folder_of, tmp_path, name, change):
     assert_equal(ours, AutoTokenizer.from_pretrained(tmp_path))
 
 
+TEMPLATE_FILES = ("chat_template.jinja", "additional_chat_templates/rag.jinja", "tokenizer_config.json")
+
+
 def files_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", ["llama 2", "phi 3"])
+@pytest.mark.parametrize("name", ["phi 3"])
 def test_what_did_not_change_is_copied(folder_of, tmp_path, name):
     source = folder_of(name)
     ours = Tokenizer.from_folder(source)
     ours.save_pretrained(tmp_path / "same")
     for file in files_of(tmp_path / "same"):
         assert (tmp_path / "same" / file).read_bytes() == (source / file).read_bytes()
-    template(ours)
+    templates(ours)
     ours.save_pretrained(tmp_path / "other")
-    for file in files_of(tmp_path / "other") - {"chat_template.jinja", "tokenizer_config.json"}:
+    for file in files_of(tmp_path / "other") - set(TEMPLATE_FILES):
         assert (tmp_path / "other" / file).read_bytes() == (source / file).read_bytes()
     config = json.loads((source / "tokenizer_config.json").read_text("utf-8"))
     del config["chat_template"]

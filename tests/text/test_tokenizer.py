@@ -1,7 +1,6 @@
-"""tokenizer.json folders against transformers, and how the files of a folder are read together."""
+"""How the files of a folder are read together."""
 
 import json
-import random
 
 import pytest
 from transformers import AutoTokenizer
@@ -9,31 +8,6 @@ from transformers import AutoTokenizer
 from ligermodels.errors import TokenizerError
 from ligermodels.text import Tokenizer
 from tests.text import folders
-
-KINDS = {
-    "llama 3": folders.byte_level,
-    "llama 2": folders.byte_fallback,
-    "gemma": lambda folder: folders.byte_fallback(folder, prefix=False),
-}
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def pair(request, tmp_path_factory):
-    """(ours, transformers') of one folder."""
-    folder = KINDS[request.param](tmp_path_factory.mktemp("pair"))
-    return Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
-
-
-def test_any_ids_decode_as_in_transformers(pair):
-    ours, theirs = pair
-    generator = random.Random(0)
-    for _ in range(300):
-        ids = [generator.randrange(ours.vocab_size + 3) for _ in range(generator.randrange(10))]
-        for skip in (False, True):
-            text = theirs.decode(ids, skip_special_tokens=skip)
-            # Broken runs of byte tokens follow SentencePiece: test_sentencepiece.py.
-            if ours.token_to_id("<0x00>") is None or "\ufffd" not in text:
-                assert ours.decode(ids, skip) == text, ids
 
 
 def copy(source, target, **config):
