@@ -49,8 +49,3 @@ class TestGemma2(Suite):
         if config["layer_types"] == Gemma2Config.from_hf({**config, "layer_types": None}).layer_types:
             del config["layer_types"]
         return config
-
-
-def test_layers_that_do_not_slide_need_no_window():
-    config = Gemma2Config.from_hf({**tiny(), "sliding_window": None, "layer_types": ["full_attention"] * 3})
-    assert [config.window(layer) for layer in range(3)] == [None] * 3

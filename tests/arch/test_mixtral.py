@@ -135,17 +135,6 @@ def test_the_balancing_loss_is_that_of_transformers(hf, model, ids, side, checkp
     check_gradients(hf, model, named_on_disk)
 
 
-def test_the_config_turns_the_balancing_loss_on_and_the_caller_off(hf, model, ids):
-    asked = model(ids, labels=ids, output_router_logits=True)
-    model.config.output_router_logits = hf.config.output_router_logits = True
-    output = model(ids, labels=ids)
-    assert torch.equal(output.loss, asked.loss) and torch.equal(output.aux_loss, asked.aux_loss)
-    assert abs(output.loss - hf(ids, labels=ids).loss) < LOGITS * output.loss
-    without = model(ids, labels=ids, output_router_logits=False)
-    assert without.aux_loss is None and without.loss < output.loss
-    assert model(ids).aux_loss is not None and model(ids).loss is None
-
-
 # Jitter
 
 

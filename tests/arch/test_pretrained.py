@@ -54,13 +54,6 @@ def logits(model):
         return model(IDS.to(model.device)).logits
 
 
-def read(folder):
-    tensors = {}
-    for shard in folder.glob("*.safetensors"):
-        tensors |= load_file(shard)
-    return tensors
-
-
 def same_weights(a, b):
     return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
@@ -168,11 +161,6 @@ class TestWeightsAlone:
 
 
 class TestDevices:
-    def test_auto_on_the_cpu(self, folders):
-        pytest.importorskip("accelerate")
-        model = load(folders["llama"], device_map="auto")
-        assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), logits(load(folders["llama"])))
-
     ON_DISK: ClassVar = {
         "some modules": dict(device_map={
             "model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
@@ -229,11 +217,6 @@ class TestDevices:
         assert [plan[f"model.layers.{i}"] for i in range(3)] == [0, 1, 1]
         assert plan["model.embed_tokens"] == 0 and plan["model.norm"] == 1
         assert plan["lm_head"] == 0
-
-    def test_without_accelerate(self, folders, monkeypatch):
-        monkeypatch.setitem(sys.modules, "accelerate", None)
-        with pytest.raises(InputError, match="pip install accelerate"):
-            load(folders["llama"], device_map="auto")
 
     @pytest.mark.gpu
     def test_blocks_on_several_devices(self, folders):

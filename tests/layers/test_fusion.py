@@ -184,17 +184,6 @@ def test_report_tells_layers_apart_and_says_why():
     assert "one op of k_proj | v_proj" in line and line.endswith(f"q_proj: {ADAPTER}")
 
 
-def test_report_of_heads_norms_and_experts():
-    model = llama(tie_word_embeddings=False)
-    model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: None)
-    norm = ("one op, its output saved", True, "a forward hook")
-    assert rows(model, "residual add, norm")["model.layers.1.input_layernorm"] == norm
-    model.lm_head = Adapter(model.lm_head)
-    assert rows(model, "lm_head, loss") == {"lm_head": ("logits, all in memory", False, ADAPTER)}
-    model = ligermodels.Mixtral.from_config({**CONFIG, "num_local_experts": 2}, device="cpu")
-    assert rows(model, "experts") == {"model.layers.0-2.mlp.experts": ("one op, grouped matmuls", True, "")}
-
-
 # ---- the warning ----
 
 

@@ -1,7 +1,6 @@
 """Norms, MLPs and blocks against plain compositions of torch.nn, and what must be called: hooks and adapters."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -10,62 +9,7 @@ from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.layers.linear import is_fusable
-from tests.layers.test_attention import assert_same, batch_of
-
-
-def test_norms_begin_as_one_add_and_normalise():
-    x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    for offset in (0.0, 1.0):
-        layer = L.RMSNorm(6, eps=0.1, offset=offset, cast_before_weight=offset == 0)
-        for given, total in (((x,), x), ((x, residual), x + residual)):
-            y, stream = layer(*given)
-            torch.testing.assert_close((y, stream), (F.rms_norm(total, (6,), eps=0.1), total))
-        with torch.no_grad():
-            layer.weight += 1
-        torch.testing.assert_close(layer(x)[0], 2 * F.rms_norm(x, (6,), eps=0.1))
-    layer = L.LayerNorm(6, eps=0.1)
-    torch.testing.assert_close(layer(x, residual)[0], F.layer_norm(x + residual, (6,), eps=0.1))
-
-
-ACTIVATIONS = {
-    "silu": F.silu,
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mlp(activation, bias):
-    layer = L.GatedMLP(6, 10, activation=activation, bias=bias).double()
-    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
-
-    def plain():
-        return layer.down_proj(ACTIVATIONS[activation](layer.gate_proj(x)) * layer.up_proj(x))
-
-    for recompute in (False, True):
-        layer.recompute = recompute
-        assert_same(layer, layer(x), plain(), x)
-    layer.down_proj.register_forward_hook(lambda *_: None)  # not fusable any more
-    assert_same(layer, layer(x), plain(), x)
-
-
-@pytest.mark.parametrize("activation", ["quick_gelu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("bias, out_features", [(True, None), (False, 3)])
-def test_mlp(activation, bias, out_features):
-    layer = L.MLP(6, 10, activation=activation, bias=bias, out_features=out_features).double()
-    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
-
-    def plain():
-        return layer.fc2(ACTIVATIONS[activation](layer.fc1(x)))
-
-    assert plain().shape[-1] == (out_features or 6)
-    for recompute in (False, True):
-        layer.recompute = recompute
-        assert_same(layer, layer(x), plain(), x)
-    layer.fc2.register_forward_hook(lambda module, inputs, output: 2 * output)  # not fusable any more
-    assert_same(layer, layer(x), plain(), x)
+from tests.layers.test_attention import batch_of
 
 
 class Halved(nn.Module):

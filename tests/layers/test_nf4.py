@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import low_bit
-from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.layers import GatedMLP, NF4Linear
 from ligermodels.layers.linear import is_fusable
 from ligermodels.layers.lora import Adapted
@@ -246,9 +245,3 @@ def test_bad_calls_say_what_is_wrong(device):
     sharded.weight = nn.Parameter(sharded.weight[:100], requires_grad=False)
     with pytest.raises(InputError, match="gathered"):
         sharded(x)
-
-
-def test_it_is_over_the_memory_that_was_packed():
-    packed, state = quantize_nf4(torch.randn(8, 64))
-    layer = NF4Linear.from_quantized(packed, state)
-    assert layer.weight.data_ptr() == packed.data_ptr() and layer.absmax.data_ptr() == state.absmax.data_ptr()

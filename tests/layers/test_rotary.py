@@ -150,21 +150,6 @@ def test_on_a_gpu(name):
     torch.testing.assert_close([x.cpu() for x in actual], list(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("scaling", [None, YARN | {"mscale": 2.0}, DYNAMIC], ids=["default", "yarn", "dynamic"])
-@pytest.mark.parametrize("sections", [(16, 24, 24), (0, 60, 4)])
-def test_each_section_uses_its_own_position(scaling, sections):
-    plain = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768)
-    rotary = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768, sections=sections)
-    positions = torch.randint(30000, (3, 2, 5))
-    ends = torch.tensor([0, *sections]).cumsum(0).tolist()
-    for found, *axes in zip(rotary(positions), *map(plain, positions), strict=True):
-        for axis, start, end in zip(axes, ends, ends[1:], strict=False):
-            assert torch.equal(found[..., start:end], axis[..., start:end])
-    for text in (positions[0], positions[:1, :1].expand(3, 1, 5)):
-        expected = plain(text if text.dim() == 2 else text[0])
-        assert all(torch.equal(a, b) for a, b in zip(rotary(text), expected, strict=True))
-
-
 def test_positions_and_sizes_that_do_not_fit():
     with pytest.raises(ConfigError, match="rotate 33 dims"):
         RotaryEmbedding(33)

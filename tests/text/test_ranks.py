@@ -150,36 +150,42 @@ def test_the_order_of_candidates(tmp_path, byte_level_folder, sentencepiece_mode
         found.unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data[:-6], "not a tiktoken file|tiktoken file of"),
-        (lambda data: data.replace(b" 300\n", b" 301\n"), r"tiktoken file of \d+ tokens.*take tokenizer.json"),
-        (lambda data: data + b"!!!! 500\n", "not a tiktoken file.*truncated"),
-        (lambda data: data.replace(base64.b64encode(b"a") + b" ", base64.b64encode(b"qqq") + b" "), "256 bytes"),
-    ],
-)
-def test_a_bad_tiktoken_file(meta, change, message):
-    path = meta[0] / "tokenizer.model"
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(TokenizerError, match=message) as caught:
-        Tokenizer.from_folder(meta[0])
-    assert str(path) in str(caught.value)
+def changed(change):
+    """tokenizer.model of Meta with its bytes changed."""
+
+    def write(folder):
+        path = folder / "tokenizer.model"
+        folders.tiktoken_file(path)
+        path.write_bytes(change(path.read_bytes()))
+
+    return write
+
+
+def tekken_of(**arguments):
+    return lambda folder: folders.tekken_file(folder / "tekken.json", **arguments)
+
+
+QQQ = base64.b64encode(b"qqq") + b" "
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("write", "message"),
     [
-        ({"version": "v11"}, "version 8 or later without special_tokens"),
-        ({"default_vocab_size": 10**6}, "default_vocab_size of 1000000"),
-        ({"pattern": "("}, "pattern that splits a text"),
-        ({"special": ["<unk>", "<s>", "<s>"]}, "token twice"),
-        ({"special": ["<unk>", "</s>"]}, "no <s>"),
-        ({"default_num_special_tokens": "x"}, "not a tekken.json.*ValueError"),
+        (changed(lambda data: data[:-6]), "not a tiktoken file|tiktoken file of"),
+        (changed(lambda data: data.replace(b" 300\n", b" 301\n")), r"tiktoken file of \d+ tokens.*take tokenizer.json"),
+        (changed(lambda data: data + b"!!!! 500\n"), "not a tiktoken file.*truncated"),
+        (changed(lambda data: data.replace(base64.b64encode(b"a") + b" ", QQQ)), "256 bytes"),
+        (tekken_of(version="v11"), "version 8 or later without special_tokens"),
+        (tekken_of(default_vocab_size=10**6), "default_vocab_size of 1000000"),
+        (tekken_of(pattern="("), "pattern that splits a text"),
+        (tekken_of(special=["<unk>", "<s>", "<s>"]), "token twice"),
+        (tekken_of(special=["<unk>", "</s>"]), "no <s>"),
+        (tekken_of(default_num_special_tokens="x"), "not a tekken.json.*ValueError"),
     ],
 )
-def test_a_bad_tekken_file(tmp_path, arguments, message):
-    folders.tekken_file(tmp_path / "tekken.json", **arguments)
+def test_a_bad_file(tmp_path, monkeypatch, write, message):
+    monkeypatch.setattr(ranks, "LLAMA_3_SIZE", len(folders.ranked_tokens()))
+    write(tmp_path)
     with pytest.raises(TokenizerError, match=message) as caught:
         Tokenizer.from_folder(tmp_path)
-    assert str(tmp_path / "tekken.json") in str(caught.value)
+    assert str(next(tmp_path.iterdir())) in str(caught.value)

@@ -45,12 +45,6 @@ def test_plain_text_is_sentencepiece_itself(tmp_path, sentencepiece_model):
         assert tokenizer.encode(text) == [1, *native.encode(text)]
         assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
         assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
-    unigram = folders.sentencepiece_model(model_type="unigram", byte_fallback=False, vocab_size=150)
-    native = sentencepiece.SentencePieceProcessor(model_proto=unigram)
-    (tmp_path / "tokenizer.model").write_bytes(unigram)
-    assert Tokenizer.from_folder(tmp_path).encode("the cat sat", add_special_tokens=False) == native.encode(
-        "the cat sat"
-    )
 
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "tokenizer.json"])
@@ -137,23 +131,6 @@ def test_the_file_names_its_special_tokens(mistral):
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (None, "[/INST]", None)
     assert tokenizer.encode("the") == native.encode("the")
-
-
-def test_the_file_of_another_family(tmp_path):
-    """Gemma's: other ids and spellings, a pad token, no dummy prefix."""
-    model = folders.sentencepiece_model(
-        pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
-        add_dummy_prefix=False,
-    )  # fmt: skip
-    (tmp_path / "tokenizer.model").write_bytes(model)
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
-    assert ids == (0, 1, 2, 3)
-    ids = tokenizer.encode("<bos>the<eos>")
-    assert (ids[0], ids[-1], ids.count(2)) == (2, 1, 1)
-    (tmp_path / "tokenizer.model").write_bytes(folders.sentencepiece_model(bos_id=-1, eos_id=1))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.bos_token is None and tokenizer.decode(tokenizer.encode("the")) == "the"
 
 
 def test_it_is_saved_for_both_libraries(mistral, tmp_path, monkeypatch):

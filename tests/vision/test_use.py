@@ -97,9 +97,8 @@ def test_chat_refuses_a_missing_image_before_the_model_loads(built, tmp_path, ca
     assert "missing.png" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen tower", "trained tower"]
-)
+@pytest.mark.parametrize("tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("built", [qwen2_vl, pytest.param(mllama, marks=pytest.mark.slow)], indirect=True)
 def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
     """It learns which of two images gets which answer, and what it saves loads in transformers."""
     folder, theirs = built
