@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import ligermodels
