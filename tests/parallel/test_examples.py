@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.parallel import make_mesh
-from ligermodels.training import AdamW
 from tests.processes import spawn
 
 pytestmark = pytest.mark.slow  # each start of torchrun takes some 5 s
@@ -62,30 +61,22 @@ def one_process(steps: int):
 
 def test_pretraining_computes_what_one_process_does_and_resumes_on_another_mesh(tmp_path):
     losses, model = one_process(6)
-    begun = torchrun("--steps", 3, "--micro", 1, "--save-every", 2, "--out", tmp_path / "run")
+    begun = torchrun("--steps", 3, "--micro", 1, "--dp-replicate", 2, "--save-every", 2, "--out", tmp_path / "run")
     resumed = torchrun("--steps", 6, "--tp", 2, "--recompute", "block", "--out", tmp_path / "run")
     assert list(begun) == [0, 1, 2] and list(resumed) == [3, 4, 5]
     assert list((begun | resumed).values()) == pytest.approx(losses, abs=2e-4)  # four digits are printed
     saved = ligermodels.load(tmp_path / "run" / "model", device="cpu")
     for found, expected in zip(saved.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)  # a tenth of one step's update
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
-        "step-00000003",
-        "step-00000006",
-    ]
 
     numpy.save(tmp_path / "tokens.npy", (numpy.arange(10_000) % 256).astype(numpy.uint16))
-    further = torchrun(
-        "--steps", 1, "--cp", 2, "--model", tmp_path / "run" / "model", "--data", tmp_path / "tokens.npy"
-    )  # fmt: skip
+    files = ("--model", tmp_path / "run" / "model", "--data", tmp_path / "tokens.npy")
+    further = torchrun("--steps", 1, "--cp", 2, *files)
+    in_bf16 = torchrun("--steps", 2, "--bf16", *files)
     begins = torch.randint(10_000 - 63, (8,), generator=torch.Generator().manual_seed(0))
     ids = (begins[:, None] + torch.arange(64)) % 256
     assert further[0] == pytest.approx(saved(ids, labels=ids).loss.item(), abs=2e-4)
-
-
-def test_pretraining_in_bf16_follows_fp32():
-    losses = torchrun("--steps", 4, "--bf16", "--dp-replicate", 2)
-    assert list(losses.values()) == pytest.approx(one_process(4)[0], rel=3e-2)  # other draws: 1.3 % seen
+    assert list(in_bf16) == [0, 1] and in_bf16[0] == pytest.approx(further[0], rel=3e-2)
 
 
 def test_the_slurm_script_starts_a_torchrun_on_each_node(tmp_path):
@@ -153,23 +144,10 @@ def run_the_page(rank, folder):
         names["batches"] = mine
         exec(snippet("for batch in batches"), names)
         check(model)
-        model.set_requires_gradient_sync(False)  # before all but the last
-        model(**mine[0], num_items_in_batch=names["count"]).loss.backward()
-        model.set_requires_gradient_sync(True)
-        model(**mine[1], num_items_in_batch=names["count"]).loss.backward()
-        check(model)
         names |= {"logits": model(joined["input_ids"]).logits, "labels": joined["labels"]}
         exec(snippet("cross_entropy"), names)
         names["loss"].backward()
         check(model)
-
-    replica = torch.nn.parallel.DistributedDataParallel(ligermodels.load(folder / "tiny", device="cpu"))
-    (mine,) = of_rank([whole], rank, 2)
-    count = (mine["labels"][:, 1:] != -100).sum().float()
-    dist.all_reduce(count)
-    replica(**mine, num_items_in_batch=count / 2).loss.backward()
-    for found, one in zip(replica.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, one.grad, rtol=1e-4, atol=1e-6)
 
     code = snippet("import Checkpoints").replace('"meta-llama/Llama-3.1-8B"', repr(str(folder / "tiny")))
     for shown, small in (("1000", "3"), ("100", "2"), ('"runs/a"', repr(str(folder / "runs"))), ('"out"', "out")):
@@ -189,23 +167,3 @@ def run_the_page(rank, folder):
 def test_the_page_is_right(tmp_path):
     ligermodels.Llama.from_config(TINY, device="cpu", seed=1).save_pretrained(tmp_path / "tiny")
     spawn(run_the_page, args=(tmp_path,), nprocs=2)
-
-
-def test_the_page_counts_the_bytes_that_adamw_holds():
-    """Weights, gradients and states: the table's last column."""
-    rows = {
-        line.split("|")[1].strip(): int(line.split("|")[3])
-        for line in PAGE.splitlines()
-        if line.startswith("| ") and "dtype=torch" in line
-    }
-    p32, p16 = (torch.nn.Parameter(torch.ones(1000, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
-    for name, p, options in (
-        ("fp32, computed with in bf16", p32, {}),
-        ("bf16 with fp32 master weights", p16, dict(master_weights=True)),
-        ("bf16, stochastic rounding", p16, {}),
-    ):
-        optimizer = AdamW([p], **options)
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        held = sum(x.nbytes for x in (p, p.grad, *optimizer.state[p].values()) if x.dim())
-        assert rows[name] * 1000 == held

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,10 +12,52 @@ import torch.distributed as dist
 
 from ligermodels import CheckpointError
 from ligermodels.parallel import Checkpoints
-from tests.parallel import train
 from tests.parallel.ranks import fork, on_ranks
+from tests.parallel.train import Run, sharded
 
 STEPS = 7
+
+
+def first_time(folder, fault):
+    mark = folder / f"died-{fault}"
+    return not mark.exists() and not mark.touch()
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_while_writing(folder, step):
+    """The next file that is synced in the checkpoint of `step` is cut in half, and the process ends."""
+    real = os.fsync
+
+    def fsync(descriptor):
+        is_this_step = f"step-{step:08d}.partial" in os.readlink(f"/proc/self/fd/{descriptor}")
+        if is_this_step and first_time(folder, "in a write"):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+            die()
+        real(descriptor)
+
+    os.fsync = fsync
+
+
+def train(folder, faults=False):
+    """Checkpoints every second step. With faults, rank 1 dies before step 2 and rank 0 in the write of step 4."""
+    rank = dist.get_rank()
+    run = Run(spread=sharded, rank=rank)
+    with run.checkpoints(folder / "run") as checkpoints:
+        for step in range(checkpoints.load(), STEPS):
+            if faults and (rank, step) == (1, 2) and first_time(folder, "in a step"):
+                die()
+            with (folder / f"losses-{rank}").open("a") as file:
+                file.write(f"{step} {run.step().hex()}\n")
+            if step % 2 == 1:
+                if faults and (rank, step) == (0, 3):
+                    die_while_writing(folder, step + 1)
+                checkpoints.save(step + 1, wait=False)
+    weights = run.weights()
+    if rank == 0:
+        torch.save(weights, folder / "weights.pt")
 
 
 def losses(folder):
@@ -30,47 +70,16 @@ def losses(folder):
     return found
 
 
-def check_same_run(folder, undisturbed):
-    assert losses(folder) == losses(undisturbed)
-    weights, expected = torch.load(folder / "weights.pt"), torch.load(undisturbed / "weights.pt")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    on_ranks(folder, lambda: train.main(folder, STEPS))
-    assert len(set(losses(folder).values())) == 2 * STEPS
-    return folder
-
-
-def test_a_killed_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, undisturbed):
-    faults = ["step:2:1", "write:4:0"]
-    monkeypatch.setattr(sys, "argv", [*sys.argv, *faults])
-    assert on_ranks(tmp_path, lambda: train.main(tmp_path, STEPS), attempts=3) == 3
-    assert all((tmp_path / f"struck-{fault}").exists() for fault in faults)
-    check_same_run(tmp_path, undisturbed)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000004", "step-00000006"]
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_killed_run(tmp_path, undisturbed):
-    faults = ["write:2:0", "step:3:1", "write:6:1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--max-restarts", "3", train.__file__, str(tmp_path), str(STEPS), *faults]
-    root = str(Path(__file__).parents[2])
-    # torchrun's own store survives a restart, and with it the addresses of dead processes, which torch then connects
-    # to (pytorch#135712; seen on 2.13 with init_process_group("gloo") alone). This has it make a new one.
-    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = run.communicate(timeout=300)
-    finally:
-        run.terminate()  # it then ends its ranks, as a kill would not
-    assert run.returncode == 0, errors[-3000:]
-    assert all((tmp_path / f"struck-{fault}").exists() for fault in faults)
-    check_same_run(tmp_path, undisturbed)
+def test_a_killed_run_goes_on_with_the_same_bits(tmp_path):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed.mkdir()
+    killed.mkdir()
+    on_ranks(undisturbed, lambda: train(undisturbed))
+    assert on_ranks(killed, lambda: train(killed, faults=True), attempts=3) == 3
+    assert losses(killed) == losses(undisturbed) and len(set(losses(killed).values())) == 2 * STEPS
+    weights, expected = (torch.load(folder / "weights.pt") for folder in (killed, undisturbed))
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert sorted(path.name for path in (killed / "run").iterdir()) == ["step-00000004", "step-00000006"]
 
 
 def disk_full(*args):
@@ -81,8 +90,8 @@ def test_a_rank_that_cannot_write_stops_no_other(tmp_path):
     folder = tmp_path / "run"
 
     def work():
-        model = train.make_model(None)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = Run("sgd", spread=sharded)
+        model, optimizer = run.model, run.optimizer
         checkpoints = Checkpoints(folder, model, optimizer, keep=1)
         checkpoints.save(1)
         fsync = os.fsync

@@ -71,11 +71,8 @@ def assert_same_model(sharded, whole):
     for name, parameter in sharded.named_parameters():
         found = parameter.detach().full_tensor().reshape(expected[name].shape)
         assert same_bits(found, expected[name].detach()), f"{name} {parameter.placements}"
-        assert (
-            parameter.to_local().numel() < expected[name].numel()
-            or parameter.device_mesh.size() == 1
-            or (parameter.shape[0] < parameter.device_mesh.size())
-        ), f"{name} is not sharded"
+        too_small = parameter.shape[0] < parameter.device_mesh.size()
+        assert too_small or parameter.to_local().numel() < expected[name].numel(), f"{name} is not sharded"
 
 
 def load_and_save(folder, families, mesh, **parallel):
@@ -114,13 +111,10 @@ def on_two_ranks(folder):
         written = names_written(patched)
         model.save_pretrained(folder / "both", max_shard_size="20KB")
         assert all(int(re.search(r"\d+", name)[0]) % 2 == 1 - rank for name in written) and len(written) > 1
-        for main in (0, 1):
-            written.clear()
-            model.save_pretrained(folder / f"main-{main}", max_shard_size="20KB", is_main_process=rank == main)
-            assert bool(written) == (rank == main)
-            assert_same_files(folder / f"main-{main}", folder / "tied")
-        model.save_pretrained(folder / "nobody", is_main_process=False)
-        assert not (folder / "nobody").exists()
+        written.clear()
+        model.save_pretrained(folder / "main", max_shard_size="20KB", is_main_process=rank == 1)
+        assert bool(written) == (rank == 1)
+        assert_same_files(folder / "main", folder / "tied")
     fail(rank, model, folder)
 
 
@@ -166,7 +160,6 @@ def fail(rank, model, folder):
 
     for failing in (0, 1):
         for name, replacement, kind in (
-            ("write_file", full_disk, HubError),
             ("sync", full_disk, HubError),
             ("write_file", broken, LigermodelsError),
             ("finish", full_disk, HubError),  # of rank 0 alone
@@ -185,12 +178,6 @@ def fail(rank, model, folder):
             dist.barrier()
             assert files_of(target) == state and not list(folder.glob(".both*"))
 
-    with pytest.MonkeyPatch.context() as patched:  # before anything is written
-        if rank == 1:
-            patched.setattr(type(model), "_saved_dtype", broken)
-        with pytest.raises(ValueError if rank == 1 else LigermodelsError, match="a bug"):
-            model.save_pretrained(target)
-    assert files_of(target) == state
     model.save_pretrained(target, max_shard_size="20KB")
     assert_same_files(target, folder / "tied")
 
@@ -199,10 +186,6 @@ def fail(rank, model, folder):
 def folder(tmp_path):
     for family in FAMILIES:
         write(family, tmp_path / family)
-    stacked = tmp_path / "experts-stacked"
-    stacked.mkdir()
-    (stacked / "config.json").write_bytes((tmp_path / "experts" / "config.json").read_bytes())
-    save_file(dict(load(tmp_path / "experts").named_parameters()), stacked / "model.safetensors")
     return tmp_path
 
 
@@ -215,17 +198,12 @@ def on_four_ranks(folder):
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     load_and_save(folder, FAMILIES, tensor)
     load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
-    model = load(folder / "experts-stacked", mesh=tensor)
-    assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 4
-    assert_same_model(model, load(folder / "experts"))
-
     for mesh in (tensor, tensor["dp_shard"]):
         assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
     assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
 
     for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-        load_and_save(folder, ["experts"], mesh)
+        load_and_save(folder, ["experts"], init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
 
     # A mesh of some of the processes; and two, of which neither holds the other's ranks.
     half = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp_shard",))
@@ -251,8 +229,7 @@ def test_four_ranks_with_tensor_parallelism_and_copies(folder):
     on_ranks(folder, lambda: on_four_ranks(folder), 4)
 
 
-def test_ranks_write_at_the_same_time_in_bounded_memory():
-    """What the generator reads: each round something for each writer, no more than the largest parameter."""
+def test_each_round_of_a_save_gathers_no_more_than_the_largest_parameter():
     sizes = [5, 1, 8, 2, 2, 4, 8, 1]
     boxes = {f"t{i}": (torch.full((size,), float(i)), ()) for i, size in enumerate(sizes)}
     read = []
@@ -263,39 +240,36 @@ def test_ranks_write_at_the_same_time_in_bounded_memory():
             return super().read(name)
 
     queues = [[["t0", "t1"], ["t4", "t5", "t7"]], [["t2"], ["t3", "t6"]]]
+    # Rounds: t0 t1 (6 of at most 8) beside t2; t4 t5 t7 (7) beside t3; nothing beside t6.
+    rounds = {"t0": "t0t1t2", "t4": "t0t1t2t4t5t7t3", "t6": "t0t1t2t4t5t7t3t6"}
+    round_of = {"t1": "t0", "t2": "t0", "t5": "t4", "t7": "t4", "t3": "t4"}
     for own, queue in enumerate(queues):
         read.clear()
-        seen = []
-        for tensor in saving._gathered(Watched(boxes), queues, own):
-            seen.append((f"t{int(tensor[0])}", "".join(read)))
-        # Rounds: t0 t1 (6 of at most 8) beside t2; t4 t5 t7 (7) beside t3; nothing beside t6.
-        rounds = ["t0t1t2", "t0t1t2t4t5t7t3", "t0t1t2t4t5t7t3t6"]
-        number = {"t0": 0, "t1": 0, "t2": 0, "t4": 1, "t5": 1, "t7": 1, "t3": 1, "t6": 2}
-        assert seen == [(name, rounds[number[name]]) for shard in queue for name in shard]
-    assert read == ["t0", "t1", "t2", "t4", "t5", "t7", "t3", "t6"]
+        seen = [(f"t{int(x[0])}", "".join(read)) for x in saving._gathered(Watched(boxes), queues, own)]
+        assert seen == [(name, rounds[round_of.get(name, name)]) for shard in queue for name in shard]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(parallel={}), "pass both"),
-        (dict(mesh=True, device_map="auto"), "pass mesh= alone"),
-        (dict(mesh=True, device="cuda:1"), "leave device out"),
-        (dict(mesh=True, quantization_config={"load_in_4bit": True}), "leave mesh out"),
-        (dict(mesh=True, parallel=dict(nonsense=1)), None),
-    ],
-)
-def test_arguments_that_do_not_go_with_a_mesh(tmp_path, monkeypatch, options, message):
+REFUSED = [
+    (dict(parallel={}), "pass both"),
+    (dict(mesh=True, device_map="auto"), "pass mesh= alone"),
+    (dict(mesh=True, device="cuda:1"), "leave device out"),
+    (dict(mesh=True, quantization_config={"load_in_4bit": True}), "leave mesh out"),
+    (dict(mesh=True, parallel=dict(nonsense=1)), "nonsense"),
+]
+
+
+def test_arguments_that_do_not_go_with_a_mesh(tmp_path, monkeypatch):
     write("tied", tmp_path / "tied")
     monkeypatch.setattr(quantization, "choose", lambda given, saved: given)  # its libraries take long to import
     with one_rank(tmp_path):
-        if "mesh" in options:
-            options = {**options, "mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))}
-        with pytest.raises(InputError, match=message) if message else pytest.raises(TypeError, match="nonsense"):
-            load(tmp_path / "tied", **options)
-        if not options.keys() & {"device_map", "quantization_config"}:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        for options, message in REFUSED:
+            options = {name: mesh if name == "mesh" else value for name, value in options.items()}
             with pytest.raises((InputError, TypeError), match=message):
-                random("tied", **options)
+                load(tmp_path / "tied", **options)
+            if not options.keys() & {"device_map", "quantization_config"}:
+                with pytest.raises((InputError, TypeError), match=message):
+                    random("tied", **options)
 
 
 def test_a_damaged_weight_is_named_by_the_rank_that_holds_it(tmp_path):

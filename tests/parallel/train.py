@@ -1,24 +1,13 @@
-"""A training run that a test can kill: a Llama of two blocks, FSDP2, gloo, checkpoints every second step.
+"""Training runs whose steps draw on every random state and on the position of their data, sharded or not."""
 
-    torchrun --nproc-per-node 2 tests/parallel/train.py FOLDER STEPS [FAULT...]
+import random
 
-FAULT: "step:3:1" has rank 1 kill itself before step 3, "write:4:0" has rank 0 do so in the middle of the file that it
-writes for step 4. Each strikes once; a file in FOLDER marks that it did.
-Each rank's labels depend on its own random state, its ids on the position of its data.
-"""
-
-import os
-import signal
-import sys
-from pathlib import Path
-
+import numpy
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import ligermodels
+from ligermodels.arch import ARCHS
 from ligermodels.parallel import Checkpoints
 from ligermodels.training import AdamW
 
@@ -46,69 +35,54 @@ class Data:
         self.rank, self.position = state["rank"], state["position"]
 
 
-def sharded(model, mesh):
+def sharded(model, mesh=None):
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def make_model(mesh):
-    return sharded(ligermodels.Llama.from_config(CONFIG, dtype=torch.float32, device="cpu"), mesh)
+OPTIMIZERS = {
+    "ours": lambda p: AdamW(p, lr=1e-2, max_grad_norm=1.0),
+    "master": lambda p: AdamW(p, lr=torch.tensor(1e-2), master_weights=True, state_dtype=torch.float32),
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
 
 
-def strikes(folder, fault):
-    """Whether a fault is asked for and has not struck yet."""
-    mark = folder / f"struck-{fault}"
-    return fault in sys.argv and not mark.exists() and not mark.touch()
+class Run:
+    """A model in training; each step draws on every random state and on the position of the data."""
 
+    def __init__(self, optimizer="ours", *, dtype=torch.float32, spread=lambda model: model, rank=0, seed=0, **changes):
+        config = {**CONFIG, **changes}
+        self.model = spread(ARCHS["llama"].from_config(config, dtype=dtype, device="cpu", seed=seed))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=50)
+        self.data = Data(rank)
+        torch.manual_seed(seed + rank)
+        random.seed(seed + rank)
+        numpy.random.seed(seed + rank)
 
-def die(*args):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def step(self):
+        ids = self.data.next()
+        ids[0, 0], ids[0, 1] = random.randrange(97), numpy.random.randint(97)
+        loss = self.model(ids, labels=ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)).loss
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
+    def checkpoints(self, folder, **options):
+        kept = dict(scheduler=self.scheduler, data=self.data)
+        return Checkpoints(folder, self.model, self.optimizer, **{**kept, **options})
 
-def die_while_writing(folder, rank, step):
-    """The next file that is synced in the checkpoint of `step` is cut in half, and the process ends."""
-    real = os.fsync
+    def save(self, folder, step=1, **options):
+        with self.checkpoints(folder, **options) as checkpoints:
+            checkpoints.save(step)
 
-    def fsync(descriptor):
-        is_this_step = f"step-{step:08d}.partial" in os.readlink(f"/proc/self/fd/{descriptor}")
-        if is_this_step and strikes(folder, f"write:{step}:{rank}"):
-            os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
-            die()
-        real(descriptor)
+    def load(self, folder, **options):
+        with self.checkpoints(folder, **options) as checkpoints:
+            return checkpoints.load()
 
-    os.fsync = fsync
-
-
-def main(folder, steps):
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
-    model = make_model(mesh)
-    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    data = Data(rank)
-    torch.manual_seed(rank)
-    with Checkpoints(folder / "run", model, optimizer, scheduler=scheduler, data=data) as checkpoints:
-        for step in range(checkpoints.load(), steps):
-            if strikes(folder, f"step:{step}:{rank}"):
-                die()
-            ids = data.next()
-            loss = model(ids, labels=ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)).loss
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            with (folder / f"losses-{rank}").open("a") as file:
-                file.write(f"{step} {loss.item().hex()}\n")
-            if (step + 1) % 2 == 0:
-                die_while_writing(folder, rank, step + 1)
-                checkpoints.save(step + 1, wait=False)
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if rank == 0:
-        torch.save(state, folder / "weights.pt")
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main(Path(sys.argv[1]), int(sys.argv[2]))
-    dist.destroy_process_group()
+    def weights(self):
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))

@@ -153,28 +153,27 @@ def untied(model):
     return model
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda model: Own(model.config), "own classes LlamaForCausalLM, .*test_integrations.Llama"),
-    (lambda model: model.model, "LlamaModel"),
-    (untied, "lm_head.weight is not in Llama"),
-], ids=["subclass", "base model", "untied"])  # fmt: skip
-def test_other_models_are_refused(folders, change, message):
-    with pytest.raises(InputError, match=message):
-        ligermodels.from_transformers(change(theirs(folders["llama"])))
+def test_other_models_are_refused(folders):
+    for change, message in (
+        (lambda model: Own(model.config), "own classes LlamaForCausalLM, .*test_integrations.Llama"),
+        (lambda model: model.model, "LlamaModel"),
+        (untied, "lm_head.weight is not in Llama"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ligermodels.from_transformers(change(theirs(folders["llama"])))
 
 
 # AutoModelForCausalLM
 
 
-@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
 @pytest.mark.parametrize("read", [
     lambda output: output.logits, lambda output: output["logits"], lambda output: output.get("logits"),
     lambda output: output[1], lambda output: output[:2][1],
 ], ids=["attribute", "key", "get", "position", "slice"])  # fmt: skip
-def test_logits_beside_a_loss_are_computed_when_they_are_read(folders, family, read):
+def test_logits_beside_a_loss_are_computed_when_they_are_read(folders, read):
     grads = []
     for load in (AutoModelForCausalLM.from_pretrained, theirs):
-        model = load(folders[family]).train()
+        model = load(folders["gemma2"]).train()
         output = model(input_ids=ids(), labels=ids())
         if load is not theirs:
             assert "logits" not in [*output] and output[0] is output.loss is output[:1][0]
@@ -187,7 +186,7 @@ def test_logits_beside_a_loss_are_computed_when_they_are_read(folders, family, r
         torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mixtral", *VISION])
 def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
     model = AutoModelForCausalLM.from_pretrained(folders[family])
     model.save_pretrained(tmp_path / "saved")
@@ -195,8 +194,7 @@ def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
     with files(folders[family]) as before, files(tmp_path / "saved") as after:
         assert before.headers == after.headers
         assert all(torch.equal(before.read(name), after.read(name)) for name in before.headers)
-    for opened in (theirs(tmp_path / "saved"), AutoModelForCausalLM.from_pretrained(tmp_path / "saved")):
-        compare(opened, model, family)
+    compare(theirs(tmp_path / "saved"), model, family)
     native = ligermodels.load(tmp_path / "saved", progress=False)
     compare(native, model, family)
     native.save_pretrained(tmp_path / "native")
@@ -213,14 +211,12 @@ def test_what_cannot_be_honoured_raises(folders, tmp_path, monkeypatch):
     transformers.MixtralModel.from_pretrained(folders["mixtral"]).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"1 parameters .*: lm_head\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"6 parameters .*gate_proj.* and 1 more"):
-        AutoModelForCausalLM.from_pretrained(folders["llama"], intermediate_size=48, ignore_mismatched_sizes=True)
     monkeypatch.setattr(bridge, "is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(InputError, match="ZeRO-3"):
         AutoModelForCausalLM.from_pretrained(folders["llama"])
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_vl", "mllama"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "mllama"])
 def test_generate_is_ours_and_writes_the_same(folders, family):
     model, expected = AutoModelForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
     tokens, inputs = images(family)
@@ -232,15 +228,10 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
-@pytest.mark.parametrize("plan", [
-    {"": "disk"},
-    {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu",
-     "lm_head": "cpu"},
-], ids=["all", "the blocks"])  # fmt: skip
-def test_modules_on_the_disk(folders, family, plan, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_modules_on_the_disk(folders, family, tmp_path):
     pytest.importorskip("accelerate")
-    model = AutoModelForCausalLM.from_pretrained(folders[family], device_map=plan, offload_folder=str(tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(folders[family], device_map={"": "disk"}, offload_folder=str(tmp_path))
     expected = theirs(folders[family])
     assert any(parameter.is_meta for parameter in model.parameters()) and model.device == torch.device("cpu")
     compare(model, expected)
@@ -291,19 +282,15 @@ def test_quantised_bases(quantizable, tmp_path, name):
     compare(theirs(tmp_path / "native").train(), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.filterwarnings("ignore")
-def test_classifier(folders, tmp_path, family):
-    pair = []
-    for loads, options in (
-        (AutoModelForSequenceClassification, {}),
-        (transformers.AutoModelForSequenceClassification, PLAIN),
-    ):
+def test_classifier(folders, tmp_path):
+    theirs_class, pair = transformers.AutoModelForSequenceClassification, []
+    for loads, options in ((AutoModelForSequenceClassification, {}), (theirs_class, PLAIN)):
         torch.manual_seed(0)  # of score, which the checkpoint lacks
-        pair.append(loads.from_pretrained(folders[family], num_labels=3, **options))
+        pair.append(loads.from_pretrained(folders["llama"], num_labels=3, **options))
     ours, expected = pair
     assert type(ours).__name__ == type(expected).__name__ and shapes(ours) == shapes(expected)
-    assert not ours.can_generate() and ours._no_split_modules == set(ligermodels.ARCHS[family]._no_split_modules)
+    assert not ours.can_generate() and ours._no_split_modules == set(ligermodels.Llama._no_split_modules)
     padded, mask = ids(), torch.ones(2, 12, dtype=torch.long)
     padded[1, 7:], mask[1, 7:] = 3, 0
     inputs = dict(input_ids=padded, attention_mask=mask)
@@ -312,5 +299,6 @@ def test_classifier(folders, tmp_path, family):
     assert ours(**inputs, labels=torch.tensor([2, 0]), num_items_in_batch=torch.tensor(2)).loss.isfinite()
     compare_training(ours, expected, 1e-4, **inputs, labels=torch.tensor([2, 0]))
     ours.eval().save_pretrained(tmp_path)
-    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **PLAIN)
-    compare(opened, AutoModelForSequenceClassification.from_pretrained(tmp_path))
+    compare(
+        theirs_class.from_pretrained(tmp_path, **PLAIN), AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    )

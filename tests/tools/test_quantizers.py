@@ -2,6 +2,7 @@
 saved."""
 
 import functools
+import shutil
 import sys
 
 import pytest
@@ -15,7 +16,7 @@ import ligermodels
 from ligermodels import CheckpointError, ConfigError, InputError
 from ligermodels.checkpoint.weights import same_bits
 from tests.tools import models
-from tests.tools.models import FAMILIES, make_ids, ours, quantization_settings, write_checkpoint
+from tests.tools.models import make_ids, ours, quantization_settings, write_checkpoint
 
 pytest.importorskip("bitsandbytes")
 torchao = pytest.importorskip("torchao")
@@ -77,8 +78,7 @@ def folders(quantizable):
     return quantizable
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name, family", [(name, "qwen2") for name in SETTINGS] + [("nf4", "llama"), ("int8", "llama")])
 def test_a_model_is_quantised_and_saved_as_transformers_does(folders, family, name, tmp_path):
     hf, ids = theirs_of(folders[family], name), make_ids(2, 12)
     expected, plain = hf(ids).logits, ours(folders[family])(ids).logits  # bitsandbytes casts biases in its forward
@@ -122,11 +122,10 @@ def by_transformers(model):
     return replace_with_bnb_linear(model, modules_to_not_convert=["lm_head"], quantization_config=config_of("nf4"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_converters_find_the_same_modules(folders, family, tmp_path):
-    made = [by_transformers(load(folders[family])) for load in (ours, theirs)]
+def test_converters_find_the_same_modules(folders, tmp_path):
+    made = [by_transformers(load(folders["qwen2"])) for load in (ours, theirs)]
     assert quantised(made[0]) == quantised(made[1]) and len(quantised(made[0])) == 14
-    model, hf, ids = ours(folders[family]), theirs(folders[family]), make_ids(2, 12)
+    model, hf, ids = ours(folders["qwen2"]), theirs(folders["qwen2"]), make_ids(2, 12)
     torchao.quantize_(model, TORCHAO["int8"])  # leaves our head alone; transformers' is left out by name
     torchao.quantize_(hf, TORCHAO["int8"], filter_fn=plain_linear)
     assert quantised(model) == quantised(hf) and len(quantised(model)) == 14
@@ -135,14 +134,13 @@ def test_converters_find_the_same_modules(folders, family, tmp_path):
         model.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name, kind", [
-    ("nested", "Linear4bit"), ("llm.int8", "Linear8bitLt"), ("int8", "TorchaoLoraLinear"),
-])  # fmt: skip
-def test_adapters_train_as_on_transformers(folders, family, name, kind):
+@pytest.mark.parametrize(
+    "name, kind", [("nested", "Linear4bit"), ("llm.int8", "Linear8bitLt"), ("int8", "TorchaoLoraLinear")]
+)
+def test_adapters_train_as_on_transformers(folders, name, kind):
     losses, merged, ids = [], [], make_ids(4, 12)
     for load in (ours, theirs):
-        model = load(folders[family], quantization_config=config_of(name))
+        model = load(folders["qwen2"], quantization_config=config_of(name))
         if name in BITSANDBYTES:
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         torch.manual_seed(0)
@@ -170,14 +168,9 @@ def test_what_cannot_be_saved_says_so(folders, tmp_path):
     model = ours(folders["llama"], quantization_config=SETTINGS["nf4"])
     with pytest.raises(CheckpointError, match="leave state_dict out"):
         model.save_pretrained(tmp_path / "x", state_dict=model.state_dict())
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     with pytest.raises(CheckpointError, match="merge them first"):
         model.save_pretrained(tmp_path / "x")
-    merged = adapted.merge_and_unload()
-    merged.save_pretrained(tmp_path / "x")
-    ids = make_ids(1, 8)
-    with torch.no_grad():  # which decides how bitsandbytes computes on some CPUs
-        assert torch.equal(ours(tmp_path / "x")(ids).logits, merged(ids).logits)
 
 
 @pytest.fixture(scope="module")
@@ -193,40 +186,32 @@ def lose(name):
     return lambda tensors, header: [tensors.pop(found) for found in list(tensors) if found.startswith(name)]
 
 
-@pytest.mark.parametrize("name, damage, message", [
-    ("nf4", lose(f"{Q}.weight.absmax"), "q_proj was not quantised by"),
-    ("int8", lose(f"{Q}._weight_scale"), f"{Q} was not quantised by"),
-    ("plain", lambda tensors, header: tensors[f"{Q}.weight"][3].fill_(float("nan")), "q_proj holds NaN or infinity"),
-    ("plain", lose(f"{Q}.weight"), rf"missing \(1 of 27\): {Q}"),
-])  # fmt: skip
-def test_damaged_weights_are_named(saved, tmp_path, name, damage, message):
-    """In a quantised checkpoint, and in a plain one that is quantised while it is loaded."""
-    file = saved[name] / "model.safetensors"
-    tensors, header = load_file(file), dict(safe_open(file, "pt").metadata())
-    damage(tensors, header)
-    save_file(tensors, tmp_path / "model.safetensors", header)
-    (tmp_path / "config.json").write_text((saved[name] / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=message):
-        ours(tmp_path, quantization_config=SETTINGS["nf4"] if name == "plain" else None)
+def test_a_damaged_quantised_weight_is_named(saved, tmp_path):
+    tensors = load_file(saved["int8"] / "model.safetensors")
+    header = safe_open(saved["int8"] / "model.safetensors", "pt").metadata()
+    save_file({name: x for name, x in tensors.items() if not name.startswith(f"{Q}._weight_scale")},
+        tmp_path / "model.safetensors", header)  # fmt: skip
+    shutil.copy(saved["int8"] / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=f"{Q} was not quantised by"):
+        ours(tmp_path)
+    tensors = load_file(saved["plain"] / "model.safetensors")
+    tensors[f"{Q}.weight"][3].fill_(float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(saved["plain"] / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="q_proj holds NaN or infinity"):
+        ours(tmp_path, quantization_config=SETTINGS["nf4"])
 
 
-@pytest.mark.parametrize("given, message", [
-    (dict(load_in_4bit=True, load_in_8bit=True), "one of load_in_4bit"),
-    (dict(load_in_4bit=True, bnb_4bit_typ="nf4"), "no 'bnb_4bit_typ'; it has .*bnb_4bit_quant_type"),
-    (transformers.GPTQConfig(bits=4), "'gptq'"),
-    (dict(quant_method="torchao", quant_type="int8_weight_only"), "expected a config object of torchao"),
-], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
-def test_settings_are_checked(folders, given, message):
-    with pytest.raises(InputError, match=message):
-        ours(folders["llama"], quantization_config=given)
-
-
-def test_a_quantised_checkpoint_is_not_quantised_again(saved):
-    with pytest.raises(InputError, match="is quantised by bitsandbytes already"):
-        ours(saved["nf4"], quantization_config="int4")
-
-
-def test_without_the_library_the_error_says_what_to_install(saved, monkeypatch):
+def test_settings_are_checked(saved, monkeypatch):
+    for folder, given, message in (
+        ("plain", dict(load_in_4bit=True, load_in_8bit=True), "one of load_in_4bit"),
+        ("plain", dict(load_in_4bit=True, bnb_4bit_typ="nf4"), "no 'bnb_4bit_typ'; it has .*bnb_4bit_quant_type"),
+        ("plain", transformers.GPTQConfig(bits=4), "'gptq'"),
+        ("plain", dict(quant_method="torchao", quant_type="int8_weight_only"), "expected a config object of torchao"),
+        ("nf4", "int4", "is quantised by bitsandbytes already"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ours(saved[folder], quantization_config=given)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "torchao.core.config", None)
     with pytest.raises(InputError, match="pip install -U bitsandbytes"):

@@ -40,7 +40,7 @@ def batches(device, count, seed=1):
     return torch.randint(11, (count, 4, 7), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def train(model, optimizer, ids, *, clip=None):
+def train(model, optimizer, ids, clip=None):
     for batch in ids:
         model(batch).backward()
         if clip is not None:
@@ -68,8 +68,7 @@ def groups(model):
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("dtype, clip", [(torch.float32, 0.3), (torch.float64, None)])
 def test_it_trains_as_torch_does(device, dtype, clip):
     ours, theirs = Net(device, dtype), Net(device, dtype)
     optimizer = AdamW(groups(ours), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
@@ -95,9 +94,9 @@ def test_the_norm_of_the_last_step(device):
     optimizer = AdamW(model.parameters(), max_grad_norm=float("inf"))
     before = [g.clone() for g in grads]
     optimizer.step()
+    assert all(map(torch.equal, before, grads))
     assert optimizer.grad_norm.dtype == torch.float32 and optimizer.grad_norm.device == grads[0].device
     assert optimizer.grad_norm.item() == pytest.approx(exact.item(), rel=1e-6)  # in bf16 it would be off by 1e-3
-    assert all(map(torch.equal, before, grads))
     model.table.weight.grad = torch.full_like(model.table.weight, float("inf"))
     model.table.weight.grad[0] = 1.0
     optimizer.max_grad_norm = 1.0
@@ -284,35 +283,9 @@ def test_errors(device):
 
 
 @pytest.mark.gpu
-def test_a_graph_of_steps():
-    """Capturable steps, one by one and as replays of a graph: the same bits, with clipping and a scheduled lr."""
-    grads = torch.randn(6, 2, 3000, device="cuda", **BF16)
-    found = []
-    for captured in (False, True):
-        torch.manual_seed(0)
-        ps = [nn.Parameter(torch.randn(3000, device="cuda", **BF16)) for _ in range(2)]
-        lr = torch.tensor(1e-2, device="cuda")
-        optimizer = AdamW(ps, lr, max_grad_norm=10.0, master_weights=True, capturable=True)
-        for p in ps:
-            p.grad = torch.zeros_like(p)
-        graph = torch.cuda.CUDAGraph()
-        for t, pair in enumerate(grads):
-            for p, grad in zip(ps, pair, strict=True):
-                p.grad.copy_(grad)
-            if captured and t == 1:
-                with torch.cuda.graph(graph):
-                    optimizer.step()
-            graph.replay() if captured and t else optimizer.step()
-            lr.mul_(0.9)
-        found.append((ps, optimizer.grad_norm, optimizer.state[ps[1]]))
-    (one, norm, state), (two, captured_norm, captured_state) = found
-    for p, q in zip(one, two, strict=True):
-        assert torch.equal(p, q)
-    assert torch.equal(norm, captured_norm) and norm > 10
-    assert captured_state["step"] == 6
-    for name, x in state.items():
-        assert torch.equal(*(y.view(-1).view(torch.int16) for y in (x, captured_state[name])))
-    fresh = AdamW([nn.Parameter(torch.ones(8, device="cuda"))])
-    fresh.param_groups[0]["params"][0].grad = torch.ones(8, device="cuda")
+def test_a_step_without_device_counts_is_not_captured():
+    p = nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = AdamW([p])
+    p.grad = torch.ones_like(p)
     with pytest.raises(InputError, match="capturable=False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        fresh.step()
+        optimizer.step()

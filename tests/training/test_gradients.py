@@ -10,12 +10,7 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import MARK, is_marked
 from ligermodels.training.gradients import accumulate_in_place
-
-TINY = dict(
-    model_type="llama", vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, rms_norm_eps=1e-5,
-    tie_word_embeddings=True, rope_theta=10000.0, initializer_range=0.3,
-)  # fmt: skip
+from tests.parallel.train import CONFIG
 
 
 def gradients(model):
@@ -30,12 +25,11 @@ def gradients(model):
 
 
 def test_marks_and_takes_them_back():
-    model = ligermodels.Llama.from_config(TINY, dtype=torch.float32)
+    model = ligermodels.Llama.from_config(CONFIG, dtype=torch.float32)
     accumulate_in_place(model)
     assert all(is_marked(p) for p in model.parameters())
     assert not any(is_marked(p) for p in copy.deepcopy(model).parameters())
-    assert model.state_dict().keys() == ligermodels.Llama.from_config(TINY).state_dict().keys()
-    accumulate_in_place(model, on=False)
+    assert model.state_dict().keys() == ligermodels.Llama.from_config(CONFIG).state_dict().keys()
     accumulate_in_place(model, on=False)
     assert not any(hasattr(p, MARK) for p in model.parameters())
 
@@ -59,7 +53,7 @@ def test_sharded_parameters_are_refused():
 @pytest.mark.parametrize("tied", [True, False])
 def test_on_a_gpu_as_autograd(recompute, tied):
     """fp32, so that what differs is the order of sums: 1e-5 of the largest element of each gradient."""
-    model = ligermodels.Llama.from_config({**TINY, "tie_word_embeddings": tied}, dtype=torch.float32, device="cuda")
+    model = ligermodels.Llama.from_config({**CONFIG, "tie_word_embeddings": tied}, dtype=torch.float32, device="cuda")
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
     accumulate_in_place(model)
     if recompute != "none":

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -21,16 +20,14 @@ from ligermodels.conversion.source import View
 from ligermodels.layers import linear
 from ligermodels.layers.batch import CrossStates
 from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch import qwen2_vl
 from tests.parallel.ranks import results_of_ranks
+from tests.parallel.train import CONFIG
 from tests.quantized import quantized
 
-SIZES = dict(
-    vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.2,
-)  # fmt: skip
 FAMILIES = {
     "llama": dict(tie_word_embeddings=True),
     "qwen2": dict(tie_word_embeddings=False),
@@ -38,11 +35,13 @@ FAMILIES = {
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
     "mixtral": dict(num_local_experts=4),
 }
-IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
 def make(family="llama", dtype=torch.float32, **changes):
-    model = ARCHS[family].from_config({**SIZES, **FAMILIES[family], **changes}, dtype=dtype, device="cpu")
+    model = ARCHS[family].from_config(
+        {**CONFIG, "model_type": family, **FAMILIES[family], **changes}, dtype=dtype, device="cpu"
+    )
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
@@ -57,6 +56,11 @@ def adapted(family="llama", dtype=torch.float32, r=4, alpha=8, bits=16, **option
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
+
+
+def train_once(model):
+    model.train()(IDS, labels=IDS).loss.backward()
     return model
 
 
@@ -83,8 +87,9 @@ def test_what_is_added_and_trained():
     assert not torch.equal(other[min(added)], again[min(added)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
+@pytest.mark.parametrize("options, dtype", [
+    ({}, torch.bfloat16), ({"rslora": True}, torch.float32), ({"dora": True}, torch.float32),
+], ids=str)  # fmt: skip
 def test_merging(options, dtype):
     """W + s B A, in fp32 and rounded once; the model is a plain one again."""
     base, model = make("qwen2", dtype), adapted("qwen2", dtype, alpha=6, **options)
@@ -114,7 +119,7 @@ def test_merging(options, dtype):
     assert not torch.allclose(before, logits(base), atol=1e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral"])
 def test_files(family, tmp_path):
     model = adapted(family, rslora=True)
     assert save_adapter(model, tmp_path / "a") == tmp_path / "a"
@@ -173,15 +178,10 @@ def test_off_and_copied():
     assert torch.equal(logits(model), on)
 
 
-def test_fusion_report():
-    def said(**options):
-        found = adapted(**options).train().fusion_report()
-        return {row.part: (row.runs, row.fused, row.why) for row in found.rows if "proj" in row.part}
-
-    assert set(said().values()) == {("one matmul, with LoRA", True, ""), ("one op, with LoRA", True, "")}
-    for options, why in (({"dora": True}, "DoRA"), ({"dropout": 0.1}, "its adapter's dropout")):
-        assert all(not fused and text.endswith(f": {why}") for _, fused, text in said(**options).values())
-    assert "one matmul, with LoRA" in str(adapted(dropout=0.1).eval().fusion_report())
+def test_the_fusion_report_names_what_is_not_fused():
+    for options, why in (({}, ""), ({"dora": True}, ": DoRA"), ({"dropout": 0.1}, ": its adapter's dropout")):
+        rows = [row for row in adapted(**options).train().fusion_report().rows if "proj" in row.part]
+        assert rows and all(row.fused == (not options) and row.why.endswith(why) for row in rows)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -193,7 +193,7 @@ def test_gradients_are_those_of_each_way_to_recompute(dropout):
         for _ in range(2):
             torch.manual_seed(3)
             model.zero_grad()
-            model(IDS, labels=IDS).loss.backward()
+            train_once(model)
             found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         if recompute == "none":
             expected = found[0]
@@ -261,26 +261,25 @@ def test_vision_towers_are_left_out_unless_named(tmp_path):
     assert alone in json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"]
 
 
-@pytest.mark.parametrize("says, family, options", [
+REFUSED = [
     ("'experts' is a Experts; targets are linear modules: k_proj, o_proj, q_proj, v_proj", "mixtral",
         {"targets": ["experts"]}),
     ("'gate_up_proj' is not there", "llama", {"targets": ["gate_up_proj"]}),
     ("'lm_head' is a LMHead", "llama", {"targets": ["lm_head"]}),
     ("expected 'all-linear' or a list", "llama", {"targets": "q_proj"}),
-    ("expected 'all-linear' or a list", "llama", {"targets": []}),
     ("names 'heads'", "llama", {"modules_to_save": ["heads", "head"]}),
     ("gets an adapter, or parts of it do", "llama", {"modules_to_save": ["mlp"]}),
     ("r=0", "llama", {"r": 0}),
     ("dropout=1", "llama", {"dropout": 1.0}),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(says, family, options):
-    model = make(family)
-    with pytest.raises(InputError, match=says):
-        add_lora(model, **options)
-    assert all(p.requires_grad for p in model.parameters())
+]  # fmt: skip
 
 
-def test_models_that_do_not_fit_are_refused(tmp_path):
+def test_what_does_not_fit_is_refused(tmp_path):
+    for says, family, options in REFUSED:
+        model = make(family)
+        with pytest.raises(InputError, match=says):
+            add_lora(model, **options)
+        assert all(p.requires_grad for p in model.parameters())
     with pytest.raises(CheckpointError, match=r"merge_lora.*save_adapter"):
         adapted().save_pretrained(tmp_path / "a")
     assert not (tmp_path / "a").exists()
@@ -290,7 +289,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
         with pytest.raises(InputError, match="has no adapters"):
             call(make())
     with pytest.raises(InputError, match="on the meta device"):
-        add_lora(ARCHS["llama"].from_config({**SIZES}, device="meta"))
+        add_lora(ARCHS["llama"].from_config(CONFIG, device="meta"))
     hooked = make()
     hooked.model.layers[0].mlp.up_proj.register_forward_hook(print)
     with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj cannot get an adapter, because of a forward hook"):
@@ -298,43 +297,53 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
 
 
 WRONG_VALUES = [
-    *(("lora_alpha", value) for value in ("16", None, {}, True, float("nan"), 10**40, 0, -1.5)),
-    *(("r", value) for value in ("4", 4.0, True, 0)),
-    *(("alpha_pattern", value) for value in ({"q_proj": "8"}, {"q_proj": float("nan")}, {"q_(": 8}, [8])),
-    *(("rank_pattern", value) for value in ({"q_proj": 4.0}, {"q_proj": 0}, {"(": 4}, 4)),
-    ("lora_dropout", "0.1"), ("lora_dropout", 1), ("use_rslora", "false"), ("use_dora", "no"),
-    ("modules_to_save", "lm_head"), ("modules_to_save", [7]),
+    ("lora_alpha", "16"), ("lora_alpha", None), ("lora_alpha", float("nan")), ("lora_alpha", 0), ("r", 4.0), ("r", 0),
+    ("alpha_pattern", {"q_proj": "8"}), ("alpha_pattern", {"q_(": 8}), ("rank_pattern", {"q_proj": 0}),
+    ("rank_pattern", 4), ("lora_dropout", 1), ("use_rslora", "false"), ("modules_to_save", "lm_head"),
+    ("modules_to_save", [7]),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def an_adapter(tmp_path_factory):
-    return save_adapter(adapted("qwen2", modules_to_save=["lm_head"]), tmp_path_factory.mktemp("adapter") / "a")
+def test_wrong_values_in_an_adapter_change_nothing(tmp_path):
+    folder = save_adapter(adapted("qwen2", modules_to_save=["lm_head"]), tmp_path / "a")
+    config, model = folder / "adapter_config.json", make("qwen2")
+    right, before = config.read_text(), copy.deepcopy(model.state_dict())
+    for field, value in WRONG_VALUES:
+        config.write_text(json.dumps({**json.loads(right), field: value}))
+        with pytest.raises(CheckpointError, match=f"{re.escape(str(config))} has {field} "):
+            load_adapter(model, folder)
+        after = model.state_dict()
+        assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+    config.write_text(right)
+    assert isinstance(load_adapter(model, folder).model.layers[0].mlp.up_proj, LoRALinear)  # it had none
 
 
-@pytest.mark.parametrize("field, value", WRONG_VALUES)
-def test_wrong_values_in_an_adapter_change_nothing(an_adapter, tmp_path, field, value):
-    folder = shutil.copytree(an_adapter, tmp_path / "wrong")
-    config = folder / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), field: value}))
-    model = make("qwen2")
-    before, trained = copy.deepcopy(model.state_dict()), [p.requires_grad for p in model.parameters()]
-    (wrong,) = value.values() if isinstance(value, dict) and value and "(" not in str(value) else [value]
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(config))} has {field} ") as caught:
-        load_adapter(model, folder)
-    assert repr(wrong) in str(caught.value) or "no regular expression" in str(caught.value)
-    after = model.state_dict()
-    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
-    assert [p.requires_grad for p in model.parameters()] == trained
-    assert isinstance(load_adapter(model, an_adapter).model.layers[0].mlp.up_proj, LoRALinear)  # it had none
-    base = FolderSource(make("qwen2").save_pretrained(tmp_path / "base"))
-    with pytest.raises(CheckpointError, match=f" has {field} | sets use_dora"):
-        MergedSource(View(base), folder)
+def test_adapters_on_four_bits_compute_as_on_the_dequantised_weights(tmp_path):
+    low, dense, plain = adapted("qwen2", bits=4), make("qwen2"), quantized(make("qwen2"))
+    for name, module in plain.named_modules():
+        if isinstance(module, NF4Linear):
+            dense.get_submodule(name).weight.data.copy_(module.dequantized_weight(torch.float32))
+    with adapters_off(low):
+        assert torch.equal(logits(low), logits(plain))
+    save_adapter(low, tmp_path / "a")
+    load_adapter(dense, tmp_path / "a")
+    found = [
+        {name: p.grad for name, p in train_once(model).named_parameters() if p.requires_grad} for model in (low, dense)
+    ]
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 2 * 2 * 7
+    for name, grad in found[0].items():
+        torch.testing.assert_close(grad, found[1][name], rtol=1e-4, atol=1e-6)
+    merge_lora(dense)
+    with pytest.raises(InputError, match="rounded to 4 bits"):
+        merge_lora(low)
+    with pytest.raises(InputError, match="DoRA"):
+        add_lora(plain, dora=True)
 
 
 # ---- Two processes ----
 
-BATCH = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(5))
+BATCH = torch.randint(97, (4, 8), generator=torch.Generator().manual_seed(5))
 
 
 def train(model, rows, steps=3):
@@ -373,7 +382,7 @@ def on_two_ranks(folder):
     with pytest.raises(InputError, match="LoRALinear in place of a projection"):
         parallelize(adapted(), make_mesh(tp=2, device_type="cpu"))
     with pytest.raises(InputError, match="tensor parallel"):
-        add_lora(parallelize(make(vocab_size=62), make_mesh(tp=2, device_type="cpu")))
+        add_lora(parallelize(make(vocab_size=98), make_mesh(tp=2, device_type="cpu")))
     return found
 
 

@@ -16,22 +16,15 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
 from ligermodels.training.offload import Offload, OffloadPass
+from tests.parallel.train import CONFIG
 
-CONFIG = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.2,
-)
 FAMILIES = {
     "llama": {},
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6),
     "mixtral": dict(num_local_experts=4, output_router_logits=True, router_jitter_noise=0.1),
 }
 POLICIES = list(itertools.product(["none", "mlp", "block"], [False, True]))
+SOME = [("none", True), ("mlp", False), ("block", True)]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +39,7 @@ def ids():
 
 def make(family="llama", device="cpu", dtype=torch.float32, activation_checkpointing="none", **sizes):
     return ARCHS[family].from_config(
-        {**CONFIG, **FAMILIES.get(family, {}), **sizes},
+        {**CONFIG, "num_hidden_layers": 3, "model_type": family, **FAMILIES.get(family, {}), **sizes},
         dtype=dtype,
         device=device,
         activation_checkpointing=activation_checkpointing,
@@ -85,7 +78,7 @@ class TestBits:
             enable(model, *policy, **some)
             assert_same(step(model, ids), expected)
 
-    @pytest.mark.parametrize("policy", POLICIES, ids=str)
+    @pytest.mark.parametrize("policy", SOME, ids=str)
     def test_several_backwards(self, policy, ids):
         model, other = make(), ids.flip(1)
         expected, summed = step(model, ids), step(model, ids)[1:]
@@ -108,23 +101,21 @@ class TestBits:
         second.backward()
         assert_same([p.grad for p in model.parameters()], summed)
 
-    @pytest.mark.parametrize("policy", POLICIES, ids=str)
-    def test_under_autocast_where_x_and_residual_differ_in_dtype(self, policy, ids):
+    def test_under_autocast_where_x_and_residual_differ_in_dtype(self, ids):
         model = make()
         with torch.autocast("cpu", torch.bfloat16):
             expected = step(model, ids)
-            enable(model, *policy)
-            assert_same(step(model, ids), expected)
+            for policy in SOME:
+                enable(model, *policy)
+                assert_same(step(model, ids), expected)
 
     def test_without_gradients_nothing_changes(self, ids):
         model = make()
         with torch.no_grad():
             logits, cached = model(ids).logits, model(ids, use_cache=True).logits
         states = model(ids, output_hidden_states=True).hidden_states
-        written = model.eval().generate(ids, max_new_tokens=4)
-        for policy in POLICIES:
+        for policy in SOME:
             enable(model, *policy)
-            assert torch.equal(model.generate(ids, max_new_tokens=4), written)
             with torch.no_grad():
                 assert torch.equal(model(ids).logits, logits)
             assert torch.equal(model(ids, use_cache=True).logits, cached)  # not recomputed: the cache is written once
@@ -171,8 +162,9 @@ def late(monkeypatch):
 
 
 class TestStreams:
-    @pytest.mark.parametrize("some", [{}, {"blocks": 2}, {"every_n_layers": 2}], ids=str)
-    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    @pytest.mark.parametrize(
+        "policy, some", [("none", {}), ("mlp", {"blocks": 2}), ("block", {"every_n_layers": 2})], ids=str
+    )
     def test_nothing_is_read_or_freed_before_its_copy(self, policy, some, ids, late):
         model = make(num_hidden_layers=5)
         expected = step(model, ids)
@@ -205,18 +197,15 @@ def through_blocks(model, x):
         layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
         layer.register_forward_hook(lambda layer, inputs, outputs: given.extend(map(weakref.ref, outputs[:2])))
     cos, sin = model.decoder.rotary_emb(torch.arange(x.shape[1])[None])
-    run, residual, batch = (
-        model.decoder.checkpointing.start(x, len(model.decoder.layers)),
-        None,
-        Batch(cos=cos, sin=sin),
-    )
+    run = model.decoder.checkpointing.start(x, len(model.decoder.layers))
+    residual, batch = None, Batch(cos=cos, sin=sin)
     for i, layer in enumerate(model.decoder.layers):
         x, residual, *_ = run(i, layer, x, residual, batch)
     return x + residual, alive
 
 
 class TestMemory:
-    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
     def test_block_saves_one_tensor_of_each_block(self, family):
         model, kept = make(family, activation_checkpointing="block"), []
         with saved_tensors_hooks(lambda t: kept.append(t.shape) or t.detach(), lambda t: t):
@@ -271,9 +260,9 @@ class TestSettings:
             with pytest.raises(InputError, match=message):
                 make(activation_checkpointing=settings)
 
-    def test_the_argument_of_a_model_is_the_dict_of_its_method(self, tmp_path, ids):
+    def test_the_argument_of_a_model_is_the_dict_of_its_method(self, tmp_path):
         model = make()
-        expected, folder = step(model, ids), model.save_pretrained(tmp_path / "model")
+        folder = model.save_pretrained(tmp_path / "model")
         assert not model.is_gradient_checkpointing and not model.gradient_checkpointing
         settings = {"recompute": "mlp", "blocks": 2, "offload": True}
         loaded = type(model).from_hub(folder, progress=False, activation_checkpointing=settings)
@@ -281,18 +270,15 @@ class TestSettings:
         assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
         for one in (loaded, model):
             assert [layer.mlp.recompute for layer in one.decoder.layers] == [True, True, False]
-        assert_same(step(model, ids), expected)
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
-    def test_names_of_transformers(self, ids):
+    def test_names_of_transformers(self):
         model = make()
-        expected = step(model, ids)
         with pytest.warns(UserWarning, match="use_reentrant=True is not used here"):
             model.activation_checkpointing_enable({"use_reentrant": True}, every_n_layers=2, offload=True)
         policy = model.decoder.checkpointing
         assert [policy.covers(i) for i in range(3)] == [True, False, True] and policy.offload is not None
-        assert_same(step(model, ids), expected)
         model.activation_checkpointing_disable()
         assert not model.is_gradient_checkpointing
 
@@ -375,9 +361,8 @@ class TestOnAGPU:
         assert most[1] < 0.6 * most[0]
         assert most[2] < 0.8 * most[0]  # five of the blocks
 
-    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_the_host_never_waits(self, model, ids, policy):
-        enable(model, policy, offload=True)
+    def test_the_host_never_waits(self, model, ids):
+        enable(model, "mlp", offload=True)
         for _ in range(2):
             model(ids).logits.sum().backward()
         there = buffers(model)
