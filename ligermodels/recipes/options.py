@@ -77,7 +77,7 @@ class DataOptions:
     max_length: int | None = option(
         None, "maximum sequence length in tokens (default 4096, or the model's context where that is less)", least=2,
         alias="length")
-    packing: bool = option(True, "pack examples into one sequence, attention kept apart")
+    packing: bool = option(True, "pack examples into one sequence, with separate attention")
     skip_bad: bool = option(
         False, "leave out rows that cannot be read, and count them, instead of stopping", fixed_on_resume=False)
     show: int = option(

@@ -135,7 +135,7 @@ def _load(source: str) -> tuple[str, Function]:
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(file.absolute())
         ]
-        line = f", line {lines[-1]}" if lines else ""  # a syntax error tells its own
+        line = f", line {lines[-1]}" if lines else ""  # a syntax error names its own
         raise InputError(f"reward={source}: {path} cannot be imported{line}: {_told(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
