@@ -1,11 +1,8 @@
 """AdamW: against torch and its reference, stochastic rounding, remainders of bf16 weights."""
 
-import math
-
 import pytest
 import torch
 
-from ligermodels.errors import InputError
 from ligermodels.kernels import adamw as adamw_file
 from ligermodels.kernels.adamw import WHOLE, Piece, adamw, adamw_reference, join_master, random_bits, split_master
 from tests.kernels.on_gpu import large
@@ -38,6 +35,15 @@ def run(op, tensors, grads, *, on_device=False, **options):
     return found
 
 
+@pytest.fixture
+def where(request, monkeypatch):
+    """The path of a step, by name; "pieces on the CPU" is that without Triton."""
+    if request.param == "pieces on the CPU":
+        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
+        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("dtype", "size", "on_device", "factor"),
     [(torch.float32, ODD, False, 0.5), (torch.float32, 3, True, None), (torch.float64, ODD, True, 0.5)],
@@ -64,18 +70,14 @@ def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
     [
         (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, piece=Piece(2**36))),
         (torch.bfloat16, torch.bfloat16, True, {}),
-        (torch.bfloat16, torch.bfloat16, True, dict(rounding="nearest")),
         (torch.bfloat16, torch.float32, False, dict(rounding="nearest")),
         (torch.float32, torch.bfloat16, False, dict(seed=1)),
         (torch.float16, torch.float16, False, {}),
     ],
 )
-@pytest.mark.parametrize("where", ["numbers on the host", "numbers on the device", "pieces on the CPU"])
-def test_every_path_rounds_as_the_reference(monkeypatch, device, weight, states, remainder, options, where):
-    if where == "pieces on the CPU":
-        device = "cpu"
-        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
-        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
+@pytest.mark.parametrize("where", ["numbers on the host", "numbers on the device", "pieces on the CPU"], indirect=True)
+def test_every_path_rounds_as_the_reference(where, device, weight, states, remainder, options):
+    device = "cpu" if where == "pieces on the CPU" else device
     on_device = where == "numbers on the device"
     tensors = start((ODD,), weight, states, device, remainder=remainder)
     grads = torch.randn(3, ODD, device=device).to(weight)
@@ -107,27 +109,20 @@ def test_the_random_bits_of_whole_parameters_stay(device):
     assert bits[:, -3:].tolist() == [[42432, 25657, 37753], [45610, 32532, 28785], [56045, 2479, 35576]]
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        WHOLE,
-        Piece(2**36 + 64),  # rows of a matrix
-        Piece(13),  # a range that begins within a group
-        Piece(2**35 + 16, 40, 2**33),  # columns, of groups that stay whole
-        Piece(8, 2048, 4096),
-        Piece(32, 49, 97),  # uneven columns
-        Piece(16, 24, 97),
-        Piece(12, 16, 64),
-        Piece(5, 1, 3),  # one column
-    ],
-)
-@pytest.mark.parametrize("where", ["kernel", "reference", "pieces on the CPU"])
-def test_the_random_bits_of_pieces_are_those_of_the_whole(monkeypatch, device, piece, where):
+PIECES = [
+    WHOLE,
+    Piece(13),  # a range that begins within a group
+    Piece(2**35 + 16, 40, 2**33),  # columns, of groups that stay whole
+    Piece(32, 49, 97),  # uneven columns
+    Piece(5, 1, 3),  # one column
+]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("where", ["kernel", "reference", "pieces on the CPU"], indirect=True)
+def test_the_random_bits_of_pieces_are_those_of_the_whole(where, device, piece):
     """Gradients that are the first moment, exactly, and are rounded up by their bits but by none smaller."""
-    if where == "pieces on the CPU":
-        device = "cpu"
-        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
-        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
+    device = "cpu" if where == "pieces on the CPU" else device
     places = [piece.first + i // piece.inner * piece.stride + i % piece.inner for i in range(ODD)]
     seed, number = 2**40 + 7, 5
     bits = torch.tensor([words_of(place, seed=seed, step=1, stream=number * 4 + 1) for place in places], device=device)
@@ -137,17 +132,6 @@ def test_the_random_bits_of_pieces_are_those_of_the_whole(monkeypatch, device, p
         w, m, v, _ = start((ODD,), torch.bfloat16, torch.bfloat16, device)
         op(w, grad, m, v, **PLAIN, seed=seed, number=number, piece=piece)
         assert (bits_of(m) == expected).all()
-
-
-def test_stochastic_rounding_is_right_in_the_mean(device):
-    size = 8192
-    low, ulp = 1.0, 2**-7
-    for share in (0.03, 0.5, 0.9):
-        w, m, v, _ = start((size,), torch.bfloat16, torch.bfloat16, device)
-        adamw(w, torch.full((size,), low + share * ulp, device=device), m, v, **PLAIN, seed=11)
-        assert set(m.tolist()) == {low, low + ulp}
-        # Four standard deviations of the mean of so many draws; the bits are the same in each run.
-        assert abs((m.double().mean().item() - low) / ulp - share) < 4 * math.sqrt(share * (1 - share) / size)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -176,8 +160,6 @@ def test_a_remainder_makes_the_weight_an_fp32_one(device):
         assert torch.equal(bits_of(actual), bits_of(exact))
     assert (found[3] != 0).double().mean() > 0.9
     assert torch.equal(found[0], split_master(wide[0])[0])
-    references = run(adamw_reference, [w, m, v, r], grads)
-    torch.testing.assert_close(join_master(references[0], references[3]), wide[0], rtol=2e-6, atol=1e-6)
 
 
 def test_masters_are_kept_in_all_their_bits(device):
@@ -193,22 +175,6 @@ def test_masters_are_kept_in_all_their_bits(device):
     assert (weight[tie].double().abs() > master[tie].double().abs()).all()
     assert torch.equal(weight[~tie], master[~tie].bfloat16())
     assert split_master(torch.tensor([float("nan")]))[0].isnan()
-    finite = master.isfinite() & (master.abs() > 1e-37)  # a GPU may take less as zero
-    w, r = weight[finite].clone(), remainder[finite].clone()
-    m, v = torch.zeros(2, *w.shape, device=device)
-    adamw(w, torch.zeros_like(w), m, v, r, **PLAIN)
-    assert torch.equal(bits_of(w), bits_of(weight[finite])) and torch.equal(r, remainder[finite])
-
-
-def test_errors(device):
-    w, m, v, _ = start((4,), torch.bfloat16, torch.bfloat16, device)
-    options = dict(PLAIN)
-    with pytest.raises(InputError, match=r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape"):
-        adamw(w, w[:3], m, v, **options)
-    with pytest.raises(InputError, match="supported: stochastic, nearest"):
-        adamw(w, w, m, v, **options, rounding="up")
-    with pytest.raises(InputError, match=r"Piece\(first=0, inner=8, stride=4\); expected"):
-        adamw(w, w, m, v, **options, piece=Piece(0, 8, 4))
 
 
 @large

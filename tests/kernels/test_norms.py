@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: mixed dtypes, rows wider than registers, and the formulas of transformers."""
+"""RMSNorm and LayerNorm: mixed dtypes, the formulas of transformers, and what a backward recomputes of them."""
 
 import pytest
 import torch
@@ -9,9 +9,12 @@ from ligermodels.kernels import (
     add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    layer_norm,
     layer_norm_reference,
+    rms_norm,
     rms_norm_reference,
 )
+from ligermodels.kernels._recompute import handle_of, recomputed
 
 ADDS = {"rms": (add_rms_norm, add_rms_norm_reference, 1), "layer": (add_layer_norm, add_layer_norm_reference, 2)}
 each_norm = pytest.mark.parametrize("name", ADDS)
@@ -54,3 +57,42 @@ def test_references_are_those_of_transformers_and_torch():
                 with torch.set_grad_enabled(gradients):
                     assert torch.equal(rms_norm_reference(x, norm.weight, eps=1e-5, **options), norm(x))
         assert torch.equal(layer_norm_reference(x, weight, bias), F.layer_norm(x, (64,), weight, bias))
+
+
+# What is recomputed.
+
+NORMS = {
+    "rms": (rms_norm, add_rms_norm, dict(cast_before_weight=True)),
+    "rms, gemma": (rms_norm, add_rms_norm, dict(cast_before_weight=False, offset=1.0, eps=0.5)),
+    "layer": (layer_norm, add_layer_norm, dict(eps=0.5)),
+}
+
+
+def assert_recomputed(y, rtol=0.0, atol=0.0):
+    recipe = handle_of(y)
+    with torch.no_grad():
+        again = recomputed(recipe.function, recipe.tensors)
+    torch.testing.assert_close(again, y.detach(), rtol=rtol, atol=atol)
+
+
+half, single = torch.float16, torch.float32
+MIXTURES = [
+    (2, half, half, half), (2, half, single, single), (2, single, half, single), (1, half, single, half),
+    (0, single, single, single),
+]  # fmt: skip
+"""How many parameters, and the dtypes of x, of the residual and of the parameters."""
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_recomputed_to_the_bit(device, poison, name):
+    """After an add and alone, of each mixture of dtypes, and rows of several tiles."""
+    norm, add_norm, options = NORMS[name]
+    for count, dtype, other, of_weight in MIXTURES:
+        x = torch.randn(3, 2, 60, device=device).to(dtype).requires_grad_()
+        residual = torch.randn_like(x).to(other)
+        rest = torch.randn(min(count, 1 if name.startswith("rms") else 2), 60, device=device).to(of_weight)
+        y, total = add_norm(x, residual, *rest, **options)
+        assert handle_of(y).tensors[0] is total
+        # Compiled for loads of two widths, a kernel may add up a row in another order: the statistics move by some ulp.
+        assert_recomputed(y, **dict(rtol=1e-6, atol=1e-6) if device == "cuda" and dtype != other else {})
+        assert_recomputed(norm(x.transpose(0, 1), *rest, **options))

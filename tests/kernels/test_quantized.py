@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligermodels import InputError
-from ligermodels.kernels import gated_mlp, gemv, quantized
+from ligermodels.kernels import gated_mlp, gated_mlp_reference, gemv, quantized
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels.lora import lora_linear
 from ligermodels.kernels.quantized import (
@@ -51,14 +50,6 @@ def test_a_weight_is_within_half_a_step(device, kind, k):
     assert error.square().mean() <= {"int8": 1e-4, "fp8": 2e-3, "int4": 0.016}[kind]
 
 
-def test_int4_rounds_to_the_nearest_of_sixteen(device):
-    weight = torch.randn(3, 256)
-    found = exact(quantize(weight.to(device), "int4")).cpu().view(-1, 128)
-    for group, mine in zip(weight.double().view(-1, 128), found, strict=True):
-        step = (group[group.abs().argmax()] / -8).bfloat16().double()
-        assert torch.equal(mine, (group / step).round().clamp(-8, 7) * step)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_dequantised_to_the_bit(device, kind):
     (weight,) = weights(device, kind, [5], 1300)
@@ -66,22 +57,11 @@ def test_it_is_dequantised_to_the_bit(device, kind):
         out = torch.empty(5, 1300, dtype=dtype, device=device)
         assert dequantize(weight, out=out) is out
         assert torch.equal(out, dequantize_reference(weight, dtype)) and torch.equal(dequantize(weight, dtype), out)
-    with pytest.raises(InputError, match="contiguous"):
-        dequantize(weight, out=torch.empty(1300, 5, device=device).t())
-
-
-@pytest.mark.parametrize("wrong, match", [
-    (dict(kind="int3"), "int3"), (dict(weight=torch.full((2, 2), torch.inf)), "infinity"),
-    (dict(weight=torch.randn(2, 2, requires_grad=True)), "gradient"), (dict(weight=torch.randn(4)), "expected"),
-])  # fmt: skip
-def test_what_cannot_be_quantised(wrong, match):
-    with pytest.raises(InputError, match=match):
-        quantize(**{"weight": torch.randn(2, 2), "kind": "int8"} | wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n, k", [(9, 96), (3, 1024), pytest.param(5, 1100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n, k", [(9, 96), (3, 1100)])
 def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
     gate, up = weights(device, kind, (n, n), k)
     x, b1, b2 = (torch.randn(size, device=device).to(dtype) for size in ((1, k), n, n))
@@ -101,9 +81,8 @@ def test_tiles_of_int4_agree(device, monkeypatch, tile):
     assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, torch.float32, device)
 
 
-@pytest.mark.parametrize("rows", [17, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 64))])
+@pytest.mark.parametrize(("rows", "k"), [(2, 512), (17, 300), (17, 512)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("k", [300, 512])  # with masks, and without
 def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows, k):
     n = 37
     (weight,) = weights(device, kind, [n], k)
@@ -142,23 +121,19 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
         assert_close(lora_linear(x, laid, [bias, None], [None, None]), wanted, torch.float32, device)
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [1, 70])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_mlp(device, kind, rows, packed):
     gate_up, down = weights(device, kind, (12, 5), 128)[0], weights(device, kind, [5], 6)[0]
     first = gate_up if packed else gate_up.halves()
     x = torch.randn(1, rows, 128, device=device)
-    gate, up = (x.double() @ exact(gate_up).T).chunk(2, -1)
-    wanted = (F.silu(gate) * up) @ exact(down).T
+    wide = x.double().requires_grad_()
+    wanted = gated_mlp_reference(wide, exact(gate_up), exact(down))
     assert_close(gated_mlp(x, first, down), wanted, torch.float32, device)
-    x.requires_grad_()
     dy = torch.randn_like(wanted)
-    y = gated_mlp(x, first, down)
-    wide = x.detach().double().requires_grad_()
-    gate, up = (wide @ exact(gate_up).T).chunk(2, -1)
-    ((F.silu(gate) * up) @ exact(down).T).backward(dy)
-    torch.testing.assert_close(torch.autograd.grad(y, x, dy.float())[0], wide.grad.float(), rtol=1e-4, atol=1e-5)
+    (found,) = torch.autograd.grad(gated_mlp(x.requires_grad_(), first, down), x, dy.float())
+    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, dy)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_it_takes(device):
@@ -171,15 +146,3 @@ def test_what_it_takes(device):
     assert not use_quantized(x, [weight, dequantize(weight)], [None, None])
     with torch.autocast(device, torch.bfloat16):
         assert not use_quantized(x, [weight], [None])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 64])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n, k", [(4096, 4096), (1024, 14336), (2048, 1536)])
-def test_sizes_of_models(kind, rows, n, k):
-    (weight,) = weights("cuda", kind, [n], k)
-    x = torch.randn(rows, k, device="cuda").bfloat16()
-    wanted = x.double() @ exact(weight).T
-    error = (quantized_linear(x, [weight], [None]).double() - wanted).abs()
-    assert (error <= 2**-8 * (wanted.abs() + 0.1)).all()
