@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-import weakref
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.gguf import writer as gguf_writer
 from ligermodels.checkpoint.gguf.writer import GgufTarget
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.conversion import MismatchError, Options, convert
+from ligermodels.conversion import MismatchError
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import (
@@ -47,6 +46,7 @@ MODELS = {
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     "mistral": ("mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 64}),
     "mixtral": ("mixtral", {"num_local_experts": 3, "head_dim": 8}),
     "gemma": ("gemma", GEMMA),
     "gemma2": ("gemma2", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 8}),
@@ -162,6 +162,7 @@ def wanted_fields(name: str, rows: int) -> dict:
     own["attention.layer_norm_rms_epsilon"] = {"mixtral": 1e-5, "phi3": 1e-5}.get(family, 1e-6)
     own |= {
         "llama, tied": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+        "mistral, window": {"attention.sliding_window": 64},
         "mixtral": {"expert_count": 3, "expert_used_count": 2},
         "gemma2": {
             "attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
@@ -269,20 +270,6 @@ def test_a_file_that_is_not_what_was_to_be_written(tmp_path, model_of, monkeypat
     assert target.read_bytes() == b"old" and left(tmp_path) == ["out.gguf"]
 
 
-def test_one_tensor_is_in_memory(tmp_path, model_of, monkeypatch):
-    alive, read = [], GgufTarget._read
-
-    def watched(target, name):
-        assert not [name for name, tensor in alive if tensor() is not None], f"still there at {name}"
-        tensor = read(target, name)
-        alive.append((name, weakref.ref(tensor)))
-        return tensor
-
-    monkeypatch.setattr(GgufTarget, "_read", watched)
-    to_gguf(model_of("mixtral"), tmp_path / "out.gguf", dtype="fp32", verify="bytes")
-    assert len(alive) > 40  # once to write, once to compare
-
-
 # Models that are refused
 
 ROPE = {"factor": 2.0, "original_max_position_embeddings": 64}
@@ -361,25 +348,20 @@ def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
         assert all(any(words in line for line in lines) for words in LOSSES[name] + named)
 
 
-def test_a_window_that_is_left_out_is_named(tmp_path):
-    source = small_model(tmp_path / "source", "llama 3", "mistral", sliding_window=64)
-    with pytest.warns(UserWarning, match="ignores the window of 64 tokens"):
-        convert(source, tmp_path / "out.gguf", Options(to="gguf", progress=False))
-    assert fields_of(tmp_path / "out.gguf")["llama.attention.sliding_window"] == 64
-
-
 @pytest.mark.parametrize(
-    "options, message",
-    [({"verify": "logits"}, "run in llama.cpp"), ({"max_shard_size": "1GB"}, "not for gguf")],
+    "target, options, message",
+    [
+        ("out.gguf", {"verify": "logits"}, "run in llama.cpp"),
+        ("out.gguf", {"max_shard_size": "1GB"}, "not for gguf"),
+        ("", {}, r"give its name, such as .*model\.gguf"),
+    ],
 )
-def test_options(tmp_path, model_of, options, message):
+def test_options(tmp_path, model_of, target, options, message):
     with pytest.raises(InputError, match=message):
-        to_gguf(model_of("llama"), tmp_path / "out.gguf", **options)
+        to_gguf(model_of("llama"), tmp_path / target, **options)
 
 
-def test_a_folder_a_missing_package_and_an_unknown_family(tmp_path, model_of, monkeypatch):
-    with pytest.raises(InputError, match=r"give its name, such as .*model\.gguf"):
-        to_gguf(model_of("llama"), tmp_path)
+def test_a_missing_package_and_an_unknown_family(tmp_path, model_of, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'ligermodels\[gguf\]'"):
         patch.setitem(sys.modules, "gguf", None)
         to_gguf(model_of("llama"), tmp_path / "out.gguf")
@@ -389,12 +371,12 @@ def test_a_folder_a_missing_package_and_an_unknown_family(tmp_path, model_of, mo
 
 
 def test_float64_is_cast_only_when_asked(tmp_path, model_of):
-    shutil.copytree(model_of("llama", torch.float32), tmp_path / "source")
-    content = load_file(tmp_path / "source" / "model.safetensors")
-    save_file({name: x.double() for name, x in content.items()}, tmp_path / "source" / "model.safetensors")
+    source = shutil.copytree(model_of("llama", torch.float32), tmp_path / "source")
+    content = load_file(source / "model.safetensors")
+    save_file({name: x.double() for name, x in content.items()}, source / "model.safetensors")
     with pytest.raises(InputError, match="--dtype fp32"):
-        to_gguf(tmp_path / "source", tmp_path / "out.gguf")
-    to_gguf(tmp_path / "source", tmp_path / "out.gguf", dtype="fp32")
+        to_gguf(source, tmp_path / "out.gguf")
+    to_gguf(source, tmp_path / "out.gguf", dtype="fp32")
     assert all(x.dtype == torch.float32 for x in tensors_of(tmp_path / "out.gguf").values())
 
 

@@ -17,7 +17,7 @@ from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.gguf.reader import TYPES, GgufReader
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert, inspect, verify
-from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import KINDS, small_model, tensors_of, to_gguf
 from tests.conversion.test_gguf import MODELS, TEXTS, model_of  # noqa: F401  # a fixture
@@ -32,8 +32,7 @@ def load(path, **options):
         return ligermodels.load(path, progress=False, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in MODELS), ("gemma2", "fp16"), ("mixtral", "bf16")])
 def test_every_family_there_and_back(tmp_path, model_of, name, dtype):  # noqa: F811
     source = model_of(name, torch.float32)
     with warnings.catch_warnings():
@@ -197,17 +196,10 @@ def test_several_stop_ids(tmp_path):
 def test_the_commands_take_it(model, capsys, tmp_path):
     assert cli.main(["inspect", str(model)]) == 0
     out = capsys.readouterr().out
-    for line in (
-        f"checkpoint      {model}",
-        "layout          GGUF",
-        f"ligermodels.load('{model}')",
-        "tokenizer.json, ",
-    ):
-        assert line in out, out
+    assert all(text in out for text in ("layout          GGUF", f"load('{model}')", "tokenizer.json, ")), out
     assert cli.main(["convert", str(model), str(tmp_path / "hf"), "--verify", "logits", "--dtype", "bf16"]) == 0
     assert read_json(tmp_path / "hf" / "config.json")["dtype"] == "bfloat16"
     assert cli.main(["generate", str(model), "--prompt", "the", "--max-new-tokens", "2", "--device", "cpu"]) == 0
-    assert "2 tokens)" in capsys.readouterr().err
 
 
 def test_floats_are_mapped_from_the_file(model):
@@ -242,25 +234,6 @@ def put(key, value):
 
 
 NEW = {float: [gguf.GGUFValueType.FLOAT32], int: [gguf.GGUFValueType.UINT32], str: [gguf.GGUFValueType.STRING]}
-BAD_METADATA = {
-    "architecture": (put("general.architecture", "mamba"), ConfigError, "'mamba'.*supported: llama, gemma"),
-    "a field": (lambda fields: fields.pop("llama.embedding_length"), ConfigError, "lacks llama.embedding_length"),
-    "split": (put("split.count", 3), CheckpointError, "one of 3 parts.*\n.*llama-gguf-split"),
-    "rope": (put("llama.rope.scaling.type", "longrope"), ConfigError, "longrope as it is set there"),
-    "part of a head": (put("llama.rope.dimension_count", 4), ConfigError, "rotates 4 of a head's 8"),
-    "values of another size": (put("llama.attention.value_length", 4), ConfigError, "other sizes"),
-    "pre": (put("tokenizer.ggml.pre", "chatglm-bpe"), TokenizerError, "'chatglm-bpe'.*supported: .*llama-bpe"),
-    "tokenizer": (put("tokenizer.ggml.model", "bert"), TokenizerError, "'bert' is not supported; supported: gpt2"),
-    "no merges": (lambda fields: fields.pop("tokenizer.ggml.merges"), TokenizerError, "its tokenizer is damaged"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_METADATA)
-def test_metadata_that_is_not_supported(tmp_path, model, case):
-    change, error, message = BAD_METADATA[case]
-    rewritten(model, tmp_path / "bad.gguf", change)
-    with pytest.raises(error, match=message):
-        ligermodels.load(tmp_path / "bad.gguf")
 
 
 def test_metadata_that_nothing_reads_is_named(tmp_path, model):
@@ -275,20 +248,41 @@ def other_type(data: bytes) -> bytes:
     return data[:at] + struct.pack("<I", 39) + data[at + 4 :]
 
 
-BAD_FILES = {
-    "cut short": (lambda data: data[:-40], "is cut short"),
-    "header cut": (lambda data: data[:1000], "header is damaged or cut short"),
-    "no GGUF": (lambda data: b"<html>" + data, "is not a GGUF file"),
-    "version": (lambda data: data[:4] + b"\1" + data[5:], "2 and 3 are read"),
-    "a quantisation": (other_type, "quantised as type 39, which is not read; supported: F32, F16, Q4_0"),
-}
+def metadata(change):
+    return lambda model, target: rewritten(model, target, change)
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_damaged_files(tmp_path, model, case):
-    change, message = BAD_FILES[case]
-    (tmp_path / "bad.gguf").write_bytes(change(model.read_bytes()))
-    with pytest.raises(LigermodelsError, match=message):
+def data(change):
+    return lambda model, target: target.write_bytes(change(model.read_bytes()))
+
+
+def without(key):
+    return metadata(lambda fields: fields.pop(key))
+
+
+BAD = {
+    "architecture": (metadata(put("general.architecture", "mamba")), ConfigError, "'mamba'.*supported: llama, gemma"),
+    "a field": (without("llama.embedding_length"), ConfigError, "lacks llama.embedding_length"),
+    "split": (metadata(put("split.count", 3)), CheckpointError, "one of 3 parts.*\n.*llama-gguf-split"),
+    "rope": (metadata(put("llama.rope.scaling.type", "longrope")), ConfigError, "longrope as it is set there"),
+    "part of a head": (metadata(put("llama.rope.dimension_count", 4)), ConfigError, "rotates 4 of a head's 8"),
+    "values of another size": (metadata(put("llama.attention.value_length", 4)), ConfigError, "other sizes"),
+    "pre": (metadata(put("tokenizer.ggml.pre", "chatglm-bpe")), TokenizerError, "'chatglm-bpe'.*supported: "),
+    "tokenizer": (metadata(put("tokenizer.ggml.model", "bert")), TokenizerError, "'bert' is not supported"),
+    "no merges": (without("tokenizer.ggml.merges"), TokenizerError, "its tokenizer is damaged"),
+    "cut short": (data(lambda blob: blob[:-40]), CheckpointError, "is cut short"),
+    "header cut": (data(lambda blob: blob[:1000]), CheckpointError, "header is damaged or cut short"),
+    "no GGUF": (data(lambda blob: b"<html>" + blob), CheckpointError, "is not a GGUF file"),
+    "version": (data(lambda blob: blob[:4] + b"\1" + blob[5:]), CheckpointError, "2 and 3 are read"),
+    "a quantisation": (data(other_type), CheckpointError, "quantised as type 39, which is not read; supported: F32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_files_that_are_damaged_or_not_supported(tmp_path, model, case):
+    spoil, error, message = BAD[case]
+    spoil(model, tmp_path / "bad.gguf")
+    with pytest.raises(error, match=message):
         ligermodels.load(tmp_path / "bad.gguf")
 
 
