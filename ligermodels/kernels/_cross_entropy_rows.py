@@ -365,7 +365,7 @@ def row_tiling(
     if twice:
         resident = min(resident, max(1, (36 << 20) // (multiprocessors * vocab * size)))
     programs = max(1, min(num_rows, multiprocessors * resident))
-    is_ampere = cuda_capability(logits.device.index) >= (8, 0)  # 99 KiB of shared memory per block, or more
+    is_ampere = cuda_capability(logits.device.index) >= 80  # 99 KiB of shared memory per block, or more
     stages = 1 if streams > 1 or not wide else 4 if twice and not short and is_ampere else 3
     tiling = {"PADDED": padded, "STAGES": stages, "R": tile // 8, "AXIS": 1 if wide else 0, "num_warps": num_warps}
     return programs, row_stride if padded else vocab, tiling

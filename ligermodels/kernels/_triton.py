@@ -57,12 +57,12 @@ def overlaps_launches(x: Tensor) -> bool:
     The kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before its first
     load or store. False under torch.compile: Inductor cannot analyse such a kernel, and would copy its inputs.
     """
-    return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _capability(x.get_device()) >= (9, 0)
+    return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _capability(x.get_device()) >= 90
 
 
 def has_ptx(x: Tensor) -> bool:
     """True where a kernel may use inline PTX: on NVIDIA GPUs from Ampere on."""
-    return x.is_cuda and not INTERPRET and cuda_capability(x.get_device()) >= (8, 0)
+    return x.is_cuda and not INTERPRET and cuda_capability(x.get_device()) >= 80
 
 
 def overlapping(overlap: bool) -> dict[str, bool]:
@@ -154,21 +154,22 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
 
 
 @assume_constant_result
-def cuda_capability(index: int | None) -> tuple[int, int]:
-    """Compute capability of CUDA device `index`; (0, 0) where it is no GPU of NVIDIA's."""
+def cuda_capability(index: int | None) -> int:
+    """Compute capability of CUDA device `index`, 10 major + minor; 0 where it is no GPU of NVIDIA's."""
     return _capability(index)
 
 
 @functools.cache
-def _capability(index: int | None) -> tuple[int, int]:
+def _capability(index: int | None) -> int:
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return 0, 0
-    return torch.cuda.get_device_capability(index)
+        return 0
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor  # a number: Dynamo takes no tuple for a constant
 
 
 def is_datacenter(index: int | None) -> bool:
     """True on Hopper and datacenter Blackwell: bulk copies (TMA), and more than 200 KiB of shared memory."""
-    return cuda_capability(index)[0] in (9, 10)
+    return cuda_capability(index) // 10 in (9, 10)
 
 
 @assume_constant_result

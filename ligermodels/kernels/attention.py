@@ -270,7 +270,7 @@ def _flash_takes(q: Tensor) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.shape[-1] <= 256
         and q.shape[-1] % 8 == 0
-        and cuda_capability(q.device.index) >= (8, 0)
+        and cuda_capability(q.device.index) >= 80
         and _built_with_flash()
     )
 
