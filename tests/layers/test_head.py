@@ -16,23 +16,6 @@ from ligermodels.kernels.jsd import jsd
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_jsd import linear_jsd
 
-IDS = torch.tensor([[1, 3, 1], [0, 10, 1]])
-
-
-@pytest.mark.parametrize("scale", [None, 48**0.5])
-@pytest.mark.parametrize("padding_idx", [None, 3])
-def test_embedding_is_that_of_torch_times_the_scale(device, scale, padding_idx):
-    table = L.Embedding(11, 48, embed_scale=scale, padding_idx=padding_idx).to(device)
-    ids, weights = IDS.to(device), torch.randn(*IDS.shape, 48, device=device)
-    y = table(ids)
-    (grad,) = torch.autograd.grad((y * weights).sum(), table.weight)
-    plain = table.weight.detach().clone().requires_grad_()
-    expected = F.embedding(ids, plain, padding_idx) * (1 if scale is None else scale)
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(grad, torch.autograd.grad((expected * weights).sum(), plain)[0])
-    assert isinstance(table, nn.Embedding) and (padding_idx is None or (table.weight[3] == 0).all())
-    assert 0.01 < table.weight.std() < 0.03
-
 
 class Tied(nn.Module):
     def __init__(self):
@@ -130,20 +113,6 @@ def test_head_gives_logprobs(tied):
     torch.testing.assert_close(out.logits_mean, logits.mean(-1).where(valid, 0))
     plain = lm_head(x, labels, softcap=2.0, return_logprobs=True)
     torch.testing.assert_close(plain, -lm_head(x, labels, softcap=2.0, reduction="none").view(2, 5))
-
-
-def test_a_head_of_another_dtype_computes_in_its_own():
-    lm_head = L.LMHead(6, 13)
-    x, labels = torch.randn(2, 5, 6).bfloat16().requires_grad_(), torch.randint(13, (2, 5))
-    logits = F.linear(x.float(), lm_head.weight)
-    assert torch.equal(lm_head(x), logits)
-    loss, expected = lm_head(x, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    torch.testing.assert_close(loss, expected)
-    found, wanted = (torch.autograd.grad(y, [x, lm_head.weight], retain_graph=True) for y in (loss, expected))
-    assert found[0].dtype == torch.bfloat16
-    torch.testing.assert_close(found, wanted)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert lm_head(x).dtype == torch.bfloat16
 
 
 def test_options_that_do_not_go_together():

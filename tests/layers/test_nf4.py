@@ -1,7 +1,6 @@
 """NF4Linear: a linear layer over the dequantised weight, whose memory is shared and never wrong."""
 
 import copy
-import functools
 import io
 import threading
 import weakref
@@ -83,22 +82,6 @@ def test_layers_share_one_buffer_and_keep_no_weight(device):
     low_bit.release_buffers()
     assert not low_bit._FREE
     assert torch.equal(small(x), expected(small, x))
-
-
-@torch.no_grad()
-def test_two_weights_in_use_at_a_time_have_two_buffers(device):
-    a, b = make(device=device), make(device=device)
-    of_a, of_b = (functools.partial(low_bit.dequantized, [layer.operand], torch.float32) for layer in (a, b))
-    with of_a() as (first,), of_b() as (second,):
-        assert torch.equal(first, a.dequantized_weight()) and torch.equal(second, b.dequantized_weight())
-    with of_b() as (third,):
-        assert third.data_ptr() in (first.data_ptr(), second.data_ptr())
-    with pytest.raises(RuntimeError, match="inside"), of_a():
-        raise RuntimeError("inside")
-    assert len(sizes()) == 2
-    own = a.dequantized_weight()
-    b(torch.randn(2, 80, device=device))
-    assert torch.equal(own, a.dequantized_weight())
 
 
 def test_threads_do_not_write_over_each_other():

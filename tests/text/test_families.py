@@ -122,4 +122,6 @@ def test_tokenizer_model_alone(folder_of, tmp_path, name):
         ids = whole.encode(text)
         for skip in (False, True):
             assert alone.decode(ids, skip) == whole.decode(ids, skip), text
+    for text in ("the cat", "a 🦊 b", "the▁cat  x\n", "", "the</s> cat[INST] the") if name != "phi 3" else ():
+        assert alone(text, return_offsets_mapping=True) == whole(text, return_offsets_mapping=True), text
     assert alone.chat_stop_ids == whole.chat_stop_ids

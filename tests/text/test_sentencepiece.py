@@ -210,17 +210,6 @@ def test_single_word_and_normalized_flags(tmp_path):
     assert found("raff raﬀ") == [2]
 
 
-def test_offsets(folder_of, tmp_path):
-    """The places of SentencePiece's pieces are those that tokenizer.json gives."""
-    for name in ("mistral 0.3", "gemma 2"):
-        whole = Tokenizer.from_folder(folder_of(name))
-        whole.save(tmp_path / name)
-        (tmp_path / name / "tokenizer.json").unlink()
-        alone = Tokenizer.from_folder(tmp_path / name)
-        for text in ("the cat", "a 🦊 b", "the▁cat  x\n", "", "the</s> cat[INST] the"):
-            assert alone(text, return_offsets_mapping=True) == whole(text, return_offsets_mapping=True), text
-
-
 def test_offsets_where_sentencepiece_changes_the_text(sentencepiece_folder):
     model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
     tokenizer = Tokenizer.from_folder(sentencepiece_folder(model))
