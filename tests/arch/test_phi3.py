@@ -62,7 +62,19 @@ class TestPhi3(Suite):
     }
 
     def earlier_generation(self, config):
-        return earlier(config)
+        """As transformers 4 wrote it: `type` and the lists in rope_scaling, the rest at the top level."""
+        config = dict(config)
+        scaling = dict(config.pop("rope_parameters"))
+        config["rope_theta"] = scaling.pop("rope_theta")
+        partial = scaling.pop("partial_rotary_factor", 1.0)
+        config.pop("partial_rotary_factor", None)
+        if partial != 1.0:  # a key of the later 4.x
+            config["partial_rotary_factor"] = partial
+        config["torch_dtype"] = config.pop("dtype", "float32")
+        scaling.pop("original_max_position_embeddings", None)
+        rope_type = scaling.pop("rope_type")
+        config["rope_scaling"] = None if rope_type == "default" else {"type": "longrope", **scaling}
+        return config
 
     def test_cached_decoding_equals_the_full_forward(self, model, ids):
         """On either side of the original length, where LongRoPE has one; across it, see below."""
@@ -86,27 +98,6 @@ class TestPhi3(Suite):
             assert relative(model(packed, cu_seqlens=bounds, max_seqlen=longest).logits, expected) < LOGITS
 
 
-def earlier(config, name="longrope"):
-    """As transformers 4 wrote it: `type` and the lists in rope_scaling, the rest at the top level."""
-    config = dict(config)
-    scaling = dict(config.pop("rope_parameters"))
-    config["rope_theta"] = scaling.pop("rope_theta")
-    partial = scaling.pop("partial_rotary_factor", 1.0)
-    config.pop("partial_rotary_factor", None)
-    if partial != 1.0:  # a key of the later 4.x
-        config["partial_rotary_factor"] = partial
-    config["torch_dtype"] = config.pop("dtype", "float32")
-    scaling.pop("original_max_position_embeddings", None)
-    rope_type = scaling.pop("rope_type")
-    config["rope_scaling"] = None if rope_type == "default" else {"type": name, **scaling}
-    return config
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_checkpoint(tiny(rope_parameters=longrope()), tmp_path / "hf")
-
-
 @pytest.fixture
 def ids():
     return torch.randint(3, 97, (2, 40))
@@ -116,22 +107,20 @@ def load(folder):
     return ligermodels.Phi3.from_hub(folder, progress=False)
 
 
-def greedy(hf, ids, **inputs):
-    return hf.generate(ids, max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0, **inputs)
-
-
 @pytest.mark.parametrize(("prompt", "window"), [(9, None), (16, None), (15, 6), (17, 6)])
 def test_generation_across_the_original_length(tmp_path, ids, prompt, window):
     """The tokens are those of transformers, and are those of a full forward for each of them."""
     folder = write_checkpoint(tiny(sliding_window=window, rope_parameters=longrope()), tmp_path)
     model, text = load(folder), ids[:, :prompt]
     generated = model.generate(text, max_new_tokens=14, eos_token_id=[])
-    assert torch.equal(generated, greedy(theirs(folder), text))
+    options = dict(max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generated, theirs(folder).generate(text, **options))
     for length in range(prompt, generated.shape[1]):
         assert torch.equal(model(generated[:, :length]).logits[:, -1].argmax(-1), generated[:, length])
 
 
-def test_the_original_length_is_read_at_the_top_level(folder, ids):
+def test_the_original_length_is_read_at_the_top_level(written, ids):
+    folder = written(tiny(rope_parameters=longrope()))
     expected = load(folder)(ids[:, :12]).logits
     nested = longrope()
     del nested["original_max_position_embeddings"]

@@ -62,21 +62,21 @@ def expected(home: Path, adapter: str | None, ids, stops) -> str:
     return Tokenizer.from_folder(home / "base").decode(new, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("adapter", ["pefts", "ours"])
-def test_both_commands_say_what_peft_says(home, adapter, capsys, monkeypatch):
+@pytest.mark.parametrize(("adapter", "alone"), [("pefts", False), ("ours", True)])
+def test_both_commands_say_what_peft_says(home, adapter, alone, capsys, monkeypatch):
     """With MODEL and --adapter, and with the adapter's folder alone, which names its base."""
     base, folder = home / "base", home / adapter
     tokenizer = Tokenizer.from_folder(base)
     ids = tokenizer.encode(HELLO)
     said = expected(home, adapter, ids, tokenizer.eos_token_ids)
     assert said != expected(home, None, ids, tokenizer.eos_token_ids)
-    for given in ((base, "--adapter", folder), (folder,)):
-        status, out, err = run(capsys, "generate", *given, "--prompt", HELLO, "--max-new-tokens", 16)
-        assert (status, out.strip()) == (0, said.strip()), err
-        monkeypatch.setattr(sys, "stdin", stdin_of(f"{HELLO}\n"))
-        status, out, err = run(capsys, "chat", *given, "--max-new-tokens", 16)
-        asked = tokenizer.apply_chat_template([{"role": "user", "content": HELLO}], add_generation_prompt=True)
-        assert (status, out) == (0, expected(home, adapter, asked, tokenizer.chat_stop_ids) + "\n"), err
+    given = (folder,) if alone else (base, "--adapter", folder)
+    status, out, err = run(capsys, "generate", *given, "--prompt", HELLO, "--max-new-tokens", 16)
+    assert (status, out.strip()) == (0, said.strip()), err
+    monkeypatch.setattr(sys, "stdin", stdin_of(f"{HELLO}\n"))
+    status, out, err = run(capsys, "chat", *given, "--max-new-tokens", 16)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": HELLO}], add_generation_prompt=True)
+    assert (status, out) == (0, expected(home, adapter, asked, tokenizer.chat_stop_ids) + "\n"), err
 
 
 def test_what_inspect_says_of_an_adapter_works(home, capsys):

@@ -73,7 +73,9 @@ def test_times_tokens_and_files(capsys, folder, tmp_path, on_forward):
     assert 1e8 < record["copy_bytes_per_s"] < 1e13 and record["load_s"] > 0
 
 
-def test_ctrl_c_keeps_what_was_measured(capsys, folder, tmp_path, on_forward):
+def test_ctrl_c_keeps_what_was_measured(capsys, folder, tmp_path, on_forward, monkeypatch):
+    monkeypatch.setattr(bench, "_copy_rate", lambda device: 1e9)
+
     def stop(ids):
         if len(ids) == 2:
             raise KeyboardInterrupt
@@ -85,7 +87,9 @@ def test_ctrl_c_keeps_what_was_measured(capsys, folder, tmp_path, on_forward):
     assert [row["batch"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == [1]
 
 
-def test_a_case_without_memory_is_a_line_and_other_errors_are_not(capsys, folder, tmp_path, on_forward):
+def test_a_case_without_memory_is_a_line_and_other_errors_are_not(capsys, folder, tmp_path, on_forward, monkeypatch):
+    monkeypatch.setattr(bench, "_copy_rate", lambda device: 1e9)
+
     def fail(ids):
         if len(ids) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -14,7 +13,7 @@ import ligermodels.layers as L
 from ligermodels import errors
 from ligermodels.arch.fusion import short_names
 from ligermodels.kernels.rope import rope_qk_reference
-from ligermodels.layers import linear, mlp
+from ligermodels.layers import linear
 from ligermodels.layers.linear import obstacle
 
 attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
@@ -91,28 +90,6 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
     together = [[modules[id(weight)] for weight in args[1]] for args, _ in packed]
     plain = [name for name in ("q_proj", "k_proj", "v_proj") if name not in adapted.split()]
     assert together == ([plain] if len(plain) > 1 else [])
-
-
-@pytest.mark.parametrize(
-    ("adapted", "ops"),
-    [
-        ("", {"gated_mlp"}),
-        ("gate_proj", {"glu_linear"}),
-        ("up_proj", {"glu_linear"}),
-        ("down_proj", {"glu", "joint_linear"}),
-        ("gate_proj down_proj", {"glu"}),
-    ],
-)
-def test_what_an_adapter_leaves_of_the_gated_mlp_is_fused(monkeypatch, adapted, ops):
-    layer, x = adapt(L.GatedMLP(16, 24).double(), *adapted.split()), torch.randn(2, 5, 16, dtype=torch.float64)
-    expected = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
-    names = {"gated_mlp": mlp, "glu_linear": mlp, "glu": mlp, "joint_linear": linear}
-    calls = {name: recorder(monkeypatch, module, name) for name, module in names.items()}
-    out = layer(x)
-    torch.testing.assert_close(out, expected)
-    trained = [p for p in layer.parameters() if p.requires_grad]
-    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), trained) for y in (out, expected)))
-    assert {name for name in calls if calls[name]} == ops
 
 
 # ---- why a module is not fusable ----
