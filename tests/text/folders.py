@@ -91,21 +91,10 @@ def byte_level(folder: Path) -> Path:
         ]
     )
     write(folder, "tokenizer.json", native.to_str())
-    write(
-        folder,
-        "tokenizer_config.json",
-        {
-            "bos_token": "<|begin|>",
-            "eos_token": "<|eot_id|>",
-            "added_tokens_decoder": {
-                str(index): token.__getstate__() for index, token in native.get_added_tokens_decoder().items()
-            },
-            "clean_up_tokenization_spaces": True,
-            "model_max_length": 4096,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "chat_template": LLAMA3,
-        },
-    )
+    config = {"bos_token": "<|begin|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3, "model_max_length": 4096}
+    config |= {"clean_up_tokenization_spaces": True, "tokenizer_class": "PreTrainedTokenizerFast"}
+    decoder = {str(index): token.__getstate__() for index, token in native.get_added_tokens_decoder().items()}
+    write(folder, "tokenizer_config.json", {**config, "added_tokens_decoder": decoder})
     end = native.token_to_id("<|end|>")
     eot = native.token_to_id("<|eot_id|>")
     write(folder, "generation_config.json", {"eos_token_id": [end, eot]})
@@ -133,19 +122,10 @@ def byte_fallback(folder: Path) -> Path:
     state = json.loads(native.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < 3]
     write(folder, "tokenizer.json", state)
-    write(
-        folder,
-        "tokenizer_config.json",
-        {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "unk_token": "<unk>",
-            "added_tokens_decoder": {str(i): added(t) for i, t in enumerate(("<unk>", "<s>", "</s>"))},
-            "legacy": True,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "chat_template": LLAMA2,
-        },
-    )
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": True, "chat_template": LLAMA2}
+    decoder = {str(index): added(token) for index, token in enumerate(("<unk>", "<s>", "</s>"))}
+    config |= {"added_tokens_decoder": decoder, "tokenizer_class": "PreTrainedTokenizerFast"}
+    write(folder, "tokenizer_config.json", config)
     return folder
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
 from PIL import Image
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, processors
 
-from tests.text.folders import CORPUS, write
+from tests.text.folders import trained_bytes, write
 
 # As the Hub has them: the generation of transformers 4.
 QWEN = {
@@ -68,13 +67,8 @@ MLLAMA_TEMPLATE = """{{- bos_token }}
 
 
 def _tokenizer(folder: Path, special: tuple[str, ...], **config: Any) -> None:
-    native = tokenizers.Tokenizer(models.BPE())
-    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    native.decoder = decoders.ByteLevel()
+    native = trained_bytes(r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", size=400)
     native.post_processor = processors.ByteLevel(trim_offsets=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    native.train_from_iterator(CORPUS, trainer)
     native.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     write(folder, "tokenizer.json", native.to_str())
     write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
