@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.files import ADAPTER, read_json
+from ligermodels.checkpoint.files import ADAPTER, pickles_refused, read_json
 from ligermodels.errors import CheckpointError
 
 CONFIG, WEIGHTS, PICKLE = ADAPTER, "adapter_model.safetensors", "adapter_model.bin"
@@ -146,8 +146,5 @@ def read_tensors(
         opened = reading.SafetensorsFile(path, folder)
         return {name: opened.read(name) for name in opened.names}
     if not allow_pickle:
-        raise CheckpointError(
-            f"{pickled} is a pickle, which can carry code, and there is no {weights}.\n"
-            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
-        )
+        raise pickles_refused(folder, pickle)
     return reading.read_pickle(pickled)

@@ -160,15 +160,20 @@ def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
     if PICKLES in present and allow_pickle:
         return PICKLES
     if PICKLES in present:
-        raise CheckpointError(
-            f"{folder} holds its weights only as pickles (pytorch_model.bin), which can carry code.\n"
-            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
-        )
+        raise pickles_refused(folder, PICKLES)
     if is_gguf_folder(Path(folder)):
         return GGUF
     raise CheckpointError(
         f"{folder} holds neither model.safetensors nor its index.\n"
         "  Likely: an adapter, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."
+    )
+
+
+def pickles_refused(folder: str | Path, file: str) -> CheckpointError:
+    """The error for weights that are pickles alone, such as `file`, where pickles are not allowed."""
+    return CheckpointError(
+        f"{folder} holds its weights only as pickles ({file}), which can carry code.\n"
+        "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
     )
 
 

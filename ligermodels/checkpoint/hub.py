@@ -54,10 +54,7 @@ def resolve(
             "Hub as owner/name."
         )
     try:
-        return _snapshot(
-            repo, inside, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only,
-            weights=weights, allow_pickle=allow_pickle,
-        )  # fmt: skip
+        return _snapshot(repo, inside, revision, token, cache_dir, local_files_only, weights, allow_pickle)
     except HubError as error:
         error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
         raise
@@ -66,7 +63,6 @@ def resolve(
 def _snapshot(
     repo: str,
     inside: PurePosixPath,
-    *,
     revision: str | None,
     token: str | bool | None,
     cache_dir: str | Path | None,

@@ -1,7 +1,6 @@
 """Compares two checkpoints: configs, names, shapes, dtypes, bits, and the logits of the two models."""
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -73,14 +72,13 @@ def verify(
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
     folders = [locate(one, allow_pickle=allow_pickle) for one in (a, b)]
-    given = Path(os.path.expanduser(config)) if config is not None else None
-    if given and not any(map(takes_config, folders)):
+    if config and not any(map(takes_config, folders)):
         raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
     if rope_factor is not None and not any(layout_of(folder) == "meta" for folder in folders):
         raise InputError(f"--rope-factor is for Meta's files, and neither {a} nor {b} holds some")
 
     def view(folder: Path) -> View:
-        its = given if takes_config(folder) else None
+        its = config if takes_config(folder) else None
         factor = rope_factor if layout_of(folder) == "meta" else None
         return View(open_source(folder, allow_pickle=allow_pickle, config=its, rope_factor=factor))
 

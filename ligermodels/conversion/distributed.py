@@ -10,12 +10,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.dcp import Reader, Writer, cause, one_process
 from ligermodels.checkpoint.files import companion_files, config_files, read_json
-from ligermodels.conversion.source import Source
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.conversion.source import Source, model_on_meta
+from ligermodels.errors import CheckpointError
 
 # Names that trainers use beside the model, at the top level of the same checkpoint.
 _BESIDE = re.compile(r"(optim|optimizers?|lr_schedulers?|schedulers?|dataloaders?|train_state|rng_state|ema)\b")
@@ -33,11 +32,6 @@ class DcpSource(Source):
     def __init__(self, folder: Path, config_folder: Path | None = None):
         self.folder, self.source = folder, str(folder)
         self._config_folder = config_folder or folder
-        if not (self._config_folder / "config.json").exists():
-            raise CheckpointError(
-                f"{self._config_folder} lacks config.json, which names the model of a distributed checkpoint.\n"
-                "  Next: give the folder of the model's config.json and tokenizer with --config DIR (config=...)."
-            )
         self._config = read_json(self._config_folder / "config.json")
         self._reader = Reader(folder)
         stored = self._reader.headers
@@ -74,13 +68,9 @@ class DcpSource(Source):
 
     def _prefix(self, stored: Iterable[str]) -> str:
         """The prefix of the model's names."""
-        kind = self._config.get("model_type")
-        if kind not in ARCHS:
-            raise ConfigError(f"{self._config_folder}: config.json has model_type {kind!r}; known: {', '.join(ARCHS)}")
-        arch, names_here = ARCHS[kind], set(stored)
-        model = arch.from_config(self._config, device="meta")
+        model, names_here = model_on_meta(self._config, str(self._config_folder)), set(stored)
         best, found = 0, ""
-        for table in (arch.DISK_NAMES, *arch.ALSO_READ):
+        for table in (model.DISK_NAMES, *model.ALSO_READ):
             names = [region.source for region in weights.regions(model, table)]
             embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
             for prefix in sorted({name.removesuffix(embedding) for name in names_here if name.endswith(embedding)}):
@@ -90,7 +80,7 @@ class DcpSource(Source):
         if not best:
             some = ", ".join(sorted(names_here)[:3]) or "no tensor"
             raise CheckpointError(
-                f"{self.folder} holds no {arch.__name__}: it has {some}.\n"
+                f"{self.folder} holds no {type(model).__name__}: it has {some}.\n"
                 "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
             )
         return found

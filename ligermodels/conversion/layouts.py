@@ -78,9 +78,9 @@ def open_source(
     folder: Path,
     *,
     allow_pickle: bool = False,
-    config: Path | None = None,
+    config: str | Path | None = None,
     rope_factor: float | None = None,
-    adapter: Path | None = None,
+    adapter: str | Path | None = None,
 ) -> Source:
     """The checkpoint in `folder`, of any layout.
 
@@ -88,6 +88,7 @@ def open_source(
     rope_factor: see `MetaSource`. adapter: a LoRA adapter to merge. Raises CheckpointError, InputError.
     """
     layout = layout_of(folder)
+    config, adapter = (Path(os.path.expanduser(path)) if path else None for path in (config, adapter))
     if layout == "adapter":
         raise CheckpointError(
             f"{folder} holds an adapter, not a whole model.\n"

@@ -46,7 +46,7 @@ from ligermodels.arch.llama import LlamaConfig
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.files import companion_files, read_json
+from ligermodels.checkpoint.files import companion_files, pickles_refused, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.tokenizer_files import hugging_face_files
@@ -194,10 +194,7 @@ class MetaSource(_OriginalSource):
     def __init__(self, folder: Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
         files = _shard_files(folder)
         if not allow_pickle:
-            raise CheckpointError(
-                f"{folder} holds its weights as pickles ({files[0].name}), which can carry code.\n"
-                "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
-            )
+            raise pickles_refused(folder, files[0].name)
         super().__init__(folder, _META_KNOWN, _META_REQUIRED)
         self._ranks = [reading.read_pickle(path) for path in files]
         self._check_ranks(files)

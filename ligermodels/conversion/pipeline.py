@@ -4,7 +4,6 @@ The result grows in a folder beside the destination. It replaces the destination
 asked for, verified. A conversion that fails or is killed leaves the destination as it was.
 """
 
-import os
 from pathlib import Path
 
 import torch
@@ -32,13 +31,12 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     """
     destination, options = check_options(dst, options or Options())
     folder = locate(src, revision=options.revision, allow_pickle=options.allow_pickle)
-    config, adapter = (Path(os.path.expanduser(path)) if path else None for path in (options.config, options.adapter))
     source = open_source(
         folder,
         allow_pickle=options.allow_pickle,
-        config=config,
+        config=options.config,
         rope_factor=options.rope_factor,
-        adapter=adapter,
+        adapter=options.adapter,
     )
     name = dtype_name(options.dtype, KEPT)
     dtype = None if name in KEPT else getattr(torch, name)

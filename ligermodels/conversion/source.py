@@ -89,13 +89,16 @@ class View(Source):
 
 def model_of(source: Source) -> tuple[CausalLM, weights.Table]:
     """(the model that the config asks for, on the meta device; the table of the source's names). Raises ConfigError."""
-    config = source.config()
+    model = model_on_meta(source.config(), source.source)
+    return model, weights.layout(model, model.DISK_NAMES, source.headers, also=model.ALSO_READ)
+
+
+def model_on_meta(config: Mapping[str, Any], where: str) -> CausalLM:
+    """The model that the contents of a config.json ask for. Raises ConfigError."""
     model_type = config.get("model_type")
     if model_type not in ARCHS:
-        raise ConfigError(f"{source.source} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
-    arch = ARCHS[model_type]
-    model = arch.from_config(config, device="meta")
-    return model, weights.layout(model, arch.DISK_NAMES, source.headers, also=arch.ALSO_READ)
+        raise ConfigError(f"{where} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
+    return ARCHS[model_type].from_config(config, device="meta")
 
 
 def check_fit(source: Source, model: CausalLM, table: weights.Table) -> None:

@@ -71,6 +71,16 @@ def test_like_the_source_and_cast(tmp_path):
     assert read_json(tmp_path / "out" / "config.json") == {**config, "dtype": "float32", "torch_dtype": "float32"}
 
 
+def test_experts_of_several_dtypes_are_joined_in_the_widest(tmp_path):
+    tensors = a_checkpoint(tmp_path / "hf", "mixtral", dtype=torch.bfloat16, finite=True)
+    name = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+    tensors[name] = torch.randn(tensors[name].shape)
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "dcp", Options(to="dcp", progress=False))
+    convert(tmp_path / "dcp", tmp_path / "back", Options(progress=False))
+    assert torch.equal(stored(tmp_path / "back")[name], tensors[name])
+
+
 def test_over_the_source_itself_and_what_transformers_makes_of_it(tmp_path, script):
     transformers = pytest.importorskip("transformers")
     tensors = a_checkpoint(tmp_path / "hf", shards=2)
