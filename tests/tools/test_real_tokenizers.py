@@ -15,13 +15,10 @@ import pytest
 import sentencepiece
 import tiktoken
 import tiktoken.load
-import tokenizers
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.text import Tokenizer
 from tests import real_files
-from tests.text import transformers_sentencepiece
 
 SENTENCES = (
     "The quick brown fox doesn't jump; we've SEEN it, they'll say: IT'S 3.14159 or 1,234,567!",
@@ -133,32 +130,6 @@ def test_metas_tokenizer_model(tmp_path):
     compare("llama3", ours, lambda text: theirs.encode(text, allowed_special="all"), theirs.decode, found)
 
 
-@pytest.mark.parametrize("release", ["tokenizer-llama3", "tokenizer-llama3_1"])
-def test_the_released_tokenizer_json_is_metas_file(tmp_path, release):
-    """The released files have Llama 3.0's names of reserved tokens: those that both have are in the texts."""
-    file = real_files.path(f"{release}/tokenizer.json")
-    released = json.loads(file.read_text("utf-8"))
-    folder = folder_with(tmp_path / "meta", "llama-models/llama3/tokenizer.model", "tokenizer.model")
-    ours = Tokenizer.from_folder(folder)
-    merges = json.loads(ours.backend.to_json())["model"]["merges"]
-    assert [" ".join(merge) for merge in merges] == released["model"]["merges"]
-    native = tokenizers.Tokenizer.from_file(str(file))
-    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    differing = [i for i in range(128000, 128256) if native.id_to_token(i) != ours.convert_ids_to_tokens(i)]
-    assert differing == [128004, 128005, 128008, *range(128010, 128256)]
-    compare(
-        release, ours,
-        lambda text: native.encode(text, add_special_tokens=False).ids,
-        lambda ids: native.decode(ids, skip_special_tokens=False),
-        texts(names),
-        without=differing,
-    )  # fmt: skip
-    # With the names that the folder's config gives, none differs.
-    shutil.copy(file.with_name("tokenizer_config.json"), folder)
-    named = Tokenizer.from_folder(folder)
-    assert [named.convert_ids_to_tokens(i) for i in differing] == [native.id_to_token(i) for i in differing]
-
-
 @pytest.mark.parametrize("release", ["tekken_240718.json", "tekken_240911.json"])
 def test_tekken(tmp_path, release):
     """Against tiktoken, as mistral-common calls it; it takes special tokens as ids alone, here they are cut out."""
@@ -224,35 +195,7 @@ def test_mistrals_tokenizer_model(tmp_path, version):
         assert ours.decode([index], skip_special_tokens=True) == ""
 
 
-@pytest.mark.parametrize("version", list(VERSIONS))
-def test_mistrals_control_pieces(tmp_path, version, monkeypatch):
-    """Against transformers' tokenizer around sentencepiece, and the folder that a conversion leaves."""
-    name = f"mistral-common/{VERSIONS[version]}"
-    folder = folder_with(tmp_path / "in", name, f"tokenizer.model.{version}")
-    ours = Tokenizer.from_folder(folder)
-    special = [token.content for token in ours.backend.added.values()]
-    found = texts([*special[:20], "[REF]", "[REFERENCE_DOC_3]"])
-    added = {index: AddedToken(token.content) for index, token in ours.backend.added.items()}
-    slow = transformers_sentencepiece.slow(monkeypatch, folder / f"tokenizer.model.{version}", added=added)
-    wrong = [text for text in found if ours.encode(f"<s>{text}") != slow.encode(f"<s>{text}", add_special_tokens=False)]
-    print(f"{version} with control pieces: {len(found)} texts, {len(wrong)} other ids")
-    assert not wrong, wrong[:5]
-    (tmp_path / "out").mkdir()
-    for file, data in hugging_face_files(folder, 32768).items():
-        (tmp_path / "out" / file).write_bytes(data)
-    (tmp_path / "out" / "config.json").write_text('{"model_type": "mistral"}')
-    converted, theirs = Tokenizer.from_folder(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
-    # A text that begins with a user-defined piece has no dummy prefix there.
-    found = [text for text in found if version in ("v1", "v2") or not text.startswith("[REF")]
-    wrong = [text for text in found if converted.encode(text) != ours.encode(text)]
-    wrong += [text for text in found if theirs.encode(text, add_special_tokens=False) != ours.encode(text, False)]
-    print(f"{version} converted: {len(found)} texts, {len(wrong)} other ids")
-    assert not wrong, wrong[:5]
-    rows = [ours.encode(text) for text in found]
-    assert list(map(converted.decode, rows)) == list(map(ours.decode, rows))
-
-
-@pytest.mark.parametrize("release", ["tokenizer-qwen3", "tokenizer-gemma3"])
+@pytest.mark.parametrize("release", ["tokenizer-llama3", "tokenizer-llama3_1", "tokenizer-qwen3", "tokenizer-gemma3"])
 def test_a_released_tokenizer_json(release):
     folder = real_files.path(f"{release}/tokenizer.json").parent
     ours, theirs = Tokenizer.from_folder(folder), PreTrainedTokenizerFast.from_pretrained(folder)

@@ -103,19 +103,6 @@ def test_generated_predictions_are_those_of_transformers(folder, tmp_path):
         np.testing.assert_array_equal(written, tokens)
 
 
-def test_forward_returns_what_trainers_take_apart(folder):
-    model, expected, ids = ours(folder), theirs(folder), make_ids(2, 7)
-    with torch.no_grad():
-        output, theirs_output = model(ids, labels=ids), expected(ids, labels=ids)
-        assert list(output) == ["loss", "logits"]
-        torch.testing.assert_close(output[1:][0], theirs_output[1:][0], rtol=0, atol=1e-5)  # fp32
-        assert list(model(ids, labels=ids, skip_logits=True)) == ["loss"]
-        cached = model(ids, labels=ids, use_cache=True)
-    assert [key for key in cached if key not in model.config.keys_to_ignore_at_inference] == ["loss", "logits"]
-    assert list(model.train()(ids, labels=ids)) == ["loss"]
-    assert list(model.eval()(ids, labels=ids)) == ["loss"]  # with gradients the logits would stay in memory
-
-
 def test_resumed_and_best_are_exact(folder, tmp_path):
     options = dict(
         save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,

@@ -28,18 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 STEPS, ACCUMULATION, LENGTH = 50, 2, 192
 OPTIONS = {
     "cosine": dict(
-        lr_scheduler_type="cosine", learning_rate=5e-3, warmup_steps=0.0, weight_decay=0.1, max_grad_norm=1.0
-    ),
-    "warm-up": dict(
-        lr_scheduler_type="linear", learning_rate=1e-2, warmup_steps=5.0, weight_decay=0.0, max_grad_norm=0.5
+        lr_scheduler_type="cosine", learning_rate=5e-3, warmup_steps=5.0, weight_decay=0.1, max_grad_norm=1.0
     ),
     "adapters": dict(
-        lr_scheduler_type="constant_with_warmup",
-        learning_rate=1e-2,
-        warmup_steps=0.0,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lora_r=8,
+        lr_scheduler_type="linear", learning_rate=1e-2, warmup_steps=0.0, weight_decay=0.0, max_grad_norm=0.5, lora_r=8
     ),
 }
 
@@ -71,18 +63,8 @@ def home(tmp_path_factory):
 
 def train_ours(home, name, options):
     argv = ["train", "sft", home / "model", "--data", home / "chats.jsonl", "--out", home / name, "--show", "0"]
-    argv += [
-        "--report-to",
-        "none",
-        "--length",
-        LENGTH,
-        "--steps",
-        STEPS,
-        "--accumulation",
-        ACCUMULATION,
-        "--eval-steps",
-        0,
-    ]
+    argv += ["--report-to", "none", "--length", LENGTH, "--steps", STEPS, "--accumulation", ACCUMULATION]
+    argv += ["--eval-steps", 0]
     for key, value in options.items():
         argv += [f"--{key.replace('_', '-')}", value]
     assert main([str(argument) for argument in argv]) == 0

@@ -184,9 +184,8 @@ def test_the_fusion_report_names_what_is_not_fused():
         assert rows and all(row.fused == (not options) and row.why.endswith(why) for row in rows)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_are_those_of_each_way_to_recompute(dropout):
-    model = adapted(dropout=dropout, targets=["q_proj", "up_proj"]).train()
+def test_gradients_are_those_of_each_way_to_recompute():
+    model = adapted(dropout=0.5, targets=["q_proj", "up_proj"]).train()
     for recompute in ("none", "mlp", "block"):
         model.gradient_checkpointing_enable({"recompute": recompute})
         found = []
@@ -200,7 +199,7 @@ def test_gradients_are_those_of_each_way_to_recompute(dropout):
         for name in expected:
             for one in found:
                 torch.testing.assert_close(one[name], expected[name])
-    assert torch.equal(logits(model), logits(model)) is (dropout == 0)
+    assert not torch.equal(logits(model), logits(model))
     assert torch.equal(logits(model.eval()), logits(model))
 
 

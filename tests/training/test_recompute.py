@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -120,14 +119,6 @@ class TestBits:
                 assert torch.equal(model(ids).logits, logits)
             assert torch.equal(model(ids, use_cache=True).logits, cached)  # not recomputed: the cache is written once
             assert_same(model(ids, output_hidden_states=True).hidden_states, states)
-
-    def test_dropout_is_the_same_in_the_second_run(self, ids):
-        model = make()
-        for layer in model.decoder.layers:
-            layer.self_attn.o_proj.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
-        expected = step(model, ids)
-        enable(model, "block", offload=True)
-        assert_same(step(model, ids), expected)
 
 
 @pytest.fixture
@@ -373,20 +364,17 @@ class TestOnAGPU:
             torch.cuda.set_sync_debug_mode("default")
         assert buffers(model) == there
 
-    @pytest.mark.parametrize("policy", ["mlp", "block"])
-    def test_a_step_is_captured(self, model, ids, policy):
-        enable(model, policy)
+    def test_a_step_is_captured(self, model, ids):
+        enable(model, "block")
 
         def run():
             model.zero_grad()
             model(ids).logits.float().square().mean().backward()
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(torch.cuda.Stream()):
             run()
             run()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
