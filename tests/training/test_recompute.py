@@ -371,10 +371,12 @@ class TestOnAGPU:
             model.zero_grad()
             model(ids).logits.float().square().mean().backward()
 
-        with torch.cuda.stream(torch.cuda.Stream()):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             run()
             run()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
