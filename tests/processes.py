@@ -1,5 +1,6 @@
 """Processes of tests: forks to kill and to interrupt, which never run on as the test, and fresh ones that meet."""
 
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,7 @@ class Child:
 
 def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
     status = 1
+    gc.freeze()  # the parent's garbage: a process group waits in its destructor for threads that a fork does not have
     try:
         torch.set_num_threads(1)  # the parent's pool of threads is not in a fork, and waiting for it would be forever
         tqdm.set_lock(threading.RLock())  # its own is shared with the parent, who would wait for it once we are killed
