@@ -5,13 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-DTYPES_INTERPRETED = [torch.float32, torch.float16, torch.float64]
-"""What the interpreter can judge: it truncates where it rounds fp32 to bf16, so bf16 is judged on a GPU."""
-
-
-def dtypes() -> list[torch.dtype]:
-    return [*DTYPES_INTERPRETED, torch.bfloat16] if torch.cuda.is_available() else DTYPES_INTERPRETED
-
 
 def assert_as_exact(
     actual: Tensor, eager: Tensor, exact: Tensor, what: str = "output", *, shared: int = 1, terms: int = 1

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import forward_ad
 
 import ligermodels.layers as L
 from ligermodels.arch import ARCHS
 from ligermodels.kernels.linear import joint, joint_linear, linear, make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from tests.kernels.ops.mlp import one_by_one
 from tests.kernels.seen import Seen, adding_in_place, saved_by
 
 WIDTH, COLUMNS = 12, (5, 3, 4)
@@ -38,10 +38,6 @@ def several(device, laid, lead=(5,), dtype=torch.float32, columns=COLUMNS, width
     assert (joint(weights) is not None) == (laid == "joint")
     x, dy = (torch.randn(*lead, n).to(device, dtype) for n in (width, sum(columns)))
     return x.requires_grad_(), weights, biases, dy
-
-
-def one_by_one(x, weights, biases=None):
-    return torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)], -1)
 
 
 def gradients(op, x, weights, biases, dy):
@@ -91,19 +87,6 @@ def test_what_happened_to_the_norms_output_counts(device):
 
 class Other(torch.Tensor):
     """A tensor of another type, as quantization and sharding put in the place of a weight."""
-
-
-def test_left_to_torch(device):
-    """Transforms, forward mode and tensor subclasses see F.linear of each weight, and torch.cat."""
-    (x, norm, weight, _), _ = after_norm(device)
-    y = rms_norm(x, norm)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(weight.detach(), torch.ones_like(weight)).requires_grad_()
-        tangent = forward_ad.unpack_dual(linear(y, dual)).tangent
-    torch.testing.assert_close(tangent, y.sum(-1, keepdim=True).expand(5, 6))
-    x, weights, biases, _ = several(device, "joint")
-    assert type(joint_linear(x, [weights[0], weights[1].detach().as_subclass(Other)])) is Other
-    assert joint_linear(x[0], weights, biases).shape == (sum(COLUMNS),)
 
 
 # In a block.
