@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, low_bit, mlp, nf4, quantize_nf4
+from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, quantize_nf4
 from ligermodels.kernels.linear import make_joint
 from ligermodels.kernels.lora import Adapter, lora_linear
 from ligermodels.kernels.nf4 import NF4Weight
@@ -164,31 +164,6 @@ def test_in_how_many_matmuls(device, laid):
     with Seen() as seen, torch.no_grad():
         lora_linear(x, weights, biases, adapters)
     assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which lie apart
-
-
-@pytest.mark.parametrize(
-    ("mode", "times"), [("saved", (3, 3)), ("recomputed", (3, 5)), ("tiles", (3, 3))], ids=list(MODES)
-)
-def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, times):
-    """Each once in the forward, and in the backward once for each product, or for all chunks; in one buffer, as large
-    as what is read at a time, which stays. Those who had it in inference mode leave it as they found it."""
-    made, buffers, real = [], set(), nf4.dequantize_nf4
-    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *a, out, **k: made.append(out) or real(*a, out=out, **k))
-    sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
-    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
-    x = torch.randn(2 * CHUNK + 4, HIDDEN, device=device, requires_grad=True)
-    low_bit.release_buffers()
-    with torch.inference_mode():
-        gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
-    for _ in range(2):
-        made.clear()
-        y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
-        forward = len(made)
-        y.sum().backward()
-        assert (forward, len(made) - forward) == times
-        (free,) = low_bit._FREE.values()
-        buffers |= {(buffer.data_ptr(), buffer.numel()) for buffer in free}
-    assert [size for _, size in buffers] == [4 * HIDDEN * 2 * INNER + (4 * OUT * INNER if mode == "tiles" else 0)]
 
 
 def test_four_bits_under_autocast(device):

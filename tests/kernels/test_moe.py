@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ligermodels.kernels import moe_experts, rms_norm, route, route_reference
+from ligermodels.kernels.grouped_mm import sort_by_expert
 from tests.kernels.seen import saved_by
 
 
@@ -39,6 +40,15 @@ def test_route_takes_the_lower_of_equals_and_survives_extremes(device):
     assert weights[:4].tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 0], [0.5, 0.5]]
     assert weights[4].isnan().all() and ((experts >= 0) & (experts < 4)).all()
     assert torch.equal(experts[:4], route_reference(logits, top_k=2)[1][:4])
+
+
+@pytest.mark.parametrize("experts, slots", [(3, 300), (8, 1000)])
+def test_sort_is_stable(device, poison, experts, slots):
+    ids = (torch.rand(slots, device=device).square() * experts).int()
+    by_expert, rows, offsets = sort_by_expert(ids, experts)
+    assert torch.equal(by_expert.long(), ids.argsort(stable=True))
+    assert torch.equal(rows[by_expert.long()].long(), torch.arange(slots, device=device))
+    assert offsets.tolist() == [0, *ids.long().bincount(minlength=experts).cumsum(0).tolist()]
 
 
 def sizes_saved(op, *given):
