@@ -13,6 +13,7 @@ import torch
 import ligermodels
 from ligermodels.training import AdamW
 
+pytestmark = pytest.mark.slow  # processes that import everything anew
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
