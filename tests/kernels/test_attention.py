@@ -172,3 +172,25 @@ def test_one_compiled_decode_serves_growing_caches(device):
         with torch.no_grad():
             torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {}, {"causal": False}, {"window": 100}, {"packed": True}, {"packed": True, "window": 50},
+], ids=str)  # fmt: skip
+def test_scores_are_never_in_memory(options):
+    """A mask of the scores' shape would be many times what bf16 attention takes at 16384 tokens."""
+    length, options = 16384, dict(options)
+    if options.pop("packed", False):
+        options["cu_seqlens"] = torch.tensor([0, length // 3, length], dtype=torch.int32, device="cuda")
+    batch = 1 if "cu_seqlens" in options else 2
+    packed, q, k, v = inputs(length, length, (8, 2), 128, batch, torch.bfloat16, "cuda")
+    weights = torch.randn(q.shape, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(attention(q, k, v, **options), packed, weights)
+    torch.cuda.synchronize()
+    spent = torch.cuda.max_memory_allocated() - before
+    # The output; dq, dk, dv, each with all query heads at most; dq again in fp32; and their packed sum.
+    assert spent < 12 * batch * length * 8 * 128 * 2

@@ -146,3 +146,15 @@ def test_what_it_takes(device):
     assert not use_quantized(x, [weight, dequantize(weight)], [None, None])
     with torch.autocast(device, torch.bfloat16):
         assert not use_quantized(x, [weight], [None])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(4096, 4096), (1024, 14336), (2048, 1536)])
+def test_sizes_of_models(kind, rows, n, k):
+    (weight,) = weights("cuda", kind, [n], k)
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    wanted = x.double() @ exact(weight).T
+    error = (quantized_linear(x, [weight], [None]).double() - wanted).abs()
+    assert (error <= 2**-8 * (wanted.abs() + 0.1)).all()
