@@ -190,7 +190,8 @@ def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
     """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, its first 128 of 131 rows are
     summed apart from the others, and all are rounded into their memory."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    call = problem("linear_cross_entropy", 3 * CHUNK, 131, device, dtype, 64, 0.0, 1 / 64**0.25, bias=False)
+    size = 4 * CHUNK
+    call = problem("linear_cross_entropy", 3 * CHUNK, 131, device, dtype, size, 0.0, 1 / size**0.25, bias=False)
     exact = results(linear_cross_entropy_reference, wide(call), reduction="sum")["weight"]
 
     def error(**options):
@@ -236,8 +237,8 @@ def test_ignored_tokens_reach_nothing(device, poison, name, reduction):
 
 @each_head
 def test_more_valid_labels_than_announced(device, name):
-    """A multiple of the smallest chunk is announced."""
-    tokens, (op, reference) = CHUNK + 9, OPS[name]
+    """A multiple of the smallest chunk is announced, of so many tokens that leaving some out pays."""
+    tokens, (op, reference) = CHUNK + CHUNK // 2, OPS[name]
     call = problem(name, tokens, 30, device, ignored=0.0)
     assert op(**call, num_valid=CHUNK).isnan().any()
     torch.testing.assert_close(op(**call, num_valid=tokens), reference(**call))
