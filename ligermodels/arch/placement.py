@@ -48,10 +48,10 @@ def plan(
     `special_dtypes` of accelerate, for weights that will be quantised. A tied head is placed with its table.
     Raises InputError.
     """
-    accelerate = _accelerate(device_map)
     if isinstance(device_map, Mapping):
         found: dict[str, Any] = dict(device_map)
     else:
+        accelerate = _accelerate(device_map)
         options = {"no_split_module_classes": model._no_split_modules, **sizes}
         if max_memory is not None:  # accelerate expects torch's devices as keys
             max_memory = {device: size for device, size in max_memory.items() if device != "disk"}
@@ -64,6 +64,7 @@ def plan(
         raise InputError(f"device_map has no device for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
     if unknown := found.keys() - {name for name, _ in model.named_modules()} - set(names):
         raise InputError(f"device_map names {sorted(unknown)[0]!r}, which the model does not have")
+    _accelerate(device_map)  # before anything is read: `dispatch` needs it
     found = dict(_disjoint(model, found))
     if model.tied_weights and "" not in found:
         found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
