@@ -67,9 +67,9 @@ def settings(home, out, recipe, data, length=64, **options):
 
 
 def rows_in_order(options, steps):
-    """The rows as our run takes them, told by the ids of their sequences."""
+    """The rows in the order of our run, found by the ids of their sequences."""
     tokenizer = ligermodels.Tokenizer.from_hub(options.model)
-    rows = open_rows(options.data)
+    rows = open_rows(options.data[0])
     recipe = find(options.recipe)(options, tokenizer)
     known = {
         tuple(one.cut(options.max_length).ids): rows[n]
@@ -156,7 +156,7 @@ def test_kto_is_trls_for_fifty_steps(files, tmp_path):
 @pytest.mark.parametrize("data", ["chats", "implicit", "texts"])
 def test_the_tokens_are_trls(files, tmp_path, data):
     options = settings(files, tmp_path / "ours", "dpo", data)
-    rows = open_rows(options.data)
+    rows = open_rows(options.data[0])
     of = trainer("trl.DPO", files, tmp_path, [rows[n] for n in range(len(rows))], reference=True, max_length=64)
     recipe = find("dpo")(options, ligermodels.Tokenizer.from_hub(options.model))
     for n, theirs in enumerate(of.train_dataset):
