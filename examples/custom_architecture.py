@@ -32,8 +32,8 @@ class Parallel(torch.nn.Module):
         self.lm_head = L.LMHead(size, vocab, tied_to=self)
 
     def forward(self, ids, labels=None):
-        cos, sin = self.rotary(torch.arange(ids.shape[1], device=ids.device)[None])
-        batch = L.Batch(cos=cos, sin=sin)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        batch = L.Batch(rotary={"full": self.rotary(positions)})
         x, residual = self.embed_tokens(ids), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)

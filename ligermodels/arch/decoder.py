@@ -15,7 +15,7 @@ from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.hooks import is_hooked, watched
 from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
-from ligermodels.errors import InputError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
@@ -76,7 +76,8 @@ class Decoder(BaseModel):
     block: (config, layer) -> a module that maps (x, residual, batch, cache) to (x, residual), and for mixtures of
     experts to (x, residual, router_logits). norm: keyword arguments of the final RMSNorm beside size and eps.
     embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
-    position_axes: how many positions a token may have.
+    position_axes: how many positions a token may have. ropes: rotary embeddings by name, for attention that does not
+    read the tables of the config, which are called "full".
     context, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
     hidden state of its part of the sequence.
     """
@@ -97,6 +98,7 @@ class Decoder(BaseModel):
         embedding_scale: float | None = None,
         extra_rows: int = 0,
         position_axes: int = 1,
+        ropes: Mapping[str, RotaryEmbedding] | None = None,
     ):
         super().__init__()
         self.config = config
@@ -117,6 +119,13 @@ class Decoder(BaseModel):
             max_position_embeddings=config.max_position_embeddings,
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
         )
+        self.ropes = nn.ModuleDict(ropes or {})
+        for name, other in self.ropes.items():
+            if other.rope_type in ("dynamic", "longrope"):
+                raise ConfigError(
+                    f"rope {name!r} has rope_type={other.rope_type!r}, which chooses frequencies by the length of a "
+                    'text: only the tables of the config ("full") can'
+                )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embed_tokens":
@@ -210,8 +219,9 @@ class Decoder(BaseModel):
         """The inputs of the blocks besides x: rotary tables and masks."""
         length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
         position_ids = inputs.position_ids
+        embeddings: dict[str, Any] = {"full": self.rotary_emb, **self.ropes}
         if position_ids is None and cu_seqlens is None and past == 0:
-            cos, sin = self.rotary_emb.tables(length, tokens.device)
+            rotary = {name: embedding.tables(length, tokens.device) for name, embedding in embeddings.items()}
         else:
             if position_ids is None:
                 position_ids = torch.arange(past, past + length, device=tokens.device)[None]
@@ -222,18 +232,19 @@ class Decoder(BaseModel):
             elif cu_seqlens is not None:
                 axes = position_ids.shape[:-2]
                 position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
-            cos, sin = self.rotary_emb(position_ids)
+            rotary = {name: embedding(position_ids) for name, embedding in embeddings.items()}
         if self.context is not None:
-            cos, sin = (self.context.shard(table, 1).contiguous() for table in (cos, sin))
+            for name, (cos, sin) in rotary.items():
+                rotary[name] = self.context.shard(cos, 1).contiguous(), self.context.shard(sin, 1).contiguous()
             cross = None if cross is None else cross.of_tokens(self.context)
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
         if inputs.step is not None:
             starts, ends = inputs.step
-            return Batch(next_token=NextToken(cos=cos, sin=sin, starts=starts, ends=ends), cross=cross)
+            return Batch(rotary=rotary, next_token=NextToken(starts=starts, ends=ends), cross=cross)
         return Batch(
-            cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
+            rotary=rotary, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
             past=past, context=self.context,
         )  # fmt: skip
 

@@ -137,7 +137,8 @@ class VisionBlock(nn.Module):
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         size, heads, eps = config.hidden_size, config.attention_heads, config.norm_eps
-        self.self_attn = Attention(size, num_heads=heads, num_kv_heads=heads, head_dim=size // heads, causal=False)
+        shape: Any = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
+        self.self_attn = Attention(size, **shape, causal=False, rope=None)
         self.mlp = MLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
         self.input_layernorm = LayerNorm(size, eps=eps)
         self.post_attention_layernorm = LayerNorm(size, eps=eps)

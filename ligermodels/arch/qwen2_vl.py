@@ -166,7 +166,7 @@ class VisionBlock(nn.Module):
     def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
         size, heads = config.embed_dim, config.num_heads
-        shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
+        shape: Any = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
         self.norm1 = LayerNorm(size, eps=1e-6)
         self.norm2 = LayerNorm(size, eps=1e-6)
         self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False, projections=("qkv", "proj"))
@@ -219,10 +219,11 @@ class VisionTower(nn.Module):
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
         if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
             x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))
-            batch = Batch(cos=cos, sin=sin)
+            batch = Batch(rotary={"full": (cos, sin)})
         else:
             bounds = torch.tensor([0, *frames], device="cpu").cumsum(0, dtype=torch.int32)  # attention wants them there
-            x, batch = x[None], Batch(cos=cos[None], sin=sin[None], cu_seqlens=bounds, max_seqlen=max(frames))
+            tables = {"full": (cos[None], sin[None])}
+            x, batch = x[None], Batch(rotary=tables, cu_seqlens=bounds, max_seqlen=max(frames))
         residual, run = None, self.checkpointing.start(x, len(self.blocks))
         for i, block in enumerate(self.blocks):
             x, residual = run(i, block, x, residual, batch)

@@ -34,10 +34,10 @@ class Attention(JointProjections):
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: the number of tokens that a query
     sees, counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies the
     scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence, except for the
-    tokens that `batch.padding` hides; there is no cache. The tables of the batch determine how many dims of a head
-    rotate; without tables none does. qk_norm_eps: each head of q and k goes through an RMSNorm of this eps, q_norm and
-    k_norm, before it rotates. projections: the names of the linear modules, the output's last. With two names
-    q, k and v are the rows of one weight, in this order.
+    tokens that `batch.padding` hides; there is no cache. rope: the name in `batch.rotary` of the tables that rotate
+    q and k, which say how many dims of a head do; None: nothing rotates. qk_norm_eps: each head of q and k goes through
+    an RMSNorm of this eps, q_norm and k_norm, before it rotates. projections: the names of the linear modules, the
+    output's last. With two names q, k and v are the rows of one weight, in this order.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
@@ -56,6 +56,7 @@ class Attention(JointProjections):
         softcap: float | None = None,
         scale: float | None = None,
         causal: bool = True,
+        rope: str | None = "full",
         qk_norm_eps: float | None = None,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
@@ -69,6 +70,7 @@ class Attention(JointProjections):
         self.softcap = softcap
         self.scale = scale
         self.causal = causal
+        self.rope = rope
         rows = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
         *self.joint_names, self.output_name = projections
         for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
@@ -82,13 +84,15 @@ class Attention(JointProjections):
         self._check(batch, cache)
         o_proj, context = self.output_module, batch.context
         fused_output = is_fusable(o_proj)
-        q, k, v = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), batch)
+        tables = None if self.rope is None else batch.rotary[self.rope]
+        token = None if cache is None else batch.next_token
+        # The cache rotates the token that it stores.
+        q, k, v = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), tables if token is None else None)
         if context is not None:
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
-        if cache is not None and batch.next_token is not None:
-            token = batch.next_token
-            out = cache.attend(q, k, v, token, window=self.window, softcap=self.softcap, scale=self.scale)
+        if cache is not None and token is not None:
+            out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
             return apply_linear(o_proj, out.flatten(2))
         if cache is not None:
             k, v = cache.append(k, v, batch.past)
@@ -118,19 +122,18 @@ class Attention(JointProjections):
         window = None if whole else self.window
         return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
 
-    def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
-        """q, k, v [B, S, heads, head_dim], rotated if the batch has tables."""
+    def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
+        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any."""
         inputs = self.joint_modules
-        rotates = batch.cos is not None and batch.sin is not None
         fused = is_fusable(*inputs)
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = apply_joint(inputs, x) if fused else inputs[0](x)
-            if rotates and self.q_norm is None:
+            if tables is not None and self.q_norm is None:
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
-                heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-                return rope(qkv, batch.cos, batch.sin, **heads, inplace=fused)  # type: ignore[arg-type]
+                heads: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+                return rope(qkv, *tables, **heads, inplace=fused)
             rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
             projected: Sequence[Tensor] = qkv.split(rows, dim=-1)
         else:
@@ -138,11 +141,16 @@ class Attention(JointProjections):
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         if self.q_norm is not None and self.k_norm is not None:
             (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
-        if rotates:
-            q, k = rope_qk(q, k, batch.cos, batch.sin)  # type: ignore[arg-type]
+        if tables is not None:
+            q, k = rope_qk(q, k, *tables)
         return q, k, v
 
     def _check(self, batch: Batch, cache: KeyValues | None) -> None:
+        if self.rope is not None and self.rope not in batch.rotary:
+            raise InputError(
+                f"attention: batch.rotary has no tables {self.rope!r}, by which this layer rotates; pass them, as in "
+                f"Batch(rotary={{{self.rope!r}: RotaryEmbedding(...)(positions)}}), or build it with rope=None"
+            )
         if batch.padding is not None and self.causal:
             raise InputError(
                 "attention: batch.padding is for attention of all to all, and this layer is causal; build it with "
@@ -163,5 +171,5 @@ class Attention(JointProjections):
     def extra_repr(self) -> str:
         parts = [f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
         options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
-        parts += [] if self.causal else ["causal=False"]
+        parts += [f"rope={self.rope!r}"] * (self.rope != "full") + ["causal=False"] * (not self.causal)
         return ", ".join(parts + [f"{name}={value}" for name, value in options.items() if value is not None])

@@ -1,7 +1,8 @@
 """Positions, masks and packing of the tokens of a forward pass, for attention layers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ class MovableInputs:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """A copy on `device`. accelerate's hooks call this for blocks on several devices."""
-        moved = {
-            name: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
-            for name, value in vars(self).items()
-        }
-        return type(self)(**moved)
+
+        def move(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: tuple(map(move, tables)) for name, tables in value.items()}
+            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+        return type(self)(**{name: move(value) for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,9 @@ class CrossStates(MovableInputs):
 class NextToken(MovableInputs):
     """One new token per row, whose column in the KV cache is read from the device, so that a CUDA graph can replay it.
 
-    cos, sin: fp32 [1 or B, 1, R/2]. starts, ends: int32 [B], the column of a row's first token, and the column after
-    the new one.
+    starts, ends: int32 [B], the column of a row's first token, and the column after the new one.
     """
 
-    cos: Tensor
-    sin: Tensor
     starts: Tensor
     ends: Tensor
 
@@ -59,7 +59,8 @@ class NextToken(MovableInputs):
 class Batch(MovableInputs):
     """Positions, padding and packing of the tokens of one forward pass.
 
-    cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None without rotary positions.
+    rotary: {name: (cos, sin)}, fp32 [1 or B, S, R/2] each, from `RotaryEmbedding`; a layer reads the tables whose name
+        is its `rope`. None if no layer has one.
     key_mask: bool [B, K], False at padding, over cached and new tokens; None without padding.
     cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device, or on the CPU,
         which is faster if they have few different lengths; None if not packed.
@@ -67,20 +68,19 @@ class Batch(MovableInputs):
     padding: bool [B, S], True at tokens that do not see each other, but see all others and are seen by them; for
         attention that is not causal.
     cross: the states for `CrossAttention`; None without images, here and in the cache.
-    next_token: replaces cos and sin in a step of decoding that may be captured in a CUDA graph.
+    next_token: of a step of decoding that may be captured in a CUDA graph.
     past: the number of tokens in the cache.
-    context: the ranks over which the sequence is sharded (context parallel). cos, sin and cross are then those of the
+    context: the ranks over which the sequence is sharded (context parallel). rotary and cross are then those of the
         rank's tokens, masks and bounds those of all tokens; None if a rank has all tokens.
 
     Not a dataclass, since FSDP's mixed precision casts floating-point tensors in dataclasses, tuples and dicts: it
-    would round cos and sin to bf16.
+    would round the tables to bf16.
     """
 
     def __init__(
         self,
         *,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
+        rotary: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -90,8 +90,7 @@ class Batch(MovableInputs):
         past: int = 0,
         context: MeshGroup | None = None,
     ):
-        self.cos = cos
-        self.sin = sin
+        self.rotary = dict(rotary or {})
         self.key_mask = key_mask
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen

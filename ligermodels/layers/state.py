@@ -122,13 +122,14 @@ class KeyValues:
         return self._decode(found)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, *,
+        self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
         window: int | None, softcap: float | None, scale: float | None,
     ) -> Tensor:  # fmt: skip
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
-        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. Positions are read from the device, so that a CUDA
-        graph of this can be replayed. In a cache of one row the B tokens may follow each other: each sees those before.
+        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
+        are read from the device, so that a CUDA graph of this can be replayed. In a cache of one row the B tokens may
+        follow each other: each sees those before.
         """
         buffers = self.buffers
         if self.rows == 1:
@@ -139,7 +140,8 @@ class KeyValues:
         if self.is_fp8:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
         ring = self.window is not None
-        q = rope_to_cache(q, k, v, token.cos, token.sin, keys, values, token.ends, ring=ring, scales=scales)
+        cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
+        q = rope_to_cache(q, k, v, cos, sin, keys, values, token.ends, ring=ring, scales=scales)
         return decode_attention(
             q, keys, values, token.starts, token.ends, ring=ring, window=window, softcap=softcap, scale=scale,
             counters=self.counters, scales=scales,

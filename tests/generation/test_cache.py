@@ -82,11 +82,11 @@ def test_attend_is_attention_to_what_append_returns(window, lengths, poison):
                 cache.crop(cache.length - 1)
         past = expected.length
         angles, ends = torch.randn(2, 1, 2), torch.full((2,), past + 1, dtype=torch.int32)
-        token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=starts.int(), ends=ends)
+        token, tables = NextToken(starts=starts.int(), ends=ends), (angles.cos(), angles.sin())
         for mine, layer, own in zip(attended, expected, [window, None], strict=True):
             (k, v), q = tokens(1), torch.randn(2, 1, 6, 4)
-            found = mine.attend(q, k, v, token, window=own, softcap=2.0, scale=0.7)
-            q, k = rope_qk_reference(q, k, token.cos, token.sin)
+            found = mine.attend(q, k, v, token, tables, window=own, softcap=2.0, scale=0.7)
+            q, k = rope_qk_reference(q, k, *tables)
             keys, values = layer.append(k, v, past)
             mask = past + 1 - keys.shape[1] + torch.arange(keys.shape[1]) >= starts[:, None]
             if own == 1 or past >= 4:  # a row of padding sees itself there, and nothing here

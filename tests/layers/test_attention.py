@@ -13,8 +13,8 @@ from ligermodels.layers.state import KeyValues
 
 
 def batch_of(length, head_dim=8, start=0, **options):
-    cos, sin = L.RotaryEmbedding(head_dim)(torch.arange(start, start + length)[None])
-    return L.Batch(cos=cos, sin=sin, **options)
+    tables = L.RotaryEmbedding(head_dim)(torch.arange(start, start + length)[None])
+    return L.Batch(rotary={"full": tables}, **options)
 
 
 def assert_same(layer, actual, expected, *inputs):
@@ -29,8 +29,8 @@ def assert_same(layer, actual, expected, *inputs):
 def plain_attention(layer, x, batch):
     """The same weights, op by op."""
     q, k, v = (p(x).unflatten(-1, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    if batch.cos is not None:
-        q, k = rope_qk_reference(q, k, batch.cos, batch.sin)
+    if layer.rope is not None:
+        q, k = rope_qk_reference(q, k, *batch.rotary[layer.rope])
     options = {name: getattr(layer, name) for name in ("causal", "window", "softcap", "scale")}
     masks = {name: getattr(batch, name) for name in ("key_mask", "cu_seqlens", "padding")}
     return layer.o_proj(attention_reference(q, k, v, **options, **masks).flatten(2))
@@ -59,15 +59,16 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_attention(options, rotated, name):
     """With every mask, whole, partial and no rotation; each mask changes what comes out."""
-    layer, x, masks = make_attention(**options), tokens(1 if name == "packed" else 2), BATCHES[name]
+    layer = make_attention(**options, rope="full" if rotated else None)
+    x, masks = tokens(1 if name == "packed" else 2), BATCHES[name]
     if name == "padding" and layer.causal:
         with pytest.raises(InputError, match="padding is for attention of all to all"):
-            layer(x, L.Batch(**masks))
+            layer(x, batch_of(9, rotated or 8, **masks))
         return
     batch = batch_of(9, rotated, **masks) if rotated else L.Batch(**masks)
     actual = layer(x, batch)
     assert_same(layer, actual, plain_attention(layer, x, batch), x)
-    unmasked = L.Batch(cos=batch.cos, sin=batch.sin)
+    unmasked = L.Batch(rotary=batch.rotary)
     assert torch.allclose(actual, layer(x, unmasked)) == (not masks)
 
 
@@ -91,9 +92,11 @@ def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
 def test_what_does_not_go_together_is_named():
     x, cache = tokens(1), KeyValues(1, 9, 2, 8, dtype=torch.float64, device="cpu")
     with pytest.raises(InputError, match="not causal cannot be cached"):
-        make_attention(causal=False)(x, L.Batch(), cache)
+        make_attention(causal=False, rope=None)(x, L.Batch(), cache)
     with pytest.raises(InputError, match="packed sequences cannot go into a KV cache"):
-        make_attention()(x, L.Batch(**BATCHES["packed"]), cache)
+        make_attention(rope=None)(x, L.Batch(**BATCHES["packed"]), cache)
+    with pytest.raises(InputError, match="has no tables 'local'"):
+        make_attention(rope="local")(x, batch_of(9))
 
 
 # ---- cross-attention ----

@@ -72,7 +72,7 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
     layer = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     cos, sin = L.RotaryEmbedding(8)(torch.arange(5)[None])
-    batch = L.Batch(cos=cos, sin=sin)
+    batch = L.Batch(rotary={"full": (cos, sin)})
     adapt(layer, *adapted.split())
 
     q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, 8)) for name in ("q_proj", "k_proj", "v_proj"))

@@ -38,7 +38,7 @@ def test_rotary_tables_stay_fp32_under_mixed_precision(mesh, recompute):
     seen = set()
     for block in model.model.layers:
         block.self_attn.register_forward_pre_hook(
-            lambda module, inputs: seen.add((inputs[0].dtype, inputs[1].cos.dtype, inputs[1].sin.dtype))
+            lambda module, inputs: seen.add((inputs[0].dtype, *(x.dtype for x in inputs[1].rotary["full"])))
         )
     for each in (model, reference):
         each.gradient_checkpointing_enable({"recompute": recompute})

@@ -221,14 +221,15 @@ def test_hooks_and_autocast_are_honoured():
 
 
 def test_every_kind_of_layer_computes_its_adapters():
-    """As it does once they are merged: cross-attention, plain MLPs, a layer of packed weights, one of separate ones."""
+    """As it does once they are merged: cross-attention, plain MLPs, a layer of joint weights, one of separate ones."""
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=8, rope=None)
     batch = L.Batch(cross=CrossStates(states=torch.randn(2, 4, 12), mask=None))
     x = torch.randn(2, 5, 16)
     for layer, inputs in (
         (L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, states_size=12, eps=1e-5), (batch,)),
         (L.MLP(16, 24, activation="gelu"), ()),
-        (L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, projections=("qkv_proj", "o_proj")), (L.Batch(),)),
-        (L.Attention(16, num_heads=4, num_kv_heads=4, head_dim=8, qk_norm_eps=1e-6), (L.Batch(),)),
+        (L.Attention(16, **heads, projections=("qkv_proj", "o_proj")), (L.Batch(),)),
+        (L.Attention(16, **heads, qk_norm_eps=1e-6), (L.Batch(),)),
         (L.GatedMLP(16, 24, bias=True, projections=("gate_up_proj", "down_proj")), ()),
     ):
         plain = layer(x, *inputs)

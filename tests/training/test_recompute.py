@@ -187,9 +187,9 @@ def through_blocks(model, x):
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
         layer.register_forward_hook(lambda layer, inputs, outputs: given.extend(map(weakref.ref, outputs[:2])))
-    cos, sin = model.decoder.rotary_emb(torch.arange(x.shape[1])[None])
+    rotary = {"full": model.decoder.rotary_emb(torch.arange(x.shape[1])[None])}
     run = model.decoder.checkpointing.start(x, len(model.decoder.layers))
-    residual, batch = None, Batch(cos=cos, sin=sin)
+    residual, batch = None, Batch(rotary=rotary)
     for i, layer in enumerate(model.decoder.layers):
         x, residual, *_ = run(i, layer, x, residual, batch)
     return x + residual, alive
