@@ -152,10 +152,9 @@ def test_rows_that_come_begin_at_the_left(window, lengths, poison):
         options = dict(window=window, softcap=None, scale=None)
         found = []
         for rows, state in [(slice(0, 2), cache[0]), *((slice(i, i + 1), one[0]) for i, one in enumerate(alone))]:
-            token = NextToken(
-                cos=angles.cos()[rows], sin=angles.sin()[rows], starts=torch.zeros_like(ends[rows]), ends=ends[rows]
-            )
-            found.append(state.attend(q[rows].clone(), k[rows], v[rows], token, **options))
+            token = NextToken(starts=torch.zeros_like(ends[rows]), ends=ends[rows])
+            tables = angles.cos()[rows], angles.sin()[rows]
+            found.append(state.attend(q[rows].clone(), k[rows], v[rows], token, tables, **options))
         torch.testing.assert_close(found[0], torch.cat(found[1:]))
 
 

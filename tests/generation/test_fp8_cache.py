@@ -177,11 +177,11 @@ def test_it_is_the_plain_cache_of_rounded_tokens(seed, poison):
         else:
             angles, q, new, out = torch.zeros(2, 1, 2), torch.randn(2, 1, 6, 4), torch.randn(2, 2, 1, 3, 4), []
             starts, ends = torch.tensor([[0] * 2, [mine.length + 1] * 2], dtype=torch.int32)
-            token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=starts, ends=ends)
+            token, tables = NextToken(starts=starts, ends=ends), (angles.cos(), angles.sin())
             for cache, (k, v) in ((mine, new), (plain, (rounded(new[0]), rounded(new[1])))):
                 cache.reserve(cache.length + 4)
                 out.append([
-                    state.attend(q.clone(), k, v, token, window=window, softcap=None, scale=None)
+                    state.attend(q.clone(), k, v, token, tables, window=window, softcap=None, scale=None)
                     for state, window in zip(cache, windows, strict=True)
                 ])  # fmt: skip
                 cache.advance(1)
