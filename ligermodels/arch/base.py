@@ -20,7 +20,7 @@ from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import InputError
 from ligermodels.generation import generate
-from ligermodels.generation.engine import Engine
+from ligermodels.generation.engine import KeptCaches
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
@@ -58,7 +58,7 @@ class CausalLM(Pretrained, TrainerInterface):
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
-        self.engine = Engine()
+        self.kept_caches = KeptCaches()
         self.model = self.make_model(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
@@ -261,7 +261,7 @@ class CausalLM(Pretrained, TrainerInterface):
 
     def release(self) -> None:
         """Frees the caches and CUDA graphs that `generate` keeps for its next call."""
-        self.engine.caches.clear()
+        self.kept_caches.entries.clear()
 
     fusion_report = fusion_report
 

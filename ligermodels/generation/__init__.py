@@ -1,38 +1,29 @@
 """Prefill and decode: `generate` returns whole rows, `generate_iter` a stream, `generate_many` takes a list of prompts.
 The arguments are those of transformers.
 
-options.py merges the options of a call; request.py checks it; processors.py goes from logits to the next token;
-stopping.py has stop strings and criteria; engine.py the decode step as a CUDA graph; speculation.py guesses of the next
-tokens; loop.py the loop of one batch; batching.py continuous batching. All but the options are imported on first use,
-with torch.
+api.py has these functions; options.py the options of a call with their valid values; request.py checks a call;
+engine.py has the loop and the captured step, padded.py and continuous.py the engines of one batch and of many prompts;
+drafters.py proposes next tokens; processors.py goes from logits to the next token; stopping.py has stop strings and
+criteria. All but the options are imported on first use, with torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligermodels.generation.batching import generate_many, generate_many_iter
-    from ligermodels.generation.loop import GenerateOutput, Streamer, generate, generate_iter
-    from ligermodels.generation.processors import LogitsProcessor
+    from ligermodels.generation.api import (
+        GenerateOutput,
+        Streamer,
+        generate,
+        generate_iter,
+        generate_many,
+        generate_many_iter,
+    )
 
-__all__ = [
-    "GenerateOutput",
-    "LogitsProcessor",
-    "Streamer",
-    "generate",
-    "generate_iter",
-    "generate_many",
-    "generate_many_iter",
-]
-_HOMES = {
-    "LogitsProcessor": "processors",
-    "generate_many": "batching",
-    "generate_many_iter": "batching",
-}
+__all__ = ["GenerateOutput", "Streamer", "generate", "generate_iter", "generate_many", "generate_many_iter"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ligermodels.generation' has no attribute {name!r}")
-    home = importlib.import_module(f"ligermodels.generation.{_HOMES.get(name, 'loop')}")
-    return getattr(home, name)
+    return getattr(importlib.import_module("ligermodels.generation.api"), name)

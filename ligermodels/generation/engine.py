@@ -1,44 +1,56 @@
-"""The steps of decoding: one forward pass of one token a row, at places in the cache that only the device knows.
+"""The engine: one loop that decodes, `Engine.decode`, and the step of one token a row that it runs, `Step`.
 
-On CUDA a step is a graph: the host launches a model's hundreds of kernels in one call. A `Step` reads and writes the
-memory of one cache and holds for any number of tokens. An `Engine` keeps the caches of a model, with their steps, for
-the next call of `generate`: `model.engine`, freed by `model.release()`.
+A turn of the loop samples a token of each row on the model's device, and computes the logits after it. The host reads
+one small tensor a turn where it has to decide or show something (stop ids, stop strings, criteria, streaming), and
+nothing otherwise. padded.py has the engine of `generate`, continuous.py that of `generate_many`.
 
-What a graph would get wrong is looked at in every call: hooks, modules and weights of unknown kinds
-(`obstacle_to_capture`), and everything that the capture has read, from addresses of weights to numbers in modules
-(`Step.begin`).
+On CUDA a step is a graph: the host launches the hundreds of kernels of a model in one call, and reads a token while the
+model computes the next logits. A `Step` reads and writes the memory of one cache, at positions that are on the device.
+`KeptCaches` keeps the caches of a model with their steps for the next call: `model.kept_caches`, freed by
+`model.release()`.
+
+A graph repeats the kernels of its capture, with the addresses and numbers of that time. Every call therefore checks
+what a graph cannot run, hooks and modules and weights of unknown kinds (`obstacle_to_capture`), and captures again
+where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from ligermodels.errors import warn_once
+from ligermodels.errors import InputError, warn_once
+from ligermodels.generation.processors import draw, make_processors, to_device
+from ligermodels.generation.request import Request
+from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels._triton import as_if_capturing, cdiv
+from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.state import Cache
 
 DEVICES = {"cuda"}
-"""Types of devices that decode by `Step`. Elsewhere it computes the same without a graph, which tests make use of."""
+"""Types of devices that decode by `Step`. Others can, without a graph, which tests make use of."""
 BUCKET = 512
 """The capacity of kept caches is a multiple of this number of tokens."""
 MAX_KEPT = 4
+"""The maximum number of caches that a model keeps for its next call."""
 KEPT_SHARE = 8
-"""At most MAX_KEPT caches of a model are kept for its next call, in at most 1 / KEPT_SHARE of the GPU's memory."""
+"""The kept caches of a model take at most 1 / KEPT_SHARE of the GPU's memory."""
 
 _PLAIN = {bool, int, float, str, type(None)}
 
 
 class Step:
-    """One forward pass of N tokens over `cache`: the next one of each row, or of one row the next N (`tokens`).
+    """One forward pass of N tokens over `cache`: one of each row, or the next N = `tokens` of one row.
 
-    ids [N, 1]: the tokens. Row b has the columns starts[b] to ends[b] - 1, int32 [N] on the device; its token is
-    written to the column ends[b], which `run` then counts. After `run`, logits [N, V] and, with_hidden, hidden [N, H]
-    are those after the tokens, in memory that the next run overwrites.
+    ids [N, 1]: the tokens. starts, ends: int32 [N] on the device, the column of a row's first token and the column
+    after its last, to which its new token is written; `run` counts it. After `run`, logits [N, V] and, with_hidden,
+    hidden [N, H] are those after the tokens, in memory that the next run overwrites.
     """
 
     def __init__(self, cache: Cache, tokens: int = 1, *, with_hidden: bool = False):
@@ -54,7 +66,7 @@ class Step:
     def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool = False) -> None:
         """Comes before the first run, and after anything else has changed model or cache.
 
-        length: the columns that the cache must have. by_host: the host launches every kernel, without a graph.
+        length: the capacity that the cache needs. by_host: the host launches every kernel, without a graph.
         """
         self.by_host = by_host or cache.device.type != "cuda"
         cache.reserve(length, self.tokens)
@@ -63,7 +75,7 @@ class Step:
             self._graph, self._captured = None, state
 
     def place(self, starts: Tensor | int, ends: Tensor | int) -> None:
-        """Sets the columns of the rows' first tokens, and past their last: numbers, or tensors [N] of any device."""
+        """Sets `starts` and `ends`: numbers, or tensors [N] of any device."""
         for mine, value in ((self.starts, starts), (self.ends, ends)):
             mine.copy_(value, non_blocking=True) if isinstance(value, Tensor) else mine.fill_(value)
         self._positions.copy_((self.ends - self.starts - 1)[:, None])
@@ -84,7 +96,7 @@ class Step:
             raise
 
     def _forward(self, model: Any, cache: Cache) -> None:
-        torch.clear_autocast_cache()  # weights cast before a graph, or within it, are of no use outside
+        torch.clear_autocast_cache()  # weights that were cast outside of the graph are not in it, nor the reverse
         self._positions.add_(1)
         self.ends.add_(1)
         output = model(
@@ -146,47 +158,216 @@ def _numbers(owner: Any) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in vars(owner).items() if type(x) in _PLAIN]
 
 
-class Engine:
-    """The caches that `generate` keeps for the next call on a model, each with its steps."""
+class KeptCaches:
+    """The caches that a model keeps for its next call of `generate`, each with its steps."""
 
     def __init__(self) -> None:
-        self.caches: list[tuple[tuple, Cache]] = []
+        self.entries: list[tuple[tuple, Cache]] = []
 
-    def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[Cache, tuple]:
-        """An empty cache for `rows` sequences of up to `length` tokens, and the key that `keep` gets with it."""
+    def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
+        """An empty cache for `rows` sequences of up to `length` tokens, with its key: an entry for `keep`."""
         kind, length = model.device.type, cdiv(length, BUCKET) * BUCKET
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
-        for i, (its_key, cache) in enumerate(self.caches):
+        for i, (its_key, cache) in enumerate(self.entries):
             if its_key == key:
-                del self.caches[i]
                 cache.reset()
-                return cache, key
+                return self.entries.pop(i)
         with torch.inference_mode(False):  # it outlives the call
             try:
-                return model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype), key
+                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
             except torch.OutOfMemoryError:
-                self.caches.clear()
-                return model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype), key
+                self.entries.clear()
+                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
 
-    def keep(self, cache: Cache, key: tuple) -> None:
-        """Takes back a cache of `take`, which nobody else has."""
-        self.caches.append((key, cache))
-        limit = math.inf
-        if cache.device.type == "cuda":
-            limit = torch.cuda.get_device_properties(cache.device).total_memory / KEPT_SHARE
-        while len(self.caches) > MAX_KEPT or sum(kept.nbytes for _, kept in self.caches) > limit:
-            del self.caches[0]
-
-    def __deepcopy__(self, memo: Any) -> "Engine":
-        return Engine()  # a copied model shares no memory
+    def keep(self, entry: tuple[tuple, Cache]) -> None:
+        """Takes back an entry of `take` whose cache nobody else has."""
+        self.entries.append(entry)
+        limit, device = math.inf, entry[1].device
+        if device.type == "cuda":
+            limit = torch.cuda.get_device_properties(device).total_memory / KEPT_SHARE
+        while len(self.entries) > MAX_KEPT or sum(cache.nbytes for _, cache in self.entries) > limit:
+            del self.entries[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Engine, ()  # nor does a pickled one
+        return KeptCaches, ()  # a model that is copied or pickled has none
+
+
+@dataclass
+class Row:
+    """A row in flight: one continuation of a prompt, as the host knows it.
+
+    prompt: the length of the prompt. least, most: the number of new tokens before a stop id is allowed, and in all.
+    text: searches for stop strings. index: of the continuation in the result of `generate_many`. new: the number of
+    tokens sampled. ids: those of them that the host has read.
+    """
+
+    prompt: int
+    least: int
+    most: int
+    text: StopText | None = None
+    index: int = 0
+    new: int = 0
+    done: bool = False
+    ids: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """Decodes the rows of one call, and owns their cache, ids and step.
+
+    rows: one a sequence of the batch; None where nothing decodes. ids [B, columns]: the text of all rows ends before
+    the column `length`; processors read it from the column `first` on. logits [B, V]: of the next tokens.
+    to_host: the host reads each token. mask [B, columns]: True at tokens; None: no padding.
+    """
+
+    def __init__(self, request: Request, rows: int, columns: int, *, to_host: bool, mask: Tensor | None = None):
+        options = request.options
+        self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
+        self.to_host, self.runs_ahead, self.by_host = to_host, True, False
+        self.rows: list[Row | None] = [None] * rows
+        self.ids = torch.zeros(rows, columns, dtype=torch.int64, device=self.device)
+        self.length = self.first = 0
+        self.logits = torch.empty(0)
+        self.cache: Any = None
+        self.kept: Any = None  # an entry of `KeptCaches.take`, for the next call
+        keeps = options.return_dict_in_generate
+        self.scores: list[Tensor] | None = [] if keeps and options.output_scores else None
+        self.raw_logits: list[Tensor] | None = [] if keeps and options.output_logits else None
+        self.processors = make_processors(request, self.rows, None if request.without_ids else mask)
+        self.generator = None
+        if options.seed is not None:
+            self.generator = torch.Generator(self.device).manual_seed(int(options.seed))
+        self.finished: Tensor | None = None  # bool [B], the rows that get pad ids
+        self.broken = self.ids.new_zeros(rows)  # 1 where no token could be chosen
+
+    def prefill(self) -> None:
+        """Allocates the cache; where all rows start together, runs the prompts."""
+        raise NotImplementedError
+
+    def admit(self) -> bool:
+        """Acts on the rows that ended in the last turn. Returns whether any row decodes."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Sets `logits` to those after the last token of each row."""
+        raise NotImplementedError
+
+    def place(self, step: Step) -> None:
+        """Sets the columns of `step` to those of the rows in the cache."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def decode(self) -> Iterator[Tensor | None]:
+        """Yields after each token: the new ids [B] on the CPU, or None where the host does not read them."""
+        try:
+            self.prefill()
+            while self.admit():
+                chosen = self.sample()
+                reading = AsyncToHost(chosen) if self.to_host else None
+                if ahead := self.runs_ahead and self.goes_on:
+                    self.step()
+                yield self.read(reading)
+                if not ahead and self.goes_on:
+                    self.step()
+        finally:
+            self.close()
+        if not self.to_host and self.broken.any():
+            raise _nan_logits()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a row needs another token, as far as the host knows."""
+        return any(row is not None and not row.done and row.new < row.most for row in self.rows)
+
+    def sample(self) -> Tensor:
+        """Appends a token to each row. Returns [2, B]: the tokens, and 1 where no token is possible."""
+        logits, sampled = self.logits, self.options.do_sample
+        kept = self.raw_logits is not None or self.scores is not None or bool(self.request.processors)
+        if kept or self.processors or sampled:  # a processor of the caller may keep them
+            logits = logits.to(torch.float32, copy=kept)
+        if self.raw_logits is not None:
+            self.raw_logits.append(logits)
+        for process in self.processors:
+            logits = process(self.ids[:, self.first : self.length], logits)
+        if self.scores is not None:
+            self.scores.append(logits)
+        chosen = argmax(logits)
+        token = chosen[0]
+        if not self.to_host:
+            torch.maximum(self.broken, chosen[1], out=self.broken)
+        if sampled:
+            token.copy_(draw(logits, self.generator))
+        if self.finished is not None:
+            token.masked_fill_(self.finished, self.request.pad_id)
+        self.ids[:, self.length] = token
+        self.length += 1
+        for row in self.rows:
+            if row is not None:
+                row.new += 1
+        return chosen
+
+    def read(self, reading: "AsyncToHost | None") -> Tensor | None:
+        """Reads the last tokens and marks the rows that end with them. Raises InputError for NaN logits."""
+        going = [(b, row) for b, row in enumerate(self.rows) if row is not None and not row.done]
+        if reading is None:
+            for _, row in going:
+                row.done = row.new == row.most
+            return None
+        new, broken = reading.result()
+        values, is_broken, asked = new.tolist(), broken.tolist(), [False] * len(new)
+        if any(is_broken[b] for b, _ in going):
+            raise _nan_logits()
+        if self.request.criteria:
+            seen = None if self.scores is None else tuple(self.scores)
+            asked = ask_criteria(self.request.criteria, self.ids[:, self.first : self.length], seen).tolist()
+        for b, row in going:
+            row.ids.append(values[b])
+            found = row.text is not None and row.text.ends_with(values[b])
+            row.done = found or asked[b] or values[b] in self.request.eos_ids or row.new == row.most
+        return new
+
+    def run(self, step: Step) -> None:
+        """Runs `step`; by the host from now on, with a warning, where it cannot be captured."""
+        length = self.cache.length
+        try:
+            step.run(self.model, self.cache)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or self.by_host or self.cache.length != length:
+                raise
+            warn_uncaptured(f"its step cannot be captured, {_first_cause(error)}")
+            self.by_host = step.by_host = True
+            self.place(step)
+            step.run(self.model, self.cache)
+
+    def close(self) -> None:
+        """Keeps the cache for the next call, unless the caller gets it."""
+        if self.kept is not None and not self.options.return_dict_in_generate:
+            self.model.kept_caches.keep(self.kept)
+
+    def to_device(self, values: Sequence[Any] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        return to_device(values, self.device, dtype)
+
+
+class AsyncToHost:
+    """An asynchronous copy of a small tensor to the host; `result` waits for it."""
+
+    def __init__(self, x: Tensor):
+        self._values, self._copied = x, None
+        if x.is_cuda:
+            self._values = torch.empty_like(x, device="cpu", pin_memory=True)
+            self._values.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(x.device))  # which may not be the current device
+
+    def result(self) -> Tensor:
+        if self._copied is None:
+            return self._values.cpu()
+        self._copied.synchronize()
+        return self._values.clone()  # in memory that is not pinned
 
 
 def step_of(cache: Cache, tokens: int = 1, *, with_hidden: bool = False) -> Step:
-    """The step of so many tokens that belongs to the memory of `cache`."""
+    """The step of `tokens` tokens a row over the memory of `cache`, which keeps it."""
     found = cache.steps.get((tokens, with_hidden))
     if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
         found = cache.steps[tokens, with_hidden] = Step(cache, tokens, with_hidden=with_hidden)
@@ -224,7 +405,14 @@ def warn_uncaptured(reason: str) -> None:
     )
 
 
-def first_cause(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _nan_logits() -> InputError:
+    return InputError(
+        "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
+        "weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the logits_processor"
+    )

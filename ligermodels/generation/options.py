@@ -4,7 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
@@ -12,55 +12,14 @@ from ligermodels.errors import InputError
 
 DEFAULT_NEW_TOKENS = 20
 MAX_GUESSES = 128
-"""The maximum number of tokens that speculation verifies at once: below the slack of a cache with a window."""
+"""The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SAMPLING_ONLY = {
-    "temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),
+OFF = {
+    "temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),
     "eta_cutoff": (0, 1),
 }  # fmt: skip
-"""{option that greedy decoding ignores: the values that cause no warning there}."""
-
-
-def _integer(least: int) -> tuple[Any, Callable[[Any], bool], str]:
-    return Integral, lambda x: x >= least, f"an integer of at least {least}"
-
-
-_SHARE = Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"
-_CUTOFF = Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"
-_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-    "max_new_tokens": _integer(1),
-    "max_length": _integer(1),
-    "num_return_sequences": _integer(1),
-    "min_new_tokens": _integer(0),
-    "min_length": _integer(0),
-    "no_repeat_ngram_size": _integer(0),
-    "prefill_chunk_size": _integer(1),
-    "max_matching_ngram_size": _integer(1),
-    "prompt_lookup_num_tokens": (Integral, lambda x: 1 <= x <= MAX_GUESSES, f"an integer from 1 to {MAX_GUESSES}"),
-    "top_k": (Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit"),
-    "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
-    # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
-    "temperature": (
-        Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up",
-    ),
-    "repetition_penalty": (
-        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
-    ),
-    "top_p": _SHARE,
-    "typical_p": _SHARE,
-    "min_p": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token"),
-    "epsilon_cutoff": _CUTOFF,
-    "eta_cutoff": _CUTOFF,
-    "max_time": (Real, lambda x: x >= 0, "seconds, 0 or more"),
-    "exponential_decay_length_penalty": (
-        tuple | list,
-        lambda x: len(x) == 2 and isinstance(x[0], int) and isinstance(x[1], int | float) and x[0] >= 0 < x[1] < 1e20,
-        "(new tokens before the penalty starts, a positive factor)",
-    ),
-    "kv_cache_dtype": (str, lambda x: x in ("auto", "fp8"), "'auto', the dtype of the model, or 'fp8'"),
-}  # fmt: skip
-"""{option: (type, test, description of the valid values)}. None is always valid."""
+"""{option of sampling, which greedy decoding ignores: the values, beside None, that change nothing}."""
 
 UNSUPPORTED = frozenset("""
     assistant_early_exit assistant_model cache_config compile_config constraints custom_generate diversity_penalty
@@ -102,34 +61,65 @@ class Attributes(dict):
         return tuple(self.values())
 
 
+def _option(kind: Any, allowed: Callable[[Any], bool], wanted: str, default: Any = None) -> Any:
+    """A field whose value is None, or of type `kind` and `allowed`. wanted: the description of the valid values."""
+    return field(default=default, metadata={"rule": (kind, allowed, wanted)})
+
+
+def _integer(least: int) -> Any:
+    return _option(Integral, lambda x: x >= least, f"an integer of at least {least}")
+
+
+def _share(off: str) -> Any:
+    return _option(Real, lambda x: 0 <= x <= 1, f"from 0 to 1; {off} or None keeps every token")
+
+
+def _positive_share() -> Any:
+    return _option(Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token")
+
+
+def _is_decay(value: Any) -> bool:
+    begin, factor = value if len(value) == 2 else (None, None)
+    return isinstance(begin, int) and isinstance(factor, int | float) and begin >= 0 < factor < 1e20
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One value for each option; None is off. `generate` documents them."""
+    """The options of a call, with their valid values; None is off. `generate` documents them."""
 
-    max_new_tokens: int | None = None
-    max_length: int | None = None
-    min_new_tokens: int | None = None
-    min_length: int | None = None
+    max_new_tokens: int | None = _integer(1)
+    max_length: int | None = _integer(1)
+    min_new_tokens: int | None = _integer(0)
+    min_length: int | None = _integer(0)
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = 50
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    epsilon_cutoff: float | None = None
-    eta_cutoff: float | None = None
-    repetition_penalty: float | None = None
-    no_repeat_ngram_size: int | None = None
-    exponential_decay_length_penalty: tuple[int, float] | None = None
+    # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
+    temperature: float | None = _option(
+        Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up"
+    )
+    top_k: int | None = _option(Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit", default=50)
+    top_p: float | None = _positive_share()
+    min_p: float | None = _share("0")
+    typical_p: float | None = _positive_share()
+    epsilon_cutoff: float | None = _share("0, 1")
+    eta_cutoff: float | None = _share("0, 1")
+    repetition_penalty: float | None = _option(
+        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty"
+    )
+    no_repeat_ngram_size: int | None = _integer(0)
+    exponential_decay_length_penalty: tuple[int, float] | None = _option(
+        tuple | list, _is_decay, "(new tokens before the penalty starts, a positive factor)"
+    )
     bad_words_ids: Sequence[Sequence[int]] | None = None
     sequence_bias: Any = None
     forced_eos_token_id: Any = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     renormalize_logits: bool | None = None
-    num_return_sequences: int | None = None
+    num_return_sequences: int | None = _integer(1)
     use_cache: bool | None = True
-    kv_cache_dtype: str | None = None
+    kv_cache_dtype: str | None = _option(
+        str, lambda x: x in ("auto", "fp8"), "'auto', the dtype of the model, or 'fp8'"
+    )
     return_dict_in_generate: bool | None = None
     output_scores: bool | None = None
     output_logits: bool | None = None
@@ -137,12 +127,16 @@ class Options:
     eos_token_id: Any = None
     pad_token_id: Any = None
     stop_strings: Any = None
-    max_time: float | None = None
-    prefill_chunk_size: int | None = None
-    seed: int | None = None
+    max_time: float | None = _option(Real, lambda x: x >= 0, "seconds, 0 or more")
+    prefill_chunk_size: int | None = _integer(1)
+    seed: int | None = _option(
+        Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"
+    )
     disable_compile: bool | None = None
-    prompt_lookup_num_tokens: int | None = None
-    max_matching_ngram_size: int | None = None
+    prompt_lookup_num_tokens: int | None = _option(
+        Integral, lambda x: 1 <= x <= MAX_GUESSES, f"an integer from 1 to {MAX_GUESSES}"
+    )
+    max_matching_ngram_size: int | None = _integer(1)
     medusa: Any = None
 
     @classmethod
@@ -169,13 +163,14 @@ class Options:
                 explicit.setdefault("top_k", inherited.get("top_k"))
         values = inherited | explicit
         if not values.get("do_sample"):  # the checkpoint's settings for sampling may be anything
-            values = {name: value for name, value in values.items() if name in explicit or name not in _SAMPLING_ONLY}
+            values = {name: value for name, value in values.items() if name in explicit or name not in OFF}
         options = cls(**{name: values[name] for name in OPTION_NAMES & values.keys()})
+        unset = cls()
         ignored = [
-            name for name, silent in _SAMPLING_ONLY.items()
-            if not options.do_sample and explicit.get(name) is not None and explicit[name] not in silent
+            name for name, off in OFF.items()
+            if explicit.get(name) is not None and explicit[name] not in (*off, getattr(unset, name))
         ]  # fmt: skip
-        if ignored:
+        if ignored and not options.do_sample:
             warnings.warn(
                 f"{', '.join(ignored)} changes nothing in greedy decoding, which always takes the likeliest token; "
                 "pass do_sample=True to draw tokens, or temperature above 0",
@@ -189,10 +184,13 @@ class Options:
                 "do_sample=True and temperature=0 contradict each other: pass do_sample=False for greedy decoding, "
                 "or a temperature above 0"
             )
-        for name, (kind, allowed, wanted) in _RULES.items():
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or not allowed(value)):
-                raise InputError(f"{name}={value!r:.80} must be {wanted}")
+        for option in dataclasses.fields(self):
+            value, rule = getattr(self, option.name), option.metadata.get("rule")
+            if value is None or rule is None:
+                continue
+            kind, allowed, wanted = rule
+            if not isinstance(value, kind) or isinstance(value, bool) or not allowed(value):
+                raise InputError(f"{option.name}={value!r:.80} must be {wanted}")
         if not self.do_sample and (self.num_return_sequences or 1) > 1:
             raise InputError(
                 f"num_return_sequences={self.num_return_sequences} needs do_sample=True: greedy decoding would give "

@@ -1,6 +1,6 @@
 """From the model's logits to the next token: penalties, bans and cuts in the order of transformers, and the draw.
 
-Each step is a `LogitsProcessor`: (ids [B, S] so far, logits [B, V] fp32) -> logits. None of them synchronises.
+None of them synchronises with the host.
 """
 
 import functools
@@ -12,52 +12,41 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import Options
-
-LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-
-
-Applies = Callable[[int, int, int], bool]
-"""(new tokens of a row so far, minimum before a stop id, maximum) -> bool."""
-Change = Callable[[Tensor, Any], Tensor]
-"""(logits [N, V], number of new tokens of the rows: an int, or fp64 [N, 1]) -> logits."""
-Counted = Callable[[Applies, Change], LogitsProcessor]
-"""Makes a processor that changes the logits of the rows whose number of new tokens `Applies` selects."""
+from ligermodels.generation.options import OFF
+from ligermodels.generation.request import LogitsProcessor, Request
 
 
-def counted_by_columns(prompt_length: int, least: int, most: int) -> Counted:
-    """`Counted` for rows whose new tokens all begin in the column `prompt_length`."""
+def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) -> list[LogitsProcessor]:
+    """The processors that a call asks for, the caller's among them; the cuts of sampling come last.
 
-    def counted(applies: Applies, change: Change) -> LogitsProcessor:
-        def process(ids: Tensor, logits: Tensor) -> Tensor:
-            new = ids.shape[1] - prompt_length
-            return change(logits, new) if applies(new, least, most) else logits
-
-        return process
-
-    return counted
-
-
-def make_processors(
-    options: Options,
-    custom: Sequence[LogitsProcessor],
-    *,
-    counted: Counted,
-    mask: Tensor | None,
-    stop_ids: Sequence[int],
-    device: torch.device,
-) -> list[LogitsProcessor]:
-    """The processors that a call asks for, `custom` among them; the cuts of sampling come last.
-
-    mask: [B, at least S], True at tokens; None: no padding. stop_ids: within the vocabulary.
+    rows: the `Row` of each sequence, None where there is none, as it is when a processor is called. mask: [B, at least
+    S], True at tokens; None: no padding.
     """
+    options, device = request.options, request.model.device
+    vocab_size = request.model.config.get_text_config().vocab_size
+    stop_ids = [i for i in request.eos_ids if i < vocab_size]
 
     def indices(ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=device)
 
-    def ban(ids: Sequence[int]) -> Change:
+    def ban(ids: Sequence[int]) -> Callable[..., Tensor]:
         banned = indices(ids)
-        return lambda logits, new: ban_tokens(logits, banned)
+        return lambda logits, new=None: ban_tokens(logits, banned)
+
+    def where(applies: Callable[[Any], bool], change: Callable[[Tensor, Any], Tensor]) -> LogitsProcessor:
+        """`change` (logits [N, V], the rows' new tokens: a number, or fp64 [N, 1]) of the rows where it `applies`."""
+
+        def process(ids: Tensor, logits: Tensor) -> Tensor:
+            chosen = [b for b, row in enumerate(rows) if row is not None and applies(row)]
+            counts = [rows[b].new for b in chosen]
+            if len(chosen) == len(rows) and len(set(counts)) == 1:
+                return change(logits, counts[0])
+            if not chosen:
+                return logits
+            index, new = to_device(chosen, device), to_device(counts, device, torch.float64)
+            return logits.index_put((index,), change(logits[index], new[:, None]))
+
+        return process
 
     made: list[LogitsProcessor] = []
     if options.sequence_bias:
@@ -72,30 +61,30 @@ def make_processors(
     if banned:
         made.append(SequenceBias(dict.fromkeys(banned, -math.inf), device))
     if stop_ids and (options.min_new_tokens or options.min_length):
-        made.append(counted(lambda new, least, most: new < least, ban(stop_ids)))
+        made.append(where(lambda row: row.new < row.least, ban(stop_ids)))
     if options.forced_eos_token_id is not None:
         forced = indices(options.forced_eos_token_id)
-        made.append(counted(lambda new, least, most: new == most - 1, lambda logits, new: force_tokens(logits, forced)))
+        made.append(where(lambda row: row.new == row.most - 1, lambda logits, new: force_tokens(logits, forced)))
     if options.exponential_decay_length_penalty is not None:
         begin, factor = options.exponential_decay_length_penalty
         raised = indices(stop_ids)
-        made.append(counted(
-            lambda new, least, most: new > begin,
+        made.append(where(
+            lambda row: row.new > begin,
             lambda logits, new: raise_tokens(logits, raised, factor ** (new - begin) - 1),
         ))  # fmt: skip
     if options.suppress_tokens:
-        suppressed = indices(options.suppress_tokens)
-        made.append(lambda ids, logits: ban_tokens(logits, suppressed))
+        suppress = ban(options.suppress_tokens)
+        made.append(lambda ids, logits: suppress(logits))
     if options.begin_suppress_tokens:
-        made.append(counted(lambda new, least, most: new == 0, ban(options.begin_suppress_tokens)))
-    made += [functools.partial(_checked, processor) for processor in custom]
+        made.append(where(lambda row: row.new == 0, ban(options.begin_suppress_tokens)))
+    made += [functools.partial(_checked, processor) for processor in request.processors]
     if options.do_sample:
         temperature = options.temperature
-        if temperature not in (None, 1):
+        if temperature is not None and temperature not in OFF["temperature"]:
             made.append(lambda ids, logits: logits / temperature)
-        for name, (cut, off) in _CUTS.items():
+        for name, cut in _CUTS.items():
             value = getattr(options, name)
-            if value is not None and value not in off:
+            if value is not None and value not in OFF[name]:
                 made.append(functools.partial(cut, value=value))
     if options.renormalize_logits:
         made.append(lambda ids, logits: logits.log_softmax(-1))
@@ -216,15 +205,11 @@ def keep_eta(ids: Tensor, logits: Tensor, value: float) -> Tensor:
     return keep_epsilon(ids, logits, (math.sqrt(value) * (-entropy).exp()).clamp_(max=value))
 
 
-_CUTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
-    "top_k": (keep_top_k, (0,)),
-    "top_p": (keep_top_p, (1,)),
-    "min_p": (keep_min_p, (0,)),
-    "typical_p": (keep_typical, (1,)),
-    "epsilon_cutoff": (keep_epsilon, (0, 1)),
-    "eta_cutoff": (keep_eta, (0, 1)),
-}
-"""{option: (function, values that keep every token)}, in the order of transformers."""
+_CUTS: dict[str, Callable[..., Tensor]] = {
+    "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p, "typical_p": keep_typical,
+    "epsilon_cutoff": keep_epsilon, "eta_cutoff": keep_eta,
+}  # fmt: skip
+"""{option: function}, in the order of transformers."""
 
 
 def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -248,3 +233,11 @@ def _checked(processor: LogitsProcessor, ids: Tensor, logits: Tensor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.shape != shape:
         raise InputError(f"logits_processor must return logits of shape {list(shape)}")
     return logits
+
+
+def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of host values, copied without waiting for the device."""
+    on_host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.generation.options import KNOWN_NAMES, MAX_GUESSES, OPTION_NAMES, Options
-from ligermodels.generation.processors import LogitsProcessor
-from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.generation.stopping import StoppingCriterion
 from ligermodels.layers.state import Cache, TransformersCache, as_cache
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""(ids [B, S] so far, logits [B, V] fp32) -> logits."""
 
 ADAPTED = "another object, such as a PEFT model, prepares the inputs of each step"
 _CALL_INSIDE = "call generate of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
@@ -49,15 +50,6 @@ class Request:
     def can_stop(self) -> bool:
         """Whether a row may end before max_new_tokens."""
         return bool(self.eos_ids or self.stop_strings or self.criteria)
-
-    def speculation(self) -> Speculation | None:
-        """A new `Speculation` over the prompt; None if the call does not ask for one."""
-        options = self.options
-        if options.prompt_lookup_num_tokens is not None:
-            size = int(options.max_matching_ngram_size or 2)
-            tokens = self.input_ids[0].tolist()
-            return Speculation(PromptLookup(tokens, int(options.prompt_lookup_num_tokens), size), None)
-        return None if options.medusa is None else Speculation(None, options.medusa)
 
     @classmethod
     def checked(

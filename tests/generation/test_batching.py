@@ -8,7 +8,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation import batching, engine, generate, generate_many, generate_many_iter
+from ligermodels.generation import continuous, engine, generate, generate_many, generate_many_iter
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation import models
@@ -22,7 +22,7 @@ LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
 def counted(monkeypatch):
     """The rows of each step."""
     seen, run = [], engine.Step.run
-    monkeypatch.setattr(batching, "REFILL_FRACTION", 4)
+    monkeypatch.setattr(continuous, "REFILL_FRACTION", 4)
     monkeypatch.setattr(engine, "BUCKET", 1)
     monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(len(self.ids)), run(self, *a))[1])
     return seen
@@ -112,11 +112,13 @@ def test_the_batch_stays_full(device, counted):
 
 def test_a_prompt_runs_once_for_all_its_continuations(device, monkeypatch):
     model, texts = family("qwen3").to(device), prompts([7, 3, 5])
-    ran, prefill = [], batching._Batch._prefill
-    monkeypatch.setattr(batching._Batch, "_prefill", lambda self, n: (ran.append(found := prefill(self, n)), found)[1])
+    ran, prefill = [], continuous.ContinuousEngine._run_prompts
+    monkeypatch.setattr(
+        continuous.ContinuousEngine, "_run_prompts", lambda self, n: (ran.append(found := prefill(self, n)), found)[1]
+    )
     options = dict(max_new_tokens=9, do_sample=True, num_return_sequences=5, seed=3, eos_token_id=())
     found = generate_many(model, texts, batch_size=4, **options)
-    assert len(found) == 15 and sum(len(x.prompts) for x in ran) == 3
+    assert len(found) == 15 and sum(len(x.lengths) for x in ran) == 3
     greedy = generate_many(model, texts, batch_size=4, **{**options, "top_k": 1})
     assert_equal(greedy, [ids for ids in alone(model, texts, max_new_tokens=9, eos_token_id=()) for _ in range(5)])
 
@@ -177,12 +179,12 @@ def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(devic
     first = [next(stream) for _ in range(4)]
     stream.close()
     assert all(ids.tolist() == expected[i].tolist() for i, ids in first)
-    (_, cache), *_ = model.engine.caches
+    (_, cache), *_ = model.kept_caches.entries
     for _ in range(2):
         found = list(generate_many_iter(model, texts, batch_size=3, **options))
         assert [i for i, _ in found] != sorted(i for i, _ in found)
         assert_equal([ids for _, ids in sorted(found, key=lambda pair: pair[0])], expected)
-    assert len(model.engine.caches) == 1 and model.engine.caches[0][1] is cache
+    assert len(model.kept_caches.entries) == 1 and model.kept_caches.entries[0][1] is cache
     with torch.inference_mode():
         assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
     assert_equal(generate_many(model, texts, batch_size=3, **options), expected)

@@ -184,24 +184,24 @@ def test_caches_and_graphs_serve_later_calls(device, steps):
     assert seen[0] == seen[2] and seen[1] == seen[3] and seen[0] != seen[1]
     generate(model, one, max_new_tokens=engine.BUCKET)
     assert steps[0] is not seen[0][0], "another bucket"
-    kept = model.engine.caches
+    kept = model.kept_caches.entries
     assert len(kept) == 3
     streams = [generate_iter(model, one, max_new_tokens=9) for _ in range(2)]  # at once: two caches
     for tokens in zip(*streams, strict=True):
         assert torch.equal(*tokens)
     given = generate(model, one, max_new_tokens=9, return_dict_in_generate=True).past_key_values
-    assert all(cache is not given for _, cache in model.engine.caches), "it is the caller's now"
+    assert all(cache is not given for _, cache in model.kept_caches.entries), "it is the caller's now"
     for rows in range(1, 8):
         generate(model, prompt(rows, 3).to(device), max_new_tokens=2)
-    assert len(model.engine.caches) == engine.MAX_KEPT
+    assert len(model.kept_caches.entries) == engine.MAX_KEPT
 
 
 def test_nothing_stays_alive_or_is_copied(device, steps):
     model = family("llama").to(device)
     generate(model, prompt().to(device), max_new_tokens=3)
     again = copy.deepcopy(model)
-    assert not again.engine.caches and len(pickle.dumps(model)) < 10_000_000
-    (_, cache), *_ = model.engine.caches
+    assert not again.kept_caches.entries and len(pickle.dumps(model)) < 10_000_000
+    (_, cache), *_ = model.kept_caches.entries
     held = weakref.ref(cache), weakref.ref(cache.steps[1, False])
     del cache
     steps.clear()
@@ -209,7 +209,7 @@ def test_nothing_stays_alive_or_is_copied(device, steps):
     gc.collect()
     assert [x() for x in held] == [None, None]
     generate(model, prompt().to(device), max_new_tokens=3)
-    held = weakref.ref(model), weakref.ref(model.engine.caches[0][1])
+    held = weakref.ref(model), weakref.ref(model.kept_caches.entries[0][1])
     del model
     gc.collect()
     assert [x() for x in held] == [None, None]
@@ -251,7 +251,7 @@ def test_a_change_of_the_model_is_seen(what, device, steps):
                 parameter.normal_(0.0, 0.3)
     model.to(device).eval()
     before = assert_same_ids(model, steps, ids)
-    (_, cache), *_ = model.engine.caches
+    (_, cache), *_ = model.kept_caches.entries
     decode = cache.steps[1, False]
     captured = decode._captured
     CHANGES.get(what, write_weight)(model)
@@ -333,4 +333,4 @@ def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
     steps.clear()
     with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
         assert torch.equal(generate(model, ids, max_new_tokens=20), expected)
-    assert len(steps) == 7
+    assert len(steps) == 20 and steps[-1].by_host

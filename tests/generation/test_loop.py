@@ -8,7 +8,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter
-from ligermodels.generation.loop import _decode
+from ligermodels.generation.padded import PaddedEngine
 from ligermodels.generation.request import Request
 from tests.generation.models import VOCAB, llama, padded, prompt
 
@@ -102,7 +102,7 @@ def test_never_synchronises_without_stop_ids(device):
         forced_eos_token_id=9,
     )  # fmt: skip
     generate(model, ids, **options)  # compiles and allocates
-    steps = _decode(Request.checked(model, ids, **options), to_host=False)
+    steps = PaddedEngine(Request.checked(model, ids, **options), to_host=False).decode()
     next(steps)
     torch.cuda.set_sync_debug_mode("error")
     try:

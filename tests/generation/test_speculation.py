@@ -14,7 +14,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import engine, generate, generate_iter
-from ligermodels.generation.speculation import PromptLookup, Speculation
+from ligermodels.generation.drafters import PromptLookup
+from ligermodels.generation.padded import PaddedEngine
 from ligermodels.training import add_medusa
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation.models import VOCAB, llama, padded, prompt
@@ -25,18 +26,28 @@ DRAWN = dict(do_sample=True, seed=3, temperature=0.9, top_k=20, top_p=0.95, repe
 DRAWN |= dict(no_repeat_ngram_size=4, min_new_tokens=3, suppress_tokens=[5])
 
 
+Steps = collections.namedtuple("Steps", "all captured")
+
+
 @pytest.fixture(autouse=True, params=["captured", "uncaptured"])
 def steps(request, monkeypatch):
     """The tokens that each step reads. Captured: with lengths on the device, and as a CUDA graph on a GPU."""
-    seen, begin, verify = [], Speculation.begin, Speculation.verify
     captured = request.param == "captured"
     monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if captured else set())
-    monkeypatch.setattr(Speculation, "begin", lambda *a: (seen.append(list(begin(*a))), seen[-1])[1])
-    seen_captured = []
-    monkeypatch.setattr(Speculation, "verify", lambda *a: (seen_captured.append(list(a[0].tokens)), verify(*a))[1])
-    seen_all = collections.namedtuple("Steps", "all captured")(seen, seen_captured)
-    yield seen_all
-    assert captured or not seen_captured
+    seen = Steps([], [])
+
+    def spy(call, lists):
+        def run(self, *args):
+            for tokens in lists if self.drafter and self.length > self.start else ():
+                tokens.append(list(self.tokens))
+            call(self, *args)
+
+        monkeypatch.setattr(PaddedEngine, call.__name__, run)
+
+    spy(PaddedEngine._forward, seen[:1])
+    spy(PaddedEngine._captured_step, seen)
+    yield seen
+    assert captured or not seen.captured
 
 
 @pytest.fixture
@@ -46,12 +57,12 @@ def guess(monkeypatch):
     def know(ids, rate=1.0):
         text = ids[0].tolist()
 
-        def foresee(self):
+        def foresee(self, hidden):
             draw = random.Random(len(self.tokens))
             ahead = text[len(self.tokens) :][: self.count]
             return [token if draw.random() < rate else (token + 1) % VOCAB for token in ahead]
 
-        monkeypatch.setattr(PromptLookup, "guess", foresee)
+        monkeypatch.setattr(PromptLookup, "propose", foresee)
 
     return know
 
@@ -141,8 +152,8 @@ def test_prompt_lookup_guesses_what_that_of_transformers_does():
         ours = PromptLookup(tokens, count, size)
         for _ in range(60):
             expected, _ = theirs.get_candidates(torch.tensor([ours.tokens]))
-            assert ours.guess() == expected[0, len(ours.tokens) :].tolist()
-            ours.add(draw.randrange(6))
+            assert ours.propose(None) == expected[0, len(ours.tokens) :].tolist()
+            ours.observe(draw.randrange(6))
 
 
 def test_text_that_repeats_takes_fewer_steps(steps):

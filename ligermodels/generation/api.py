@@ -1,0 +1,302 @@
+"""`generate`, `generate_iter`, `generate_many` and `generate_many_iter`: front ends of the engines."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError, warn_once
+from ligermodels.generation.continuous import ContinuousEngine
+from ligermodels.generation.options import Attributes
+from ligermodels.generation.padded import PaddedEngine
+from ligermodels.generation.request import Request, checked_prompt, is_adapted
+from ligermodels.layers.state import TransformersCache
+
+_REFUSED = {
+    "attention_mask": "every id of a prompt is a token",
+    "generation_config": "pass its options as keywords",
+    "input_ids": "the prompts are the first argument",
+    "inputs_embeds": "the prompts are ids; use `generate`",
+    "inputs": "the prompts are the first argument",
+    "medusa": "speculation is for one row; use `generate`",
+    "prompt_lookup_num_tokens": "speculation is for one row; use `generate`",
+    "logits_processor": "rows have lengths of their own; use `generate`",
+    "past_key_values": "the batch has a cache of its own",
+    "stopping_criteria": "rows have lengths of their own; use `generate`",
+    "streamer": "use `generate_many_iter`",
+    "max_time": "leave the loop over `generate_many_iter` in time",
+    "return_dict_in_generate": "it returns ids alone; use `generate`",
+    "output_scores": "it returns ids alone; use `generate`",
+    "output_logits": "it returns ids alone; use `generate`",
+}
+"""{argument of `generate`: why `generate_many` does not take it}."""
+
+
+class Streamer(Protocol):
+    """The interface of `generate(streamer=...)`, with CPU tensors: put(prompt [B, S]), put(ids [B]) each step, end().
+
+    The prompt comes first, as in transformers, so that its `TextStreamer(skip_prompt=True)` works here.
+    """
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class GenerateOutput(Attributes):
+    """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
+
+    sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
+    processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values: the
+    cache of all tokens but the last.
+    """
+
+    fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))
+
+
+def generate(
+    model: nn.Module,
+    inputs: Tensor | None = None,
+    generation_config: Any = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    *,
+    input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    streamer: Streamer | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Tensor | GenerateOutput:
+    """Continues each row of the prompt. The same call gives the same text as transformers' `generate`.
+
+    Each option takes its value from the first that sets it: the keyword, `generation_config`, `model.generation_config`
+    (the checkpoint's generation_config.json), transformers' default. A checkpoint with do_sample=true is therefore
+    sampled with its own temperature, top_k and top_p unless the call sets do_sample=False. A keyword of None switches
+    the option off; for do_sample and token ids it means "not set".
+
+    Two things are ours. The keyword `temperature`, where neither the call nor its generation_config sets do_sample,
+    decides it: 0 is greedy, above 0 samples (from all tokens if nobody sets top_k and the checkpoint does not sample).
+    And `seed`.
+
+    Args:
+        inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
+            pad on the left. None: the bos token.
+        inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids. input_ids may be
+            passed with them, for the same tokens; without them the result has only new ids, and penalties, processors
+            and criteria see only those.
+        generation_config: a GenerationConfig of transformers, or a dict.
+        logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
+            after the penalties and before temperature and cuts.
+        stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
+            one says so. scores: None without output_scores.
+        attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
+            that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
+        past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
+            is still passed in full. The cache is extended in place.
+        labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
+        streamer: receives each step's ids, see `Streamer`.
+        tokenizer: for stop_strings; anything with `decode`.
+
+    Options:
+        max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
+            the prompt and its padding.
+        min_new_tokens, min_length: minimum number of tokens before a stop id is allowed.
+        do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
+        temperature: logits are divided by it; default 1.
+        top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
+        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
+        min_p: draw among tokens at least min_p times as likely as the likeliest, in [0, 1].
+        typical_p: draw among the tokens whose information is nearest to the entropy, up to typical_p of the
+            probability, in (0, 1].
+        epsilon_cutoff, eta_cutoff: draw among tokens of at least this probability, and the likeliest; eta_cutoff
+            lowers the bound where the entropy is high.
+        seed: draws use a generator of their own; None: torch's global one.
+        repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, in greedy
+            decoding too.
+        no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
+        suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new token.
+        bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
+        sequence_bias: {tuple of ids: bias}, or a list of [ids, bias]; the bias is added to the logit of the last id
+            where a row ends in those before it.
+        forced_eos_token_id: the last of max_new_tokens (or max_length) is this id, or the likeliest of a list.
+        exponential_decay_length_penalty: (n, factor); after n new tokens, the logits of stop ids grow by
+            abs(logit) * (factor ** (tokens since) - 1).
+        renormalize_logits: scores are log probabilities.
+        num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
+        eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
+            no generation_config.json.
+        pad_token_id: fills rows that finished early; default the first stop id.
+        max_time: seconds after which no further token is computed.
+        stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
+        use_cache: False computes the whole text at each step.
+        kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory, with a scale for each token and key
+            head (docs/operations.md has the error). The prompt attends to its own unrounded keys, later tokens to the
+            rounded ones. None or "auto": the dtype of the model, exactly.
+        prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory that a long prompt
+            needs; None: all of them.
+        disable_compile: True decodes without a CUDA graph. By default each step on CUDA is one. The graph's memory,
+            most of it the KV cache, is kept for the next call; `model.release()` frees it.
+        prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, the tokens that followed
+            the first occurrence of the last max_matching_ngram_size tokens (default 2), or fewer of them. For text
+            that copies, such as edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a
+            seed, are the same as without it, up to ties: a forward pass of several tokens rounds differently, which in
+            bf16 decides between tokens that are about equally likely. Each guess reads the cache once more.
+        medusa: heads, such as `training.load_medusa(model, folder)`, that guess one token each, verified in that way.
+        return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
+        Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
+        are inputs of the model's forward for the prompt, such as pixel_values; unknown ones raise.
+
+    Returns:
+        [B * num_return_sequences, S + new] ids, prompt included where it has ids; new is the length of the longest row.
+        Or a `GenerateOutput`.
+
+    Raises:
+        InputError: arguments that are out of range, contradictory or not supported; padding on the right; ids outside
+            the vocabulary; NaN logits.
+    """
+    request = Request.checked(
+        model, inputs, generation_config, logits_processor, stopping_criteria, input_ids=input_ids,
+        inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values,
+        tokenizer=tokenizer, **options,
+    )  # fmt: skip
+    engine, first = PaddedEngine(request, to_host=streamer is not None or request.can_stop), request.without_ids
+    if streamer is not None:
+        streamer.put(engine.ids[:, first : engine.length].cpu())
+    for new in engine.decode():
+        if streamer is not None:
+            streamer.put(new)  # type: ignore[arg-type]
+    if streamer is not None:
+        streamer.end()
+    ids = engine.ids[:, first : engine.length].clone()  # the buffer is longer if rows stopped early
+    if not request.options.return_dict_in_generate:
+        return ids
+    cache = engine.cache.cache if isinstance(engine.cache, TransformersCache) else engine.cache
+    found = {"scores": engine.scores, "logits": engine.raw_logits, "past_key_values": cache}
+    return GenerateOutput(sequences=ids, **{
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if value is not None
+    })  # fmt: skip
+
+
+def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
+    """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows.
+
+    Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
+    stop early, leave the loop.
+    """
+    return PaddedEngine(Request.checked(model, *args, **options), to_host=True).decode()  # type: ignore[return-value]
+
+
+def generate_many(
+    model: nn.Module,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    batch_size: int = 32,
+    **options: Any,
+) -> list[Tensor]:
+    """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
+
+    In greedy decoding they are those of `generate` for each prompt alone, to within rounding. Draws differ from
+    `generate`'s and have its distribution; the same call with the same `seed` gives the same ids.
+
+    Args:
+        prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
+        batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
+        options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
+            prefill_chunk_size, stop_strings with tokenizer. max_length and min_length count a prompt's own tokens. A
+            prompt runs once for all of its continuations, which follow each other in the result. Not supported:
+            scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller, max_time,
+            embeddings and images.
+
+    Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
+    length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
+
+    Raises:
+        InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits.
+    """
+    found = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
+    return [found[i] for i in range(len(found))]
+
+
+def generate_many_iter(
+    model: Any,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    batch_size: int = 32,
+    **options: Any,
+) -> Iterator[tuple[int, Tensor]]:
+    """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
+
+    The longest prompts run first. The call checks its arguments, before the first step. To stop early, leave the loop.
+    """
+    texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
+    if not hasattr(type(model), "new_cache"):
+        raise InputError(
+            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one: pass the model "
+            "inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
+        )
+    if is_adapted(model):
+        raise InputError("generate_many cannot run under an adapter that prepares the inputs of each step")
+    options = {name: value for name, value in options.items() if value is not None or name not in _REFUSED}
+    _refuse(options)
+    if not texts:
+        return iter(())
+    checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
+    longest = max(texts, key=len)[None].to(model.device)
+    # A row that has finished is not filled up: no pad id is needed.
+    request = Request.checked(model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options})
+    _refuse(vars(request.options))  # the checkpoint's generation_config.json may set them
+    if request.options.use_cache is False:
+        raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
+    if request.inputs:
+        raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the longest prompt has caused them already
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limits = [request.options.new_tokens(len(text), positions, set()) for text in texts]
+    engine, rotary = ContinuousEngine(request, texts, limits, batch_size), model.decoder.rotary_emb
+    always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
+    if rotary.rope_type in ("dynamic", "longrope") and engine.capacity > rotary.original_length and not always_long:
+        warn_once(
+            f"generate_many: one by one, {rotary.rope_type}",
+            f"generate_many runs the prompts one by one: rope_type={rotary.rope_type!r} chooses its frequencies by the "
+            f"longest row of a batch, and {engine.capacity} tokens exceed its original length, "
+            f"{rotary.original_length}; shorten prompts or max_new_tokens to run batches",
+        )
+        return _one_by_one(model, texts, request, options)
+    return engine.continuations()
+
+
+def _refuse(options: Mapping[str, Any]) -> None:
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise InputError(f"generate_many does not take {name}: {reason}")
+
+
+def _as_ids(index: int, prompt: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"prompt {index} is a {type(prompt).__name__}; it must be a list of token ids") from error
+    if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(
+            f"prompt {index} is {list(ids.shape)} of {ids.dtype}; it must be a list of token ids or a tensor [S] of "
+            "torch.int64, and have at least one token (the bos token, say)"
+        )
+    return ids.long()
+
+
+def _one_by_one(
+    model: nn.Module, prompts: Sequence[Tensor], request: Request, options: dict[str, Any]
+) -> Iterator[tuple[int, Tensor]]:
+    seed = request.options.seed
+    for index in range(len(prompts) * request.copies):
+        prompt = prompts[index // request.copies][None].to(request.model.device)
+        own = {**options, "num_return_sequences": 1, "seed": None if seed is None else (seed + index) % 2**63}
+        ids: Any = generate(model, prompt, attention_mask=torch.ones_like(prompt), **own)
+        yield index, ids[0, prompt.shape[1] :].cpu()

@@ -1,0 +1,156 @@
+"""The engine of `generate_many`: continuous batching. Many prompts of unequal length share the rows of one batch.
+
+In the cache each row begins in the first column, and the device knows where it ends. A finished row is free at any
+step: the next prompt runs on a cache of its own, from which it is copied into the row. The host reads a token while the
+model computes the next logits, so that a finished row computes one token more, which is dropped.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ligermodels.generation import engine
+from ligermodels.generation.engine import Engine, Row, Step
+from ligermodels.generation.request import Request
+from ligermodels.generation.stopping import StopText
+from ligermodels.kernels._triton import cdiv
+from ligermodels.layers.state import Cache
+
+REFILL_FRACTION = 8
+"""Prompts run when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one prompt or for
+several, and a free row wastes its share of each step."""
+PREFILL_TOKENS = 16384
+"""The maximum number of tokens of the prompts that run together, with padding."""
+
+_EMPTY_ID = 2**40
+"""The id in columns without a token, which processors do not count."""
+
+
+@dataclass
+class _Prefilled:
+    """Prompts that ran, and their continuations that have no row yet."""
+
+    lengths: Tensor  # [N]
+    logits: Tensor  # [N, V] fp32, after the last token
+    cache: Cache
+    waiting: deque[tuple[int, int]]  # row of the above, index of the continuation in the result
+
+
+class ContinuousEngine(Engine):
+    """limits: max_new_tokens of each prompt. request: of the longest one."""
+
+    def __init__(self, request: Request, prompts: Sequence[Tensor], limits: Sequence[int], batch_size: int):
+        self.prompts, self.limits, self.copies = prompts, limits, request.copies
+        self.capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        self.left = len(prompts) * self.copies  # continuations that have no row yet
+        super().__init__(request, min(batch_size, self.left), 2 * self.capacity, to_host=True)
+        self.length = self.capacity
+        self.waiting = deque(
+            sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        )  # similar lengths run together
+        self.prefilled: _Prefilled | None = None
+        self.captured: Step | None = None
+
+    def continuations(self) -> Iterator[tuple[int, Tensor]]:
+        """(index in the result, new ids) of each continuation as it ends."""
+        for _ in self.decode():
+            for row in self.rows:
+                if row is not None and row.done:
+                    yield row.index, torch.tensor(row.ids)
+
+    def prefill(self) -> None:
+        self.by_host = self.options.disable_compile or self.device.type not in engine.DEVICES
+        if not self.by_host and (reason := engine.obstacle_to_capture(self.model)) is not None:
+            engine.warn_uncaptured(reason)
+            self.by_host = True
+        rows, kind = len(self.rows), self.options.kv_cache_dtype
+        self.kept = self.model.kept_caches.take(self.model, rows, self.capacity, kind)
+        self.cache = self.kept[1]
+        self.logits = torch.zeros(rows, self.model.config.get_text_config().vocab_size, device=self.device)
+
+    def admit(self) -> bool:
+        ended = [b for b, row in enumerate(self.rows) if row is not None and row.done]
+        for b in ended:
+            self.rows[b] = None
+        free = [b for b, row in enumerate(self.rows) if row is None]
+        if fills := self.left and len(free) >= min(max(1, len(self.rows) // REFILL_FRACTION), self.left):
+            self._fill(free)
+        if self.length == self.ids.shape[1]:
+            self.ids[:, : self.capacity] = self.ids[:, -self.capacity :].clone()
+            self.length = self.capacity
+        texts = [row.prompt + row.new for row in self.rows if row is not None]
+        self.first = self.length - max(texts, default=0)
+        if texts and (fills or ended):
+            if self.captured is None:  # not before: the first prompts decide the dtype of the cache
+                self.captured = engine.step_of(self.cache)
+                self.captured.begin(self.model, self.cache, self.capacity, by_host=self.by_host)
+            self.place(self.captured)
+        return bool(texts)
+
+    def place(self, step: Step) -> None:
+        """A free row begins again, so that it stays shorter than the others."""
+        ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
+        self.cache.length = max(ends)
+        step.place(0, self.to_device(ends, torch.int32))
+
+    def step(self) -> None:
+        step: Any = self.captured
+        step.ids.copy_(self.ids[:, self.length - 1 : self.length])
+        self.run(step)
+        self.logits = step.logits.float()
+
+    def close(self) -> None:
+        if self.kept is not None:
+            self.cache.reset()
+        super().close()
+
+    def _fill(self, free: list[int]) -> None:
+        """Puts prompts into the `free` rows, and runs more of them when none is ready."""
+        while free and self.left:
+            if self.prefilled is None:
+                self.prefilled = self._run_prompts(cdiv(len(free), self.copies))
+            ready, count = self.prefilled, min(len(free), len(self.prefilled.waiting))
+            into, free = free[:count], free[count:]
+            sources, indices = zip(*(ready.waiting.popleft() for _ in into), strict=True)
+            prompts = [self.prompts[index // self.copies] for index in indices]
+            for b, index, prompt in zip(into, indices, prompts, strict=True):
+                text = None
+                if self.request.stop_strings:
+                    text = StopText(self.request.tokenizer, self.request.stop_strings, prompt[-8:].tolist())
+                least, most = self.options.min_columns(len(prompt)) - len(prompt), self.limits[index // self.copies]
+                self.rows[b] = Row(len(prompt), least, most, text, index)
+            self.left -= count
+            taken, rows = self.to_device(sources), self.to_device(into)
+            self.cache.put(ready.cache, taken, rows, ready.lengths[taken])
+            ids = self.to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"))
+            self.ids[rows] = _EMPTY_ID
+            self.ids[rows, self.length - ids.shape[1] : self.length] = ids
+            self.logits = self.logits.index_put((rows,), ready.logits[taken])
+            if not ready.waiting:
+                self.prefilled = None
+
+    def _run_prompts(self, count: int) -> _Prefilled:
+        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allows, padded on the right to one length."""
+        width = len(self.prompts[self.waiting[0]])
+        count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
+        chosen = [self.waiting.popleft() for _ in range(count)]
+        prompts = [self.prompts[i] for i in chosen]
+        ids, lengths = self.to_device(pad_sequence(prompts, True)), self.to_device([len(ids) for ids in prompts])
+        cache = self.model.new_cache(count, width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
+        hidden, chunk = torch.empty(0), self.options.prefill_chunk_size or width
+        with self.model.decoder.rotary_emb.of_length(width):
+            for begin in range(0, width, chunk):
+                output = self.model(
+                    input_ids=ids[:, begin : begin + chunk], past_key_values=cache, use_cache=True, return_logits=False
+                )
+                x, last = output.last_hidden_state, lengths - 1 - begin
+                found = x[torch.arange(count, device=self.device), last.clamp(0, x.shape[1] - 1)]
+                hidden = torch.where((last >= 0)[:, None], found, hidden) if begin else found
+        logits = engine.head_logits(self.model, hidden).float()
+        waiting = deque((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))
+        return _Prefilled(lengths, logits, cache, waiting)
