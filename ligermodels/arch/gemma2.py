@@ -8,8 +8,8 @@
 - As in Gemma: norm weights around 0, the embedding's rounded scale, GELU by tanh, a tied head.
 
 Paper: Gemma Team 2024, https://arxiv.org/abs/2408.00118.
-Checked against: models/gemma2/modeling_gemma2.py of transformers 5.23, with eager attention: its other ones may leave
-out the cap.
+Checked against: models/gemma2/modeling_gemma2.py of transformers 5.23, with eager attention: its other
+implementations may leave out the cap.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Mixtral (8x7B, 8x22B) and fine-tunes: Mistral with eight gated MLPs a block, of which each token takes two.
 
 - A router picks `num_experts_per_tok` experts a token: softmax over all in fp32, the largest, made to sum to 1.
-- On disk an expert is three tensors, w1 (gate), w3 (up) and w2 (down); in memory all experts are two, stacked, under
-  transformers 5's names. That layout loads as well, as trainers write it; the one tensor per expert is saved.
+- On disk an expert is three tensors, w1 (gate), w3 (up) and w2 (down). In memory all experts share two stacked
+  tensors, under transformers 5's names. Both layouts load, since trainers write the second; the first is saved.
 - `output_router_logits` adds the load-balancing loss, over the routers of all blocks together.
 - `router_jitter_noise` scales a block's input by 1 +- noise in training, for router and experts alike.
 - rope_theta is 1e6 where the file says nothing; no released file has a window.

@@ -347,15 +347,16 @@ def row_tiling(
     """(programs, END, tiling): a tile is 32 KiB of a row, or 16 KiB for short rows, in strips of 8 columns.
 
     twice: the kernel reads its rows twice, so that only as many rows are in flight as fit the L2 cache (36 of the 50
-    MiB of an H100: one per multiprocessor at 128k classes in bf16). streams: prefetching class weights beside logits
-    would not fit the shared memory of most GPUs. Rows that do not start at multiples of 16 elements allow no vector
-    loads, and neighbouring columns then go to neighbouring threads.
+    MiB of an H100: one per multiprocessor at 128k classes in bf16). streams: the number of tensors that a row is read
+    from; with 2 (class weights) nothing is prefetched, as it would not fit the shared memory of most GPUs. Rows that do
+    not start at multiples of 16 elements allow no vector loads, and neighbouring columns then go to neighbouring
+    threads.
     """
     num_rows, vocab = logits.shape
     size = logits.element_size()
     padded = padded and vocab % 16 != 0 and row_stride % 16 == 0
-    wide = (padded or vocab % 16 == 0) and row_stride % 16 == 0
-    short = twice and (vocab * size <= 1 << 17 or not wide)
+    vectorised = (padded or vocab % 16 == 0) and row_stride % 16 == 0
+    short = twice and (vocab * size <= 1 << 17 or not vectorised)
     tile = min(1 << max(vocab - 1, 7).bit_length(), (16384 if short else 32768) // size)
     # A thread has 32 bytes of a tile, or 64 where a row is long and read twice.
     share = 2048 if twice and not short else 1024
@@ -366,8 +367,9 @@ def row_tiling(
         resident = min(resident, max(1, (36 << 20) // (multiprocessors * vocab * size)))
     programs = max(1, min(num_rows, multiprocessors * resident))
     is_ampere = cuda_capability(logits.device.index) >= 80  # 99 KiB of shared memory per block, or more
-    stages = 1 if streams > 1 or not wide else 4 if twice and not short and is_ampere else 3
-    tiling = {"PADDED": padded, "STAGES": stages, "R": tile // 8, "AXIS": 1 if wide else 0, "num_warps": num_warps}
+    stages = 1 if streams > 1 or not vectorised else 4 if twice and not short and is_ampere else 3
+    axis = 1 if vectorised else 0
+    tiling = {"PADDED": padded, "STAGES": stages, "R": tile // 8, "AXIS": axis, "num_warps": num_warps}
     return programs, row_stride if padded else vocab, tiling
 
 

@@ -150,12 +150,12 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.shape[0], x.stride(0)
 
 
-# Each constant of a device has two functions: one that Dynamo calls and takes for a constant, and one that caches.
+# Each property of a device has two functions: one that Dynamo treats as a constant, and one that caches.
 
 
 @assume_constant_result
 def cuda_capability(index: int | None) -> int:
-    """Compute capability of CUDA device `index`, 10 major + minor; 0 where it is no GPU of NVIDIA's."""
+    """Compute capability of CUDA device `index`, 10 major + minor; 0 if it is not an NVIDIA GPU."""
     return _capability(index)
 
 
@@ -164,7 +164,7 @@ def _capability(index: int | None) -> int:
     if torch.version.cuda is None or not torch.cuda.is_available():
         return 0
     major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor  # a number: Dynamo takes no tuple for a constant
+    return 10 * major + minor  # Dynamo accepts an int as a constant, not a tuple
 
 
 def is_datacenter(index: int | None) -> bool:

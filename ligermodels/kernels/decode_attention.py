@@ -312,7 +312,7 @@ def decode_attention(
     sms, groups = num_sms(q.device.index), rows * num_kv_heads
     # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
     splits = min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
-    parts = min(splits, cdiv(capacity, block_n))  # at most so many have a key
+    parts = min(splits, cdiv(capacity, block_n))  # more than that would have no key
     block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
     shares = stats = out

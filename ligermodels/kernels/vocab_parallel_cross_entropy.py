@@ -4,11 +4,11 @@
     loss = lse - z_y + z_loss lse^2
 
 `linear_cross_entropy` with the vocabulary V sharded over n ranks: a rank has the logits of C tokens and its V/n
-classes, and sends none. Per chunk of C tokens, cuBLAS writes the local logits into ONE workspace; a kernel reduces each
-row to its maximum, its sum of exponentials and, if the label is in the shard, the label's logit; ONE all-gather sends
-these 12 bytes per token; a second kernel merges them, writes the loss and overwrites the logits with their gradient;
-cuBLAS multiplies it with weight (dx) and with x (dweight, as in linear_cross_entropy). Every rank merges the same
-numbers in the same order, so that all have the same bits of the loss.
+classes, which it does not send. Per chunk of C tokens, cuBLAS writes the local logits into ONE workspace; a kernel
+reduces each row to its maximum, its sum of exponentials and, if the label is in the shard, the label's logit; ONE
+all-gather sends these 12 bytes per token; a second kernel merges them, writes the loss and overwrites the logits with
+their gradient; cuBLAS multiplies it with weight (dx) and with x (dweight, as in linear_cross_entropy). Every rank
+merges the same numbers in the same order, so that all have the same bits of the loss.
 
 Beside the GEMMs the logits move 3 V/n itemsize bytes per token, one read more than in one process, because the gradient
 needs the other ranks' sums. The all-gather does not overlap the next chunk's GEMM: with the default workspace there is
@@ -49,7 +49,7 @@ from ligermodels.kernels.cross_entropy import check_inputs, on_device
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """The sum over the ranks. Each computes the same loss from it, so that its gradient is each summand's own."""
+    """The sum over the ranks. Every rank computes the same loss from it: a summand gets the gradient unchanged."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -133,7 +133,7 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
                   STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
     """The `stats` [RANKS, C, 3] of all ranks to the loss of each token and, with GRADIENT, `logits` to their gradient.
 
-    UNDIVIDED: which lacks the factor scales[1].
+    With UNDIVIDED the gradient lacks the factor scales[1].
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -191,7 +191,7 @@ def _run(
     group: dist.ProcessGroup, first_id: int, share: int, options: Options, settings: Settings,
     needs: tuple[bool, bool, bool], unrounded: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """(loss, [dx, dweight, dbias, factor]), where the gradients lack the upstream one and, unless None, `factor`.
+    """(loss, [dx, dweight, dbias, factor]). The backward multiplies the gradients by the upstream one and `factor`.
 
     share: the rows of weight of a rank if all had as many. Each chunk is a collective, so that all ranks must cut the
     tokens alike: the length of a chunk follows from the share, not from the rows that this rank has. unrounded: dweight
@@ -256,8 +256,9 @@ def vocab_parallel_cross_entropy(
     """linear_cross_entropy(x, whole weight, labels, ...) where this rank has the weights of the ids from first_id on.
 
     x is [..., H] and labels [...], ids of the whole vocabulary; both, and all options, are the same on every rank of
-    `group`. weight [V/n, H] and bias [V/n] are this rank's rows. The shards lie in any order and may differ in length,
-    none empty: then give vocab_size, that of the whole vocabulary; None says that rank r has rows r V/n to (r+1) V/n.
+    `group`. weight [V/n, H] and bias [V/n] are this rank's rows. By default rank r has the
+    rows r V/n to (r+1) V/n. With vocab_size, the size of the whole vocabulary, shards may have any order and different
+    lengths; none is empty.
 
     The loss is that of the whole vocabulary, a scalar with the same bits on every rank. The gradients of weight and
     bias are complete. **The gradient of x is this rank's part, to be summed over the group by the caller**: in the
@@ -266,11 +267,11 @@ def vocab_parallel_cross_entropy(
 
     reduction ("mean" or "sum"), num_items_in_batch, softcap, z_loss, ignore_index, num_valid, accum_dtype and
     torch.autocast are as in `linear_cross_entropy`. workspace_bytes bounds a rank's logits workspace, which has 128
-    rows at least; None: 512 MiB. All ranks have a gradient of x asked for, or none; and so of weight.
+    rows at least; None: 512 MiB. Either all ranks ask for the gradient of x, or none; the same holds for weight.
 
     The backward runs once, sends nothing and has no second derivative. A label that is in no shard makes the loss NaN
-    on a GPU, and raises InputError on a CPU, where this is `vocab_parallel_cross_entropy_reference`. torch.compile does
-    not look into it: its graph ends before it, and fullgraph=True raises.
+    on a GPU, and raises InputError on a CPU, where this is `vocab_parallel_cross_entropy_reference`. torch.compile
+    breaks its graph here; fullgraph=True raises.
     """
     if torch.compiler.is_compiling():  # decorating would import torch._dynamo, which takes a second
         return torch.compiler.disable(vocab_parallel_cross_entropy)(

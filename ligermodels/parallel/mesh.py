@@ -104,13 +104,13 @@ class Parallel:
         return count / (1 if self.context is None else self.context.size)
 
     def total(self, targets: Tensor) -> Tensor:
-        """The number of targets other than -100 on all ranks, each of which has its own, fp32."""
+        """The number of targets other than -100, summed over all ranks, fp32."""
         count = (targets != -100).sum().float()
         dist.all_reduce(count, group=self.data.group)
         return count
 
     def check_length(self, length: int) -> None:
-        """Raises InputError where so many tokens cannot be split over the ranks."""
+        """Raises InputError if a row of this length cannot be split over the ranks."""
         if length % self.shards:
             raise InputError(
                 f"{length} tokens a row cannot be split over {self.shards} ranks (context times tensor parallel): pad "

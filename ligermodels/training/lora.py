@@ -120,7 +120,7 @@ def merge_lora(model: Any) -> Any:
 
 @contextlib.contextmanager
 def adapters_off(model: Any) -> Iterator[Any]:
-    """For a block in which the model runs without its adapters. A backward of its outputs belongs inside the block.
+    """Within it the model runs without its adapters. Run the backward of its outputs inside the block as well.
 
     Raises InputError for a model without adapters, or with modules_to_save, whose old weights are gone.
     """
