@@ -29,7 +29,7 @@ from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
 from ligermodels.recipes.options import groups_of, option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling, metrics_in, with_metrics
+from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import StepBatches
 from ligermodels.text import Tokenizer
@@ -70,20 +70,14 @@ class DistillOptions(RolloutOptions):
                 raise InputError(f"{field.name} is given, but nothing is sampled: add --lmbda 1")
 
     @property
-    def completions_per_prompt(self) -> int:
+    def num_generations(self) -> int:
         return int(self.lmbda > 0)
-
-    @property
-    def sampled_at(self) -> float:
-        return self.sampling_temperature
 
 
 class Distill(Sampling):
     """Off-policy, rows are those of sft. On-policy, they are prompts, or chats, whose last answer is cut off."""
 
     Options = DistillOptions
-    formats: tuple[str, str] | None = None
-    """The format of chats, on-policy."""
 
     def __init__(self, options: DistillOptions, *more: Any) -> None:
         super().__init__(options, *more)
@@ -113,12 +107,9 @@ class Distill(Sampling):
         """Raises InputError if the teacher's tokens or lengths do not fit."""
         o, folder = self.options, hub.resolve(self.options.teacher)
         check_same_tokens(self.tokenizer, Tokenizer.from_hub(folder))
-        config = sketch(folder).config.get_text_config()
-        if config.vocab_size < self.tokenizer.vocab_size:
-            raise InputError(
-                f"{o.teacher} has logits for {config.vocab_size} tokens, and the tokenizer has "
-                f"{self.tokenizer.vocab_size}"
-            )
+        config, number = sketch(folder).config.get_text_config(), self.tokenizer.vocab_size
+        if config.vocab_size < number:
+            raise InputError(f"{o.teacher} has logits for {config.vocab_size} tokens, and the tokenizer has {number}")
         if o.max_length > config.max_position_embeddings:
             raise InputError(
                 f"max_length={o.max_length} is more than the {config.max_position_embeddings} positions that the "
@@ -128,7 +119,7 @@ class Distill(Sampling):
     def process(self, row: Mapping[str, Any]) -> Any:
         if not self.samples:
             return Recipe.process(self, row)
-        asked: Mapping[str, Any] = row
+        asked = row
         if row.get("prompt") is None:
             item = formats.read(row)
             if not isinstance(item, formats.Conversation) or item.images:
@@ -188,24 +179,17 @@ class Distill(Sampling):
     def step_batches(self, batches: StepBatches) -> Any:
         return super().step_batches(batches) if self.samples else batches
 
-    def roll_out(self, model: Any, prompts: Sequence[Prompt], rollout: int) -> Sequence[Completion | masking.Example]:
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> Sequence[Completion | masking.Example]:
         """On-policy steps are spread evenly; the first is one."""
-        share = self.options.lmbda
-        if math.ceil((rollout + 1) * share) == math.ceil(rollout * share):
+        share, n = self.options.lmbda, rollout or 0
+        if math.ceil((n + 1) * share) == math.ceil(n * share):
             return [prompt.own for prompt in prompts if prompt.own is not None]
-        return self.complete(model, prompts, rollout)
-
-    def batch_of(self, samples: Sequence[Completion | masking.Example], seconds: float | None) -> Batch:
-        completions = [one for one in samples if isinstance(one, Completion)]
-        examples = [one.example if isinstance(one, Completion) else one for one in samples]
-        return with_metrics(self.forward_of(examples), self.metrics_of(completions, seconds if completions else None))
+        return super().roll_out(prompts, rollout)
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        """In evaluation also divergence and cross entropy, separately."""
-        o, inputs = self.options, {name: x for name, x in batch.items() if not name.startswith("metric ")}
+        o = self.options
         how: Any = dict(beta=o.beta, temperature=o.temperature, hard_weight=o.hard_weight)
-        loss, metrics = distill_loss(model, inputs, count, teacher=self.teacher, **how)
-        return loss, metrics | metrics_in(batch)
+        return distill_loss(model, batch, count, teacher=self.teacher, **how)
 
 
 def distill_loss(
@@ -254,22 +238,19 @@ def distill_loss(
 
 
 def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
-    """Raises InputError if the tokenizers differ in a token or in how they split a text, saying in what."""
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
-    if ours != theirs:
-        different = {index for _, index in ours.items() ^ theirs.items()}
+    """Raises InputError if the tokenizers differ in a token or in how they split a text."""
+    different = {index for _, index in student.get_vocab().items() ^ teacher.get_vocab().items()}
+    if different:
         index = min(different)
-        one, other = (
-            repr(token) if (token := tokenizer.convert_ids_to_tokens(index)) is not None else "no token"
-            for tokenizer in (student, teacher)
-        )
+        tokens = (tokenizer.convert_ids_to_tokens(index) for tokenizer in (student, teacher))
+        one, other = ("no token" if token is None else repr(token) for token in tokens)
         raise InputError(
             f"the teacher has another tokenizer: id {index} is {one} for the model and {other} for the teacher "
             f"({len(different)} ids differ). The two are compared token by token; give a teacher of the same family"
         )
-    split = [tokenizer.encode(_PROBE, add_special_tokens=False) for tokenizer in (student, teacher)]
-    if split[0] != split[1]:
-        at = next((n for n, pair in enumerate(zip(*split, strict=False)) if pair[0] != pair[1]), min(map(len, split)))
+    ours, theirs = (tokenizer.encode(_PROBE, add_special_tokens=False) for tokenizer in (student, teacher))
+    if ours != theirs:
+        at = next((n for n, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), len(ours))
         raise InputError(
             f"the teacher's tokenizer has the same tokens, but splits {_PROBE!r} differently, from token {at} on; give "
             "a teacher that saw texts split as the model does"

@@ -4,7 +4,6 @@ The losses are those of layers/policy.py; completions are compared with others o
 """
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +14,13 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import (
-    Metrics,
-    decoder_inputs,
-    next_token_loss,
-    sum_over_ranks,
-    without_adapters,
-)
-from ligermodels.recipes.masking import IGNORED
+from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss, sum_over_ranks, without_adapters
+from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling, metrics_in, with_metrics
+from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
 
 
@@ -78,11 +71,7 @@ class GRPOOptions(RolloutOptions):
             )
 
     @property
-    def completions_per_prompt(self) -> int:
-        return self.num_generations
-
-    @property
-    def sampled_at(self) -> float:
+    def sampling_temperature(self) -> float:
         return self.temperature
 
     @property
@@ -103,6 +92,7 @@ class GRPO(Sampling):
     Options = GRPOOptions
     reference: Any = None
     _has_warned = False
+    _deviation = 0.0  # the standard deviation of all rewards of a rollout
 
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
         super().__init__(options, tokenizer, multiple)
@@ -126,13 +116,12 @@ class GRPO(Sampling):
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if self.frozen_copies:
-            t = trainer
-            self.reference = load_model(t.options, t.folder, t.processes, self, frozen=True)
+            self.reference = load_model(trainer.options, trainer.folder, trainer.processes, self, frozen=True)
 
     # ---- rollouts ----
 
-    def judge(self, completions: Sequence[Completion]) -> list[dict[str, float | None]]:
-        """The number that each reward function gives each completion. Raises InputError."""
+    def judge(self, completions: Sequence[Completion]) -> None:
+        """Sets the rewards of completions. Raises InputError."""
         prompts = [one.prompt for one in completions]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
@@ -141,36 +130,25 @@ class GRPO(Sampling):
         texts: list[Any] = [one.text for one in completions]
         if self.chat:
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        return self.rewards(
+        rewards = self.rewards(
             [prompt.prompt for prompt in prompts], texts, [one.ids for one in completions], columns,
             [prompt.where for prompt in prompts],
         )  # fmt: skip
+        for one, values in zip(completions, rewards, strict=True):
+            one.rewards, one.reward = values, self.rewards.total(values)
 
-    def roll_out(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
-        """The completions of prompts with rewards and advantages; rollout None: one of each, greedily.
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
+        """The completions of prompts with rewards and advantages; rollout None: one of each, greedily, with rewards.
 
         Raises the errors of rewards on all ranks.
         """
-        o, p = self.options, self.processes
-        completions = self.complete(model, prompts, rollout)
-        given: list[dict[str, float | None]] = []
-        failed: LigermodelsError | None = None
-        try:
-            given = self.judge(completions)
-        except LigermodelsError as error:
-            failed = error
-        totals = [self.rewards.total(values) for values in given]
-        everyone = p.gather((totals, failed))
-        for _, other in everyone:
-            if other is not None:
-                raise other
-        judged = [
-            dataclasses.replace(one, rewards=values, reward=total)
-            for one, values, total in zip(completions, given, totals, strict=True)
-        ]
+        o, p, completions = self.options, self.processes, super().roll_out(prompts, rollout)
+        with p.raise_on_all():
+            self.judge(completions)
         if rollout is None:
-            return judged
-        rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, o.num_generations)
+            return completions
+        every = [reward for part in p.gather([one.reward for one in completions]) for reward in part]
+        rewards = torch.tensor(every).reshape(-1, o.num_generations)
         advantages, tied = policy.group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
         if p.is_main and bool(tied.all()) and not self._has_warned:
             self._has_warned = True
@@ -181,47 +159,43 @@ class GRPO(Sampling):
                 "prompts, a larger --num-generations or a higher --temperature",
                 stacklevel=2,
             )
-        own, deviation = slice(p.batch_rank * len(prompts), (p.batch_rank + 1) * len(prompts)), float(rewards.std())
-        own_ties = tied[own].repeat_interleave(o.num_generations).tolist()
-        return [
-            dataclasses.replace(one, advantage=advantage, is_tied=is_tied, deviation=deviation)
-            for one, advantage, is_tied in zip(judged, advantages[own].flatten().tolist(), own_ties, strict=True)
-        ]
+        self._deviation = float(rewards.std())
+        first = p.batch_rank * len(completions)
+        for n, one in enumerate(completions, first):
+            one.advantage = float(advantages.flatten()[n])
+            one.is_tied = bool(tied[n // o.num_generations])
+        return completions
 
-    def batch_of(self, samples: Sequence[Completion], seconds: float | None = None) -> Batch:
+    def batch_of(self, samples: Sequence[Completion]) -> Batch:
         """A batch of completions after their prompts, packed or padded, with what the loss reads beside it.
 
         places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
         [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
         padding.
         """
-        o, sequences = self.options, []
-        dropped = [one.truncated and o.mask_truncated_completions for one in samples]
-        for one, drop in zip(samples, dropped, strict=True):
-            sequences.append(dataclasses.replace(one.example, labels=[IGNORED] * one.size) if drop else one.example)
-        batch: Any = self.forward_of(sequences)
-        if o.packing:
-            starts = batch["cu_seqlens"].tolist()
-        else:
-            starts = range(0, batch["input_ids"].numel(), batch["input_ids"].shape[1])
+        dropped = [one.truncated and self.options.mask_truncated_completions for one in samples]
+        batch = super().batch_of(
+            [Example(one.example.ids, [IGNORED] * one.size) if drop else one for one, drop in zip(samples, dropped)]
+        )
+        row = batch["input_ids"].shape[1]
+        starts = batch["cu_seqlens"].tolist() if self.options.packing else range(0, batch["input_ids"].numel(), row)
         shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
         places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        for n, (one, drop) in enumerate(zip(samples, dropped, strict=True)):
+        for n, one in enumerate(samples):
             first = starts[n] + one.prompt.size - 1  # the log probability of a token is where it is predicted
             places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
-            mask[n, : len(one.ids)] = not drop
-        batch |= dict(places=places, mask=mask)
-        batch["advantages"] = torch.tensor([one.advantage for one in samples] or [0.0])
-        batch["counts"] = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
-        return with_metrics(batch, self.metrics_of(samples, seconds))
+            mask[n, : len(one.ids)] = not dropped[n]
+        advantages = torch.tensor([one.advantage for one in samples] or [0.0])
+        counts = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
+        return batch | dict(places=places, mask=mask, advantages=advantages, counts=counts)
 
-    def metrics_of(self, completions: Sequence[Completion], seconds: float | None) -> Metrics:
+    def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)
         metrics: Metrics = {
             "reward": (sum(one.reward for one in completions), number),
-            "reward_std": (sum(one.deviation for one in completions), number),
+            "reward_std": (self._deviation, 1),
             "tied": (sum(one.is_tied for one in completions), number),
-            **super().metrics_of(completions, seconds),
+            **super().metrics_of(completions),
         }
         for name in self.rewards.functions if len(self.rewards.functions) > 1 else ():
             values = [value for one in completions if (value := one.rewards.get(name)) is not None]
@@ -233,14 +207,14 @@ class GRPO(Sampling):
     def count(self, batch: Batch) -> Tensor:
         """The divisors of a step: those of `layers.policy.Counts`; of an evaluation the number of prompts."""
         if "prompts" not in batch:
-            return batch["counts"]  # type: ignore[return-value]
+            return batch["counts"]
         return (batch["labels"] != -100).any(1).sum().expand(3).float()
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""
         if not model.training:
             return self._evaluate(model, batch, count)
-        o, metrics, counts = self.options, metrics_in(batch), policy.Counts(*count.unbind())
+        o, metrics, counts = self.options, Metrics(), policy.Counts(*count.unbind())
         places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
         ref_logp = self._reference_logps(model, batch) if o.beta else None
 
@@ -278,12 +252,10 @@ class GRPO(Sampling):
         return found[0]
 
     def _evaluate(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Metrics]:
-        completions = self.roll_out(model, batch["prompts"], None)
+        completions = self.roll_out(batch["prompts"], None)
         counted = (batch["labels"] != -100).any(1)  # in another rank's batch nothing counts
         rewards = torch.tensor([one.reward for one in completions], device=counted.device)
         lengths = torch.tensor([float(len(one.ids)) for one in completions], device=counted.device)
         reward, number = torch.where(counted, rewards, 0).sum(), counted.sum()
-        metrics: Metrics = {
-            "reward": (reward, number), "completion_length": (torch.where(counted, lengths, 0).sum(), number)
-        }  # fmt: skip
+        metrics = {"reward": (reward, number), "completion_length": (torch.where(counted, lengths, 0).sum(), number)}
         return sum_over_ranks(model, -reward / count[1]), metrics

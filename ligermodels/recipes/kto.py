@@ -19,13 +19,14 @@ from ligermodels.recipes.base import Metrics, Recipe, mean_of, sum_over_ranks
 from ligermodels.recipes.masking import IGNORED, Comparison, Example
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.preference import Preference, PreferenceOptions, answer_lengths, logps
-from ligermodels.recipes.reference import Reference, ReferenceOptions
+from ligermodels.recipes.preference import Preference, PreferenceOptions
+from ligermodels.recipes.reference import ReferenceOptions, answer_lengths, logps
 
 
 @dataclass(kw_only=True)
 class KTOOptions(ReferenceOptions, PreferenceOptions):
     recipe = "kto"
+    sequences = 1
     auto_reference = "model"
     loss_type: str = option("kto", "of an answer", choices=KTO_LOSS_TYPES)
     desirable_weight: float = option(1.0, "weight of good answers", least=0)
@@ -45,23 +46,16 @@ class KTO(Preference):
     accepted = "unpaired"
     _answers_per_forward = math.inf  # until rows are counted
 
-    @property
-    def frozen_copies(self) -> int:  # type: ignore[override]
-        return int(self.options.reference_kind == "model")
-
-    def setup(self, trainer: Any) -> None:
-        self.reference = Reference(trainer)
-
     def collate(self, examples: Sequence[Comparison]) -> Batch:
-        """Also "desirable", bool [N], and as "kl_input_ids" and so on each prompt with the answer of the row before it.
+        """Adds "desirable", bool [N], and as "kl_input_ids" and so on each prompt with the answer of the row before it.
 
-        The first has that of the last row; a row that is alone its own.
+        The first has that of the last row, so that a row alone in its batch has its own.
         """
-        batch = super().collate(examples)
-        others = [self._mismatched(one, examples[n - 1]) for n, one in enumerate(examples)]
-        others = others or [Example([self.pad_id], [IGNORED])]
-        batch["desirable"] = torch.tensor([bool(one.label) for one in examples] or [True])
-        return batch | {f"kl_{key}": value for key, value in Recipe.collate(self, others).items()}
+        pairs = [(one, examples[n - 1]) for n, one in enumerate(examples)]
+        others = [self._mismatched(*pair) for pair in pairs] or [Example([self.pad_id], [IGNORED])]
+        mismatched = {f"kl_{key}": value for key, value in Recipe.collate(self, others).items()}
+        desirable = torch.tensor([bool(one.label) for one in examples] or [True])
+        return super().collate(examples) | {"desirable": desirable} | mismatched
 
     def _mismatched(self, one: Comparison, other: Comparison) -> Example:
         """The prompt of one with the answer of another, as TRL makes them."""
@@ -101,17 +95,18 @@ class KTO(Preference):
 
     def count(self, batch: Batch) -> Tensor:
         """The divisors of a step: labels, and answers."""
-        lengths = answer_lengths(batch, batch["labels"])
+        lengths = answer_lengths(batch)
         return torch.stack([lengths.sum(), (lengths > 0).sum()])
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The mean over the answers of a step."""
-        o, kl = self.options, None
+        o, reference, kl = self.options, self.reference, None
+        assert reference is not None, "`setup` makes it"
         if o.loss_type == "kto":
-            with torch.no_grad():  # in a forward of its own, on all ranks, also where a row is alone
-                kl = kto_kl(logps(model, batch, prefix="kl_").sums, self.reference.logps(batch, prefix="kl_"))
+            with torch.no_grad():  # all ranks make this forward, also where a row is alone
+                kl = kto_kl(logps(model, batch, prefix="kl_").sums, reference.logps(batch, prefix="kl_"))
             kl = kl if len(batch["desirable"]) > 1 else torch.zeros_like(kl)
-        before = self.reference.logps(batch)
+        before = reference.logps(batch)
         own, desirable = logps(model, batch), batch["desirable"]
         losses = kto_loss(
             own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type, desirable_weight=o.desirable_weight,

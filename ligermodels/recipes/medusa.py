@@ -20,7 +20,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
 from ligermodels.recipes.base import Metrics, Recipe
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions, option, override, whole_rows
+from ligermodels.recipes.options import TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
 from ligermodels.training.medusa import add_medusa, save_medusa
 
@@ -29,6 +29,7 @@ from ligermodels.training.medusa import add_medusa, save_medusa
 class MedusaOptions(TrainOptions):
     recipe = "medusa"
     group = "heads"
+    whole_rows = "heads are trained under FSDP alone"
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1)
     head_layers: int = option(1, "residual blocks of each head", least=0)
     head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
@@ -42,7 +43,6 @@ class MedusaOptions(TrainOptions):
         super().__post_init__()
         if self.lora_r:
             raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
-        whole_rows(self, "heads are trained under FSDP alone")
         if self.export != "none" and not self.train_base:
             raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
 

@@ -10,10 +10,11 @@ import difflib
 import inspect
 import json
 import math
+import operator
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -21,23 +22,22 @@ from typing import Any, ClassVar, Self
 from ligermodels.errors import InputError
 
 Field = dataclasses.Field
+_BOUNDS: dict[str, tuple[Any, str]] = {
+    "least": (operator.ge, "{:g} or more"),
+    "above": (operator.gt, "more than {:g}"),
+    "below": (operator.lt, "less than {:g}"),
+    "most": (operator.le, "{:g} or less"),
+}
 
 
-def option(
-    default: Any, help: str, *, choices: Iterable[str] = (), least: float = -math.inf, above: float = -math.inf,
-    below: float = math.inf, most: float = math.inf, alias: str = "", fixed_on_resume: bool = True,
-    repeated: bool = False,
-) -> Any:  # fmt: skip
+def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: Any) -> Any:
     """A field of options.
 
-    least, most: the bounds of a number, which may be reached; above, below: bounds that may not. alias: a shorter name,
-    which is read, but not written. fixed_on_resume: a run that is resumed with another value is refused. repeated: the
-    flag of a list is given once for each item.
+    fixed_on_resume: a run that is resumed with another value is refused. rules: `choices` of a text; of a number
+    `least`, `above`, `below` and `most`; `alias`, a shorter name, which is read, but not written; `repeated`: the flag
+    of a list is given once for each item.
     """
-    metadata = dict(help=help, choices=tuple(choices), least=least, above=above, below=below, most=most, alias=alias)
-    return dataclasses.field(
-        default=default, metadata={**metadata, "fixed_on_resume": fixed_on_resume, "repeated": repeated}
-    )
+    return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
 
 def override(options: type, name: str, default: Any = dataclasses.MISSING, help: str = "") -> Any:
@@ -180,11 +180,13 @@ class TrainOptions(
     """Sequences per example, each of at most `max_length` tokens."""
     default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
     """The learning rates of all weights, and of adapters."""
+    whole_rows: ClassVar[str] = ""
+    """Why GPUs cannot share rows (--cp) or layers (--tp); "" where they can."""
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            setattr(self, field.name, _check(field, getattr(self, field.name), hints[field.name]))
+        for name, field in fields_of(self).items():
+            setattr(self, name, _check(field, getattr(self, name), hints[name]))
         for name in ("model", "data", "output_dir"):
             self.require(name)
         if self.max_steps is not None and self.num_train_epochs is not None:
@@ -202,11 +204,12 @@ class TrainOptions(
                 f"batch_tokens={self.batch_tokens} is less than {row} of max_length={self.max_length}; lower "
                 "--max-length as well"
             )
-        for name in ("lora_target_modules", "lora_dropout", "use_rslora", "use_dora", "lora_modules_to_save", "merge"):
-            if getattr(self, name) and not self.lora_r:
-                raise InputError(f"{name} is given, but no rank of adapters: add --lora-r 16")
-        if self.quantize != "none" and not self.lora_r:
-            raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
+        if not self.lora_r:
+            adapters = ("lora_target_modules", "lora_dropout", "use_rslora", "use_dora", "lora_modules_to_save", "merge")
+            if given := [name for name in adapters if getattr(self, name)]:
+                raise InputError(f"{given[0]} is given, but no rank of adapters: add --lora-r 16")
+            if self.quantize != "none":
+                raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
         if self.quantize != "none" and self.use_dora:
             raise InputError("use_dora needs weights in 16 bits; leave out --quantize, or --use-dora")
         if self.quantize != "none" and self.merge:
@@ -220,11 +223,16 @@ class TrainOptions(
                 f"tp={self.tp}, cp={self.cp}, dp_replicate={self.dp_replicate} spread the model over processes, and "
                 "there is one: start it by `torchrun --nproc-per-node N -m ligermodels train ...`"
             )
+        if self.whole_rows and max(self.cp, self.tp) > 1:
+            raise InputError(
+                f"cp={self.cp}, tp={self.tp}: {self.whole_rows}; leave both out, and FSDP shards the model over all "
+                "processes"
+            )
 
     def require(self, name: str, example: str = "") -> None:
         """Raises InputError unless the option has a value."""
         if not getattr(self, name):
-            given = f"{_flag(name)} {example}".strip()
+            given = f"{flag(name)} {example}".strip()
             raise InputError(f"{name} is missing: give {given} on the command line, or `{name}:` in a file")
 
     @property
@@ -249,20 +257,19 @@ class TrainOptions(
                 f"{file} is of `train {recipe}`, and this is `train {cls.recipe}`; run that, or give another "
                 "--output-dir"
             )
+        fields, hints = fields_of(cls), typing.get_type_hints(cls)
         try:
-            known, hints = cls._by_field(values), typing.get_type_hints(cls)
-            return {name: _check(fields_of(cls)[name], known[name], hints[name]) for name in known}
+            return {name: _check(fields[name], value, hints[name]) for name, value in cls._by_field(values).items()}
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
 
     def dump(self) -> str:
         """These options as YAML, each value as JSON, which YAML includes; without the flags of a single run."""
         lines = [f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to continue the run"]
-        values = {"recipe": self.recipe, **vars(self)}
-        names = ("recipe", *(field.name for field in dataclasses.fields(self)))
+        values = {"recipe": self.recipe} | {name: getattr(self, name) for name in fields_of(self)}
         lines += [
-            f"{name}: {json.dumps(values[name], ensure_ascii=False)}"
-            for name in names
+            f"{name}: {json.dumps(value, ensure_ascii=False)}"
+            for name, value in values.items()
             if name not in ("resume", "dry_run")
         ]
         return "\n".join(lines) + "\n"
@@ -270,17 +277,18 @@ class TrainOptions(
     def check_resumed(self, before: Mapping[str, Any]) -> list[str]:
         """The options that differ from those `before`. Raises InputError where that would make it another run."""
         changed = []
-        for field in dataclasses.fields(self):
-            old, new = before.get(field.name, getattr(self, field.name)), getattr(self, field.name)
+        for name, field in fields_of(self).items():
+            new = getattr(self, name)
+            old = before.get(name, new)
             if old == new:
                 continue
             if field.metadata["fixed_on_resume"]:
                 raise InputError(
-                    f"the run in {self.output_dir} had {field.name}={old}, and this has {field.name}={new}; resume "
-                    f"with --config {Path(self.output_dir) / 'options.yaml'}, or give another folder"
+                    f"the run in {self.output_dir} had {name}={old}, and this has {name}={new}; resume with --config "
+                    f"{Path(self.output_dir) / 'options.yaml'}, or give another folder"
                 )
             old, new = ("default" if value is None else value for value in (old, new))
-            changed.append(f"{field.name} {old} -> {new}")
+            changed.append(f"{name} {old} -> {new}")
         return changed
 
     @classmethod
@@ -292,14 +300,11 @@ class TrainOptions(
             from ligermodels.recipes.other_tools import unknown
 
             raise InputError(unknown(others, cls))
-        found: dict[str, Any] = {}
         given: dict[str, Any] = {}
-        for key, value in values.items():
-            name = names[keys[key]]
-            if name in found:
-                raise InputError(f"{given[name]} is there twice, also as {key}")
-            found[name], given[name] = value, key
-        return found
+        for key in values:
+            if (before := given.setdefault(names[keys[key]], key)) is not key:
+                raise InputError(f"{before} is there twice, also as {key}")
+        return {name: values[key] for name, key in given.items()}
 
 
 @dataclass(kw_only=True)
@@ -322,50 +327,39 @@ class TextOptions(TrainOptions):
             )
 
 
-def whole_rows(options: TrainOptions, why: str) -> None:
-    """Raises InputError where GPUs share rows or layers."""
-    if max(options.cp, options.tp) > 1:
-        raise InputError(
-            f"cp={options.cp}, tp={options.tp}: {why}; leave both out, and FSDP shards the model over all processes"
-        )
-
-
 # The command line
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
     """Adds a flag for each field. Only flags that are given get into the namespace, as text."""
     groups: dict[str, Any] = {}
-    hints = typing.get_type_hints(options)
+    fields, hints = fields_of(options), typing.get_type_hints(options)
     for name, title in groups_of(options).items():
-        field, hint = fields_of(options)[name], hints[name]
+        field, hint = fields[name], hints[name]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        group = groups[title]
-        help, choices = field.metadata["help"], field.metadata["choices"]
+        help, choices = field.metadata["help"], field.metadata.get("choices")
         if field.default not in (None, "", ()) and not isinstance(field.default, bool):
             help += f" (default {_shown(field.default)})"
         common: dict[str, Any] = dict(default=argparse.SUPPRESS, help=help.replace("%", "%%"))
         if name == "model":
-            group.add_argument("model", nargs="?", metavar="MODEL", **common)
+            groups[title].add_argument("model", nargs="?", metavar="MODEL", **common)
         elif hint is bool:
-            group.add_argument(_flag(name), action=argparse.BooleanOptionalAction, **common)
+            groups[title].add_argument(flag(name), action=argparse.BooleanOptionalAction, **common)
         else:
-            metavar = "{" + ",".join(choices) + "}" if choices else _metavar(name, hint)
-            action = "append" if field.metadata["repeated"] else "store"
-            group.add_argument(*map(_flag, names_of(field)), metavar=metavar, dest=name, action=action, **common)
+            common["metavar"] = "{" + ",".join(choices) + "}" if choices else _metavar(name, hint)
+            common["action"] = "append" if field.metadata.get("repeated") else "store"
+            groups[title].add_argument(*map(flag, names_of(field)), dest=name, **common)
 
 
 def groups_of(options: type[TrainOptions]) -> dict[str, str]:
     """The group of each option: that of the class which declares it first."""
-    found: dict[str, str] = {}
-    fields = fields_of(options)
-    classes: Any = reversed(options.__mro__)
+    fields, classes = fields_of(options), reversed(options.__mro__)
+    groups: dict[str, str] = {}
     for cls in classes:
-        for name in inspect.get_annotations(cls):
-            if name in fields:
-                found.setdefault(name, cls.group)
-    return found
+        for name in fields.keys() & inspect.get_annotations(cls).keys() - groups.keys():
+            groups[name] = cls.group  # type: ignore[attr-defined]
+    return {name: groups[name] for name in fields}
 
 
 def fields_of(options: Any) -> "dict[str, Field[Any]]":
@@ -375,10 +369,12 @@ def fields_of(options: Any) -> "dict[str, Field[Any]]":
 
 def names_of(field: "Field[Any]") -> list[str]:
     """The name of an option, and its alias if it has one."""
-    return [field.name, *[field.metadata["alias"]] * bool(field.metadata["alias"])]
+    alias = field.metadata.get("alias")
+    return [field.name, alias] if alias else [field.name]
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """An option as it is given on the command line."""
     return "MODEL" if name == "model" else "--" + name.replace("_", "-")
 
 
@@ -410,12 +406,12 @@ def _check(field: "Field[Any]", value: Any, hint: Any) -> Any:
             raise InputError(f"{field.name} has no value; leave it out, or give one")
         return None
     if typing.get_origin(kind) is tuple:
-        items = value
         if isinstance(value, str | Path):
-            items = [value] if field.metadata["repeated"] else [item for item in str(value).split(",") if item]
-        if not isinstance(items, list | tuple):
+            repeated = "repeated" in field.metadata
+            value = [value] if repeated else [item for item in str(value).split(",") if item]
+        if not isinstance(value, list | tuple):
             raise InputError(f"{field.name}={value!r}: expected a list, such as {_shown(field.default) or 'a,b'}")
-        return tuple(_check(field, item, typing.get_args(kind)[0]) for item in items)
+        return tuple(_check(field, item, typing.get_args(kind)[0]) for item in value)
     if kind is bool:
         if not isinstance(value, bool):
             raise InputError(f"{field.name}={value!r}: expected true or false")
@@ -424,7 +420,7 @@ def _check(field: "Field[Any]", value: Any, hint: Any) -> Any:
 
 
 def _check_text(field: "Field[Any]", value: Any) -> str:
-    value, choices = str(value) if isinstance(value, Path) else value, field.metadata["choices"]
+    value, choices = str(value) if isinstance(value, Path) else value, field.metadata.get("choices")
     if not isinstance(value, str):
         raise InputError(f"{field.name}={value!r}: expected text; put it in quotes")
     if choices and value not in choices:
@@ -445,15 +441,9 @@ def _check_number(field: "Field[Any]", value: Any, kind: type) -> Any:
     except (ValueError, OverflowError):
         wanted = "a whole number" if kind is int else "a number"
         raise InputError(f"{field.name}={value!r}: expected {wanted}") from None
-    least, above, below, most = (field.metadata[name] for name in ("least", "above", "below", "most"))
-    if number < least:
-        raise InputError(f"{field.name}={value}: expected {least:g} or more")
-    if number <= above:
-        raise InputError(f"{field.name}={value}: expected more than {above:g}")
-    if number >= below:
-        raise InputError(f"{field.name}={value}: expected less than {below:g}")
-    if number > most:
-        raise InputError(f"{field.name}={value}: expected {most:g} or less")
+    for name, (holds, words) in _BOUNDS.items():
+        if name in field.metadata and not holds(number, field.metadata[name]):
+            raise InputError(f"{field.name}={value}: expected {words.format(field.metadata[name])}")
     return number
 
 
@@ -463,24 +453,18 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     except ImportError:
         raise InputError("--config needs PyYAML: pip install 'ligermodels[train]'") from None
 
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is there twice, of which YAML would take the last."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-            for key in keys:
-                if keys.count(key) > 1:
-                    raise InputError(f"{file}: {key} is there twice")
-            return super().construct_mapping(node, deep)
-
     try:
-        values = yaml.load(file.read_text("utf-8"), Loader)
+        text = file.read_text("utf-8")
+        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise InputError(f"--config {file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
     if values is None:
-        values = {}
+        return {}
     if not isinstance(values, dict):
         raise InputError(f"{file} has no options; expected lines such as `learning_rate: 1e-5`")
+    keys = [key.value for key, _ in node.value]  # of a key that is there twice, YAML takes the last
+    if twice := [key for key in values if keys.count(key) > 1]:
+        raise InputError(f"{file}: {twice[0]} is there twice")
     return values

@@ -6,10 +6,10 @@ docs/options.md shows the table; a test compares the two.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ligermodels.recipes import RECIPES, find
-from ligermodels.recipes.options import TrainOptions, names_of
+from ligermodels.recipes.options import TrainOptions, fields_of, flag, names_of
 
 _TORCHRUN = "start it by `torchrun --nproc-per-node N -m ligermodels train ...`: FSDP shards the model"
 
@@ -63,7 +63,7 @@ OPTIONS = (
     ("lr_scheduler scheduler", "--lr-scheduler-type", "cosine, linear, wsd or constant_with_warmup"),
     ("lr_scheduler_kwargs cosine_min_lr_ratio min_lr min_lr_rate", "--final-lr", "a fraction of the peak"),
     ("warmup_ratio num_warmup_steps lr_warmup_steps", "--warmup-steps", "steps, or below 1 a fraction of them"),
-    ("optim optimizer optim_args", "", "the optimizer is AdamW; --precision says how its states are held"),
+    ("optim optimizer optim_args", "", "the optimizer is AdamW; --precision says the dtype of its states"),
     ("betas", "--adam-beta1", "and --adam-beta2"),
     ("adam_epsilon", "", "the epsilon of AdamW is 1e-8, and not an option"),
     ("clip_grad_norm gradient_clipping grad_clip", "--max-grad-norm", ""),
@@ -105,7 +105,7 @@ OPTIONS = (
     ("save_dir", "--output-dir", ""),
     ("overwrite_output_dir", "", "a folder with a run is not overwritten: give another --output-dir, or --resume"),
     ("save_strategy saves_per_epoch save_interval save_freq", "--save-steps", "in steps"),
-    ("save_only_model save_safetensors", "", "checkpoints hold what --resume needs, and models are safetensors"),
+    ("save_only_model save_safetensors", "", "checkpoints have what --resume needs, and models are safetensors"),
     ("eval_strategy evaluation_strategy evals_per_epoch run_val_every_n_steps eval_interval", "--eval-steps",
      "in steps"),
     ("load_best_model_at_end metric_for_best_model", "", "OUT/best has the model of the lowest evaluation loss"),
@@ -142,49 +142,44 @@ OPTIONS = (
 
 def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = False) -> str:
     """The error for options that a recipe does not have. flags: they were given on the command line, not in a file."""
-
-    def shown(name: str, value: str = "") -> str:
-        flag = "MODEL" if name == "model" else "--" + name.replace("_", "-")
-        return flag + f" {value}" * bool(value) if flags else name + f": {value}" * bool(value)
-
-    advice = [(shown(name), _advice(name, options, shown)) for name in names]
+    advice = [(_as_given(name, flags), _advice(name, options, flags)) for name in names]
     if len(advice) == 1:
         return f"{options.recipe} has no option {advice[0][0]}; {advice[0][1]}"
     return f"{options.recipe} does not have these options:" + "".join(f"\n  {name}: {text}" for name, text in advice)
 
 
-def _advice(name: str, options: type[TrainOptions], shown: Callable[..., str]) -> str:
-    names = sorted(name for field in dataclasses.fields(options) for name in names_of(field))
+def _advice(name: str, options: type[TrainOptions], flags: bool) -> str:
     if recipes := _recipes_with(name):
-        return f"{_have(recipes)} it"
+        return f"{recipes} it"
     for theirs, ours, note in OPTIONS:
         if name in theirs.split():
-            note = re.sub(r"--([a-z-]+)", lambda found: _as_given(found, shown), note)
+            if not flags:  # options in the note as they stand in a file; those of other commands stay
+                note = re.sub(r"--([a-z-]+)", lambda found: _in_file(found[1]) or found[0], note)
             if not ours:
                 return note
             option, _, value = ours.partition(" ")
             own = option.removeprefix("--").replace("-", "_").lower()
-            use = "use" if own in names else _have(_recipes_with(own))
-            return f"{use} {shown(own, value)}" + f" ({note})" * bool(note)
+            use = "use" if own in fields_of(options) else _recipes_with(own)
+            return f"{use} {_as_given(own, flags, value)}" + f" ({note})" * bool(note)
+    names = sorted(name for field in dataclasses.fields(options) for name in names_of(field))
     close = difflib.get_close_matches(name, names, 1, 0.8)
     if near := close or [other for other in names if len(name) > 2 and other.startswith(name)]:
-        return f"did you mean {' or '.join(map(shown, near))}?"
+        return f"did you mean {' or '.join(_as_given(other, flags) for other in near)}?"
     return f"`ligermodels train {options.recipe} --help` lists all"
 
 
-def _have(recipes: Sequence[str]) -> str:
-    return f"{', '.join(recipes)} {'has' if len(recipes) == 1 else 'have'}"
+def _as_given(name: str, flags: bool, value: str = "") -> str:
+    return f"{flag(name) if flags else name}{(' ' if flags else ': ') * bool(value)}{value}"
 
 
-def _as_given(found: "re.Match[str]", shown: Callable[..., str]) -> str:
-    """An option in a note as the user would write it; those of other commands stay."""
-    name = found[1].replace("-", "_")
-    return shown(name) if _recipes_with(name) else found[0]
+def _in_file(name: str) -> str:
+    """The key of a flag, if it is an option of a recipe."""
+    key = name.replace("-", "_")
+    return key if _recipes_with(key) else ""
 
 
-def _recipes_with(name: str) -> list[str]:
-    return [
-        recipe
-        for recipe in RECIPES
-        if any(name in names_of(field) for field in dataclasses.fields(find(recipe).Options))
-    ]
+def _recipes_with(name: str) -> str:
+    """ "sft has", or "dpo, kto have": the recipes with an option; "" if there are none."""
+    options = {recipe: dataclasses.fields(find(recipe).Options) for recipe in RECIPES}
+    found = [recipe for recipe, fields in options.items() if any(name in names_of(field) for field in fields)]
+    return f"{', '.join(found)} {'has' if len(found) == 1 else 'have'}" if found else ""

@@ -24,15 +24,13 @@ Function = Callable[..., Sequence[float | None]]
 
 
 class Rewards:
-    """Several reward functions, whose weighted sum is the reward."""
+    """Several reward functions, whose weighted sum is the reward.
+
+    functions: by the names that logs and errors use. weights: default 1 each.
+    """
 
     def __init__(self, functions: Mapping[str, Function], weights: Sequence[float] = ()):
-        """functions: by the names that logs and errors use. weights: default 1 each."""
         self.functions, self.weights = dict(functions), list(weights) or [1.0] * len(functions)
-        if len(self.weights) != len(self.functions):
-            raise InputError(
-                f"reward_weights: there are {len(self.weights)} for {len(self.functions)} rewards; give one for each"
-            )
 
     @classmethod
     def load(cls, sources: Sequence[str], weights: Sequence[float] = ()) -> "Rewards":
@@ -47,59 +45,62 @@ class Rewards:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]],
         columns: Mapping[str, Sequence[Any]], where: Sequence[str],
     ) -> list[dict[str, float | None]]:  # fmt: skip
-        """What each function gives each completion. where: names the rows for errors, which are InputError."""
+        """The numbers of each completion, by function. where: names the rows for errors, which are InputError."""
         given = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
-        found = {name: self._ask(name, given, where) for name in self.functions}
-        values = [{name: found[name][n] for name in found} for n in range(len(where))]
-        for n, of in enumerate(values):
-            if all(value is None for value in of.values()):
+        numbers = {name: _numbers(name, function, given, where) for name, function in self.functions.items()}
+        values = [{name: numbers[name][n] for name in numbers} for n in range(len(where))]
+        for n, of_completion in enumerate(values):
+            if set(of_completion.values()) == {None}:
                 raise InputError(f"{where[n]}: no reward function gave its completion {short(completions[n])} a number")
         return values
 
     def total(self, values: Mapping[str, float | None]) -> float:
-        """The weighted sum of what the functions gave one completion."""
+        """The weighted sum of the numbers of one completion."""
         pairs = zip(self.weights, values.values(), strict=True)
         return sum(weight * value for weight, value in pairs if value is not None)
 
-    def _ask(self, name: str, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> list[float | None]:
-        function = self.functions[name]
-        try:
-            returned: Any = _call(function, given)
-            is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
-            found: list[Any] = list(returned) if is_list else []
-        except Exception as error:
-            place = self._place(function, given, where)
-            raise InputError(f"the reward {name} failed{_line(function, error)}{place}: {_told(error)}") from error
-        own = f"the reward {name}{_line(function)} returned"
-        if not is_list:
-            raise InputError(f"{own} {short(returned)}; it must return a list with a number for each completion")
-        if len(found) != len(where):
-            raise InputError(f"{own} {len(found)} numbers for {len(where)} completions, the first of {where[0]}")
-        for n, value in enumerate(found):
-            value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
-            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-                raise InputError(
-                    f"{own} {short(value)} for a completion of {where[n]}; it must be a finite number, or None"
-                )
-            found[n] = None if value is None else float(value)
-        return found
 
-    def _place(self, function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> str:
-        """The row whose completion alone makes the function fail."""
-        for n, row in enumerate(where):
-            try:
-                list(_call(function, {key: values[n : n + 1] for key, values in given.items()}))
-            except Exception:
-                return f" at {row}, for the completion {short(given['completions'][n])}"
-        return ""
+def _numbers(
+    name: str, function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]
+) -> list[float | None]:
+    """The numbers of one function, a number or None for each completion. Raises InputError."""
+    try:
+        returned: Any = _call(function, given)
+        is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
+        found: list[Any] = list(returned) if is_list else []
+    except Exception as error:
+        place = _place(function, given, where)
+        raise InputError(f"the reward {name} failed{_line(function, error)}{place}: {_named(error)}") from error
+    own = f"the reward {name}{_line(function)} returned"
+    if not is_list:
+        raise InputError(f"{own} {short(returned)}; it must return a list with a number for each completion")
+    if len(found) != len(where):
+        raise InputError(f"{own} {len(found)} numbers for {len(where)} completions, the first of {where[0]}")
+    for n, value in enumerate(found):
+        value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+            raise InputError(
+                f"{own} {short(value)} for a completion of {where[n]}; it must be a finite number, or None"
+            )
+        found[n] = None if value is None else float(value)
+    return found
+
+
+def _place(function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> str:
+    """The row whose completion alone makes the function fail."""
+    for n, row in enumerate(where):
+        try:
+            list(_call(function, {key: values[n : n + 1] for key, values in given.items()}))
+        except Exception:
+            return f" at {row}, for the completion {short(given['completions'][n])}"
+    return ""
 
 
 def _call(function: Function, given: Mapping[str, Sequence[Any]]) -> Sequence[float | None]:
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**given)
-    names = {parameter.name for parameter in parameters}
-    return function(**{name: values for name, values in given.items() if name in names})
+    return function(**{name: values for name, values in given.items() if name in parameters})
 
 
 def _line(function: Function, error: BaseException | None = None) -> str:
@@ -107,13 +108,17 @@ def _line(function: Function, error: BaseException | None = None) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    lines = [] if error is None else [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code.co_filename
-    ]  # fmt: skip
-    return f" ({code.co_filename}:{lines[-1] if lines else code.co_firstlineno})"
+    line = code.co_firstlineno if error is None else _last_line(error, code.co_filename) or code.co_firstlineno
+    return f" ({code.co_filename}:{line})"
 
 
-def _told(error: BaseException) -> str:
+def _last_line(error: BaseException, file: str) -> int | None:
+    """The line of a file that an error came through last."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return lines[-1] if lines else None
+
+
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -130,13 +135,9 @@ def _load(source: str) -> tuple[str, Function]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(file.absolute())
-        ]
-        line = f", line {lines[-1]}" if lines else ""  # a syntax error names its own
-        raise InputError(f"reward={source}: {path} cannot be imported{line}: {_told(error)}") from error
+        line = _last_line(error, str(file.absolute()))  # a syntax error names its own
+        place = "" if line is None else f", line {line}"
+        raise InputError(f"reward={source}: {path} cannot be imported{place}: {_named(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]

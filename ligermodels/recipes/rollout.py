@@ -1,15 +1,14 @@
 """Rollouts: completions that the model in training samples for prompts, and the batches made of them.
 
-The model samples by its own `generate`, over the parameters that the optimizer updates in place: there is no second
-engine and no copy of the weights. The samples depend on the seed, the number of the rollout, and the rank.
+The model samples by its own engine, over the parameters that the optimizer updates in place: there is no second engine
+and no copy of the weights. The samples depend on the seed, the number of the rollout, and the rank.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,16 +25,26 @@ from ligermodels.recipes import formats
 from ligermodels.recipes.base import Metrics, Recipe
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions, option, whole_rows
+from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import StepBatches, check_ids, on_device
 
+GREEDY: dict[str, Any] = {"do_sample": False} | dict.fromkeys(
+    ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens",
+     "min_length", "max_length", "stop_strings")
+)  # fmt: skip
+SAMPLED = GREEDY | {"do_sample": True} | dict.fromkeys(("top_k", "top_p", "min_p"))
+"""Options of `generate` that switch off what a checkpoint's generation_config may set."""
+
 
 @dataclass(kw_only=True)
 class RolloutOptions(TrainOptions):
-    """The options of recipes whose model samples completions of prompts."""
+    """The options of recipes whose model samples.
+
+    Subclasses have num_generations, the completions of each prompt, 0 if nothing is sampled, and sampling_temperature.
+    """
 
     group: ClassVar[str] = "rollout"
     num_iterations = 1
@@ -45,41 +54,34 @@ class RolloutOptions(TrainOptions):
         None, "completions that are sampled at a time on each GPU (default: all)", least=1, fixed_on_resume=False
     )
 
-    @property
-    def completions_per_prompt(self) -> int:
-        """0 if nothing is sampled."""
-        raise NotImplementedError
-
-    @property
-    def sampled_at(self) -> float:
-        """The temperature of sampling."""
-        raise NotImplementedError
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.completions_per_prompt:
+        o: Any = self
+        if not o.num_generations:
             return
-        if self.accumulation not in (None, self.prompts):
+        if o.accumulation not in (None, o.prompts):
             raise InputError(
-                f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
+                f"accumulation={o.accumulation}: a step that samples has prompts; give --prompts in its place"
             )
-        self.accumulation = self.prompts
-        if self.max_length is not None and self.max_completion_length >= self.max_length:
+        o.accumulation = o.prompts
+        if o.max_length is not None and o.max_completion_length >= o.max_length:
             raise InputError(
-                f"max_completion_length={self.max_completion_length} leaves no space for a prompt in "
-                f"max_length={self.max_length}; give a longer --max-length, or fewer --max-completion-length"
+                f"max_completion_length={o.max_completion_length} leaves no space for a prompt in "
+                f"max_length={o.max_length}; give a longer --max-length, or fewer --max-completion-length"
             )
-        whole_rows(self, "a model that is split so does not sample")
-        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
+        if o.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise InputError(f"prompts={o.prompts} cannot be split over {size} processes; give a multiple of {size}")
+
+    @property
+    def whole_rows(self) -> str:  # type: ignore[override]
+        samples: int = getattr(self, "num_generations")  # noqa: B009
+        return "a model that is split so does not sample" * (samples > 0)
 
     @property
     def rows_at_once(self) -> int:
         """Completions that are sampled at a time."""
-        return self.rollout_rows or self.prompts * self.completions_per_prompt
-
-
-# ---- prompts ----
+        o: Any = self
+        return o.rollout_rows or o.prompts * o.num_generations  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,12 @@ class Prompt:
         return self if self.own is None else dataclasses.replace(self, own=self.own.cut(length))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Completion:
-    """A sampled completion. ids: with the token that ended it, unless it is truncated. rewards: by function."""
+    """A sampled completion. ids: with the token that ended it, unless it is truncated. rewards: by function.
+
+    is_tied: all completions of the prompt have the same reward, and teach nothing.
+    """
 
     prompt: Prompt
     ids: list[int]
@@ -129,8 +134,7 @@ class Completion:
     rewards: dict[str, float | None] = dataclasses.field(default_factory=dict)
     reward: float = 0.0
     advantage: float = 0.0
-    is_tied: bool = False  # all completions of the prompt have the same reward, and teach nothing
-    deviation: float = 0.0  # standard deviation of all rewards of the rollout
+    is_tied: bool = False
 
     @property
     def size(self) -> int:
@@ -149,6 +153,8 @@ class Sampling(Recipe):
     fewer_examples = "--prompts"
     vocab_size: int | None = None
     """Ids from it on are not sampled."""
+
+    # ---- data ----
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
         first = rows[0]
@@ -173,36 +179,38 @@ class Sampling(Recipe):
         return self.tokenizer.chat_stop_ids if self.chat else self.tokenizer.eos_token_ids
 
     def process(self, row: Mapping[str, Any]) -> Prompt:
-        prompt, limit = row.get("prompt"), self.options.max_completion_length
+        prompt = row.get("prompt")
         if not isinstance(prompt, list if self.chat else str) or not prompt:
             kind = "messages" if self.chat else "a text"
             raise InputError(f"prompt: expected {kind}, as in the first row, not {prompt!r:.80}")
-        columns = {name: value for name, value in row.items() if name != "prompt"}
-        where = getattr(row, "where", "")
         if isinstance(prompt, str):
             formats.with_system(formats.Text("", prompt), self.options.system_prompt)
-            return Prompt(self.tokenizer.encode(prompt), prompt, columns, where, limit)
-        item: Any = self.read({"messages": prompt, "tools": row.get("tools")})
-        if item.images:
-            raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
-        if item.messages[-1]["role"] == "assistant":
-            raise InputError("prompt: it ends with what the assistant says, which is for the model to say")
-        text = self.tokenizer.apply_chat_template(
-            item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
-        )
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        return Prompt(ids, prompt, columns, where, limit)
+            ids = self.tokenizer.encode(prompt)
+        else:
+            item: Any = self.read({"messages": prompt, "tools": row.get("tools")})
+            if item.images:
+                raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
+            if item.messages[-1]["role"] == "assistant":
+                raise InputError("prompt: it ends with what the assistant says, which is for the model to say")
+            text = self.tokenizer.apply_chat_template(
+                item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
+            )
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        return Prompt(ids, prompt, columns, getattr(row, "where", ""), self.options.max_completion_length)
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
         """The prompts, and their ids as input_ids."""
         ids, _ = left_padded([prompt.ids for prompt in examples], self.pad_id)
-        return {"input_ids": ids, "labels": ids, "prompts": list(examples)}  # type: ignore[dict-item]
+        return {"input_ids": ids, "labels": ids, "prompts": list(examples)}
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         return False, self.options.rows_at_once if evaluates else 1
 
     def show(self, example: Prompt, colour: bool) -> str:
         return self.tokenizer.decode(example.ids)
+
+    # ---- the plan ----
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         """Those of the model, and the KV cache of a rollout of all GPUs."""
@@ -215,67 +223,50 @@ class Sampling(Recipe):
         return {
             "data": f"{', '.join(o.data)}: {rows:,} prompts",
             "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
-            "samples": f"{o.completions_per_prompt} of each prompt, of at most {o.max_completion_length:,} tokens, at "
-            f"temperature {o.sampled_at:g}",
+            "samples": f"{o.num_generations} of each prompt, of at most {o.max_completion_length:,} tokens, at "
+            f"temperature {o.sampling_temperature:g}",
             "steps": f"{o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
             f"{o.batch_tokens:,} tokens",
         }
 
+    # ---- rollouts ----
+
     def setup(self, trainer: Any) -> None:
         self.processes, self.model = trainer.processes, trainer.model
 
-    def step_batches(self, batches: StepBatches) -> "Rollouts":
+    def step_batches(self, batches: StepBatches) -> Any:
         return Rollouts(self, batches)
 
-    def complete(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
-        """The completions of each prompt; for rollout None one, greedily. Called by all ranks at once, each with
-        as many prompts."""
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> Sequence[Completion | Example]:
+        """What a step trains on: the completions of each prompt; for rollout None one, greedily.
+
+        Called by all ranks at once, each with as many prompts.
+        """
         o, p, stops = self.options, self.processes, self.stop_ids
-        copies = 1 if rollout is None else o.completions_per_prompt
-        found = sample(
-            model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_completion_length,
-            temperature=0.0 if rollout is None else o.sampled_at, stop_ids=stops,
-            seeds=_seeds(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
+        copies = 1 if rollout is None else o.num_generations
+        sampled = sample(
+            self.model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_completion_length,
+            temperature=0.0 if rollout is None else o.sampling_temperature, stop_ids=stops,
+            seed=(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
             vocab_size=self.vocab_size,
         )  # fmt: skip
-        decode = self.tokenizer.decode
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
         return [
-            Completion(prompts[n // copies], ids, decode(ids, skip_special_tokens=True), ids[-1] not in stops)
-            for n, ids in enumerate(found)
+            Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)
         ]
 
-    # Of subclasses
+    def batch_of(self, samples: Sequence[Any]) -> Batch:
+        """The batch of some completions and examples, packed or padded."""
+        make = packed_batch if self.options.packing else padded_batch
+        return make([getattr(one, "example", one) for one in samples], self.stop_ids[0])
 
-    def roll_out(self, trainer_model: Any, prompts: Sequence[Prompt], rollout: int) -> Sequence[Completion | Example]:
-        """What a step trains on."""
-        return self.complete(trainer_model, prompts, rollout)
-
-    def batch_of(self, samples: Sequence[Any], seconds: float | None) -> Batch:
-        """The batch of some samples. seconds: of the rollout, given with its first batch alone, for the log."""
-        raise NotImplementedError
-
-    def metrics_of(self, completions: Sequence[Completion], seconds: float | None) -> Metrics:
-        """Sums and numbers of values, for the log."""
+    def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
+        """Metrics of the completions of a rollout of this rank."""
         number = len(completions)
         return {
             "completion_length": (sum(len(one.ids) for one in completions), number),
             "truncated": (sum(one.truncated for one in completions), number),
-            "rollout_seconds": (seconds or 0.0, seconds is not None),
         }
-
-    def forward_of(self, examples: Sequence[Example]) -> Batch:
-        """The batch of examples, packed or padded."""
-        make = packed_batch if self.options.packing else padded_batch
-        return {**make(examples, self.stop_ids[0])}
-
-
-def with_metrics(batch: Batch, metrics: Metrics) -> Batch:
-    """The batch with metrics of its samples, for `metrics_in`."""
-    return batch | {f"metric {name}": torch.tensor(pair, dtype=torch.float64) for name, pair in metrics.items()}
-
-
-def metrics_in(batch: Batch) -> Metrics:
-    return {name.removeprefix("metric "): (x[0], x[1]) for name, x in batch.items() if name.startswith("metric ")}  # type: ignore[index]
 
 
 def left_padded(rows: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -285,12 +276,9 @@ def left_padded(rows: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]
     return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
 
 
-# ---- sampling ----
-
-
 def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
-    stop_ids: Sequence[int], seeds: Iterator[int], rows: int | None = None, together: bool = False,
+    stop_ids: Sequence[int], seed: Sequence[int], rows: int | None = None, together: bool = False,
     vocab_size: int | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Completions, `copies` of each prompt after each other, each up to its first stop id or max_new_tokens.
@@ -302,7 +290,7 @@ def sample(
     on are not drawn.
     """
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
-    options |= _PLAIN | dict(do_sample=True, temperature=temperature) if temperature > 0 else _GREEDY
+    options |= SAMPLED | dict(temperature=temperature) if temperature > 0 else GREEDY
     if vocab_size is not None and vocab_size < model.vocab_size:
         options["suppress_tokens"] = list(range(vocab_size, model.vocab_size))
     at_once = len(prompts) * copies if rows is None else max(copies, rows)
@@ -311,31 +299,23 @@ def sample(
     try:
         if not together:
             found = generate_many(
-                model, prompts, batch_size=at_once, seed=next(seeds), eos_token_id=list(stop_ids), **options
+                model, prompts, batch_size=at_once, seed=_seed(*seed, 0), eos_token_id=list(stop_ids), **options
             )
             return [row.tolist() for row in found]
-        every: list[list[int]] = []
+        sampled: list[list[int]] = []
         number = max(1, at_once // copies)
-        for first in range(0, len(prompts), number):
+        for n, first in enumerate(range(0, len(prompts), number)):
             ids, mask = left_padded(prompts[first : first + number], stop_ids[0])
             out = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), seed=next(seeds), eos_token_id=(),
+                ids.to(model.device), attention_mask=mask.to(model.device), seed=_seed(*seed, n), eos_token_id=(),
                 stopping_criteria=_AllRanks(stop_ids), **options,
             )  # fmt: skip
             for row in out[:, ids.shape[1] :].tolist():
                 end = next((n + 1 for n, index in enumerate(row) if index in stop_ids), len(row))
-                every.append(row[:end])
-        return every
+                sampled.append(row[:end])
+        return sampled
     finally:
         model.train(trains)
-
-
-_GREEDY: dict[str, Any] = {"do_sample": False} | dict.fromkeys(
-    ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens",
-     "min_length", "max_length", "stop_strings")
-)  # fmt: skip
-_PLAIN = _GREEDY | dict.fromkeys(("top_k", "top_p", "min_p"))
-"""What a checkpoint may set, switched off."""
 
 
 class _AllRanks:
@@ -353,9 +333,8 @@ class _AllRanks:
         return bool(every)
 
 
-def _seeds(*numbers: int) -> Iterator[int]:
-    for n in itertools.count():
-        yield int(np.random.SeedSequence([*numbers, n]).generate_state(1, np.uint64)[0])
+def _seed(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 class Rollouts:
@@ -367,6 +346,7 @@ class Rollouts:
 
     def __init__(self, recipe: Sampling, prompts: StepBatches):
         self.recipe, self.prompts = recipe, prompts
+        self.metrics: Metrics = {}
         self._position, self._rollout, self._steps_left = prompts.state_dict(), 0, 0
         self._batches: list[Batch] = []
         self._file = Path(recipe.options.output_dir) / "completions.jsonl"
@@ -386,36 +366,39 @@ class Rollouts:
             self.prompts.prefetch()
 
     def state_dict(self) -> dict[str, Any]:
+        state = {"prompts": self._position, "rollout": self._rollout, "left": self._steps_left}
+        if not self._steps_left:
+            return state | {"batches": [], "metrics": {}}
         batches = [
             {key: x.cpu() if isinstance(x, Tensor) else x for key, x in batch.items()} for batch in self._batches
         ]
-        return {
-            "prompts": self._position, "rollout": self._rollout, "left": self._steps_left,
-            "batches": batches if self._steps_left else [],
-        }  # fmt: skip
+        return state | {"batches": batches, "metrics": self.metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self._position, self._rollout, self._steps_left = state["prompts"], state["rollout"], state["left"]
         self._batches = [on_device(batch, self.prompts.processes.device) for batch in state["batches"]]
+        self.metrics = state["metrics"]
 
     def _sample(self) -> list[Batch]:
         o, p = self.recipe.options, self.recipe.processes
-        prompts: list[Any] = [prompt for batch in self.prompts.take() for prompt in batch["prompts"]]  # type: ignore[union-attr]
+        prompts = [prompt for batch in self.prompts.take() for prompt in batch["prompts"]]
         start = time.perf_counter()
-        found = self.recipe.roll_out(self.recipe.model, prompts, self._rollout)
+        found = self.recipe.roll_out(prompts, self._rollout)
         seconds = time.perf_counter() - start
+        completions = [one for one in found if isinstance(one, Completion)]
+        self.metrics = {}
+        if completions:
+            self.metrics = {**self.recipe.metrics_of(completions), "rollout_seconds": (seconds, 1)}
         if p.is_main:
-            self._write([one for one in found if isinstance(one, Completion)])
+            self._write(completions)
         if o.packing:
             bins = best_fit([one.size for one in found], o.batch_tokens)
         else:
             rows = max(1, o.batch_tokens // o.max_length)
             bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
         bins = spread(bins, max(p.gather(len(bins))))  # a forward is one of all ranks
-        batches = [
-            self.recipe.batch_of([found[n] for n in bin], None if at else seconds) for at, bin in enumerate(bins)
-        ]
+        batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.prompts.vocab_size), p.device) for batch in batches]
 
     def _write(self, completions: Sequence[Completion]) -> None:

@@ -1,6 +1,7 @@
 """The batches of each step, for any number of ranks, and the metrics of a step."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class StepBatches:
     All ranks go through the same batches and take every n-th, so that a step is the same on any number of ranks, and so
     is the state: the position after the batches that were taken.
     """
+
+    metrics: ClassVar[Metrics] = {}
+    """Of how the batches were made: nothing. Those of rollouts have some."""
 
     def __init__(self, batches: Batches, per_step: int, processes: Processes, vocab_size: int):
         self.batches, self.per_step, self.processes, self.vocab_size = batches, per_step, processes, vocab_size
@@ -106,15 +110,16 @@ class MetricSums:
 
     def add(self, metrics: Metrics) -> None:
         for name, pair in metrics.items():
-            both = torch.stack([torch.as_tensor(x) for x in pair]).double()
+            both = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair])
             self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     def means(self, processes: Processes) -> dict[str, float]:
         """Over all ranks, of the metrics that have a value."""
         if not self._sums:
             return {}
-        sums = processes.sum_tensor(torch.stack([*self._sums.values()])).tolist()
-        means = {name: total / number for name, (total, number) in zip(self._sums, sums, strict=True) if number}
+        sums = torch.stack([pair.to(processes.device) for pair in self._sums.values()])
+        totals = processes.sum_tensor(sums).tolist()
+        means = {name: total / number for name, (total, number) in zip(self._sums, totals, strict=True) if number}
         if {"reward_chosen", "reward_rejected"} <= means.keys():
             means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
         return means

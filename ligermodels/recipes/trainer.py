@@ -214,16 +214,17 @@ class Trainer:
     def train_step(self) -> bool:
         """One optimizer step over the batches of all ranks. Returns whether a signal has come to any rank."""
         o, p, progress, start = self.options, self.processes, self.progress, time.perf_counter()
-        lr = o.peak_lr * learning_rate(progress.step, progress.steps, o)
+        metrics, lr = MetricSums(), o.peak_lr * learning_rate(progress.step, progress.steps, o)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         try:
             batches = self.batches.take()
         except LigermodelsError as error:  # of reward functions, which all ranks raise
             self._stop_with(error)
+        metrics.add(self.batches.metrics)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         count = self._sum_of_counts(batches)
-        loss, metrics = torch.zeros((), device=p.device), MetricSums()
+        loss = torch.zeros((), device=p.device)
         for batch in batches:
             if self.recipe.captured:  # the last call also takes the optimizer's step
                 loss += self._replay(batch, count.clamp(min=1), len(batches))
