@@ -77,7 +77,7 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
     asked = [[draw.randrange(6, model.config.vocab_size) for _ in range(length)] for _ in range(prompts)]
 
     def roll(seed: int) -> list[list[int]]:
-        how: dict[str, Any] = dict(max_new_tokens=new, temperature=1.0, stop_ids=(STOP,), seeds=iter([seed]))
+        how: dict[str, Any] = dict(max_new_tokens=new, temperature=1.0, stop_ids=(STOP,), seed=[seed])
         return sample(model, asked, group, **how)
 
     def update(found: list[list[int]]) -> None:

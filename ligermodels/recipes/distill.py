@@ -29,7 +29,7 @@ from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
 from ligermodels.recipes.options import groups_of, option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
+from ligermodels.recipes.rollout import Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import StepBatches
 from ligermodels.text import Tokenizer
@@ -179,7 +179,7 @@ class Distill(Sampling):
     def step_batches(self, batches: StepBatches) -> Any:
         return super().step_batches(batches) if self.samples else batches
 
-    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> Sequence[Completion | masking.Example]:
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
         """On-policy steps are spread evenly; the first is one."""
         share, n = self.options.lmbda, rollout or 0
         if math.ceil((n + 1) * share) == math.ceil(n * share):

@@ -64,9 +64,9 @@ def lock(out: Path, options: TrainOptions, processes: Any) -> Iterator[None]:
 
 
 def read_options(out: Path, options: TrainOptions) -> dict[str, Any] | None:
-    """The options of the run that is resumed, or None. Raises InputError if it is a run of another recipe."""
+    """The options of the run in the folder, or None. Raises InputError if it is a run of another recipe."""
     file = out / "options.yaml"
-    return type(options).load(file) if options.resume and file.is_file() else None
+    return type(options).load(file) if file.is_file() else None
 
 
 def write_options(out: Path, options: TrainOptions, *, replace: bool) -> None:

@@ -174,9 +174,11 @@ class GRPO(Sampling):
         padding.
         """
         dropped = [one.truncated and self.options.mask_truncated_completions for one in samples]
-        batch = super().batch_of(
-            [Example(one.example.ids, [IGNORED] * one.size) if drop else one for one, drop in zip(samples, dropped)]
-        )
+        examples = [one.example for one in samples]
+        for n, example in enumerate(examples):
+            if dropped[n]:
+                examples[n] = Example(example.ids, [IGNORED] * example.size)
+        batch = super().batch_of(examples)
         row = batch["input_ids"].shape[1]
         starts = batch["cu_seqlens"].tolist() if self.options.packing else range(0, batch["input_ids"].numel(), row)
         shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)

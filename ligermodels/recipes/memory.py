@@ -15,9 +15,9 @@ weights alone; those in 4 bits also with what the MLP of a block takes in 16.
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,9 +34,11 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: counts of parameters, and elements that a block saves per token. mlp: parameters of a block's. tied:
-    whether head and embedding are one parameter. beside: parameters of another model, frozen and in 16 bits (on the CPU
-    in 32). heads: trained beside the model's own, in the dtype of its weights."""
+    """Counts of a model's parameters, and the elements that a block saves per token.
+
+    mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. beside: parameters of another
+    model, frozen and in 16 bits (on the CPU in 32). heads: number of Medusa heads, trained in the dtype of the weights.
+    """
 
     parameters: int
     trained: int
@@ -74,8 +76,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides the need of a run. gpus: that share the weights. split: that share a row's tokens (cp x tp).
-    quantized: frozen blocks are in 4 bits. copies: frozen models beside it. sequences: that a sample of data has."""
+    """The settings that decide how much memory a run needs.
+
+    tokens: of a forward. accumulates: a step has several forwards. gpus: GPUs that share the weights. split: GPUs that
+    share a row's tokens (cp x tp). quantized: frozen blocks are in 4 bits. copies: frozen models of the same size.
+    sequences: of an example.
+    """
 
     precision: str
     activations: str
@@ -90,8 +96,7 @@ class Setting:
     sequences: int = 1
 
 
-@dataclass(frozen=True)
-class Need:
+class Need(NamedTuple):
     """Bytes on one GPU."""
 
     weights: int
@@ -102,16 +107,9 @@ class Need:
     total: int
 
     def __str__(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "optimizer": self.states,
-            "activations and logits": self.activations,
-            "gathered blocks and head": self.gathered,
-        }
-        return f"{_gib(self.total)} (tensors, estimated): " + ", ".join(
-            f"{name} {_gib(size)}" for name, size in parts.items() if size
-        )
+        names = ("weights", "gradients", "optimizer", "activations and logits", "gathered blocks and head")
+        parts = [f"{name} {_gib(size)}" for name, size in zip(names, self, strict=False) if size]
+        return f"{_gib(self.total)} (tensors, estimated): {', '.join(parts)}"
 
 
 def estimate(sizes: Sizes, setting: Setting) -> Need:
@@ -148,26 +146,27 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     return Need(weights, shown, states, saved, gathered, max(forward, backward))
 
 
+def fits(sizes: Sizes, setting: Setting, available: int | None) -> bool:
+    """available: bytes, or None where they are not known: then everything fits."""
+    return available is None or estimate(sizes, setting).total <= MARGIN * available
+
+
 def choose(sizes: Sizes, asked: Setting, available: int | None) -> Setting:
     """The setting with each "auto" replaced: the most exact weights that fit, and the least recomputation.
 
-    available: bytes, or None where they are not known: then as if all fitted. Where nothing fits, the smallest.
+    Where nothing fits, the smallest.
     """
-    precisions, policies = _choices(asked)
-    for precision in precisions:
-        for policy in policies:
-            setting = dataclasses.replace(asked, precision=precision, activations=policy)
-            if available is None or estimate(sizes, setting).total <= MARGIN * available:
-                return setting
-    return setting
-
-
-def _choices(asked: Setting) -> tuple[Sequence[str], Sequence[str]]:
-    weights = ["fp32"] if asked.on_cpu else ["bf16-masters", "bf16"]
-    return (
-        weights if asked.precision == "auto" else [asked.precision],
-        ["none", "mlp", "block"] if asked.activations == "auto" else [asked.activations],
-    )
+    precisions, policies = [asked.precision], [asked.activations]
+    if asked.precision == "auto":
+        precisions = ["fp32"] if asked.on_cpu else ["bf16-masters", "bf16"]
+    if asked.activations == "auto":
+        policies = ["none", "mlp", "block"]
+    settings = [
+        dataclasses.replace(asked, precision=precision, activations=policy)
+        for precision in precisions
+        for policy in policies
+    ]
+    return next((setting for setting in settings if fits(sizes, setting, available)), settings[-1])
 
 
 def advice(sizes: Sizes, setting: Setting, available: int, adapters: int | None) -> list[str]:
@@ -175,32 +174,29 @@ def advice(sizes: Sizes, setting: Setting, available: int, adapters: int | None)
 
     adapters: parameters of LoRA of rank 16, or None where that is no choice.
     """
-    found: dict[str, str] = {}
-    for kind, flags, other_sizes, other in _changes(sizes, setting, adapters):
-        need = estimate(other_sizes, other).total
-        if need <= MARGIN * available:
-            found.setdefault(kind, f"{flags}: {_gib(need)}")
-    return list(found.values())
+    found: list[str] = []
 
+    def offer(*changes: tuple[str, Sizes, Setting]) -> None:
+        """Adds the first change that fits."""
+        for flags, other, small in changes:
+            if fits(other, small, available):
+                found.append(f"{flags}: {_gib(estimate(other, small).total)}")
+                return
 
-def _changes(sizes: Sizes, setting: Setting, adapters: int | None) -> Iterator[tuple[str, str, Sizes, Setting]]:
-    """(kind, flags, what they make of the model and the setting); of a kind, the smallest change first."""
-    small = dataclasses.replace(setting, activations="block")
+    change = partial(dataclasses.replace, setting, activations="block")
     if setting.activations != "block":
-        yield "activations", "--activations block", sizes, small
+        offer(("--activations block", sizes, change()))
     if setting.precision in ("fp32", "bf16-masters") and not setting.on_cpu:
-        yield "precision", "--precision bf16", sizes, dataclasses.replace(small, precision="bf16")
-    for part in (2, 4, 8, 16, 32):
-        if setting.tokens // part >= 128:
-            tokens = setting.tokens // part
-            changed = dataclasses.replace(small, tokens=tokens)
-            yield "length", f"--max-length {tokens // setting.sequences} --batch-tokens {tokens}", sizes, changed
+        offer(("--precision bf16", sizes, change(precision="bf16")))
+    lengths = [setting.tokens // part for part in (2, 4, 8, 16, 32) if setting.tokens // part >= 128]
+    flags = [f"--max-length {tokens // setting.sequences} --batch-tokens {tokens}" for tokens in lengths]
+    offer(*((flag, sizes, change(tokens=tokens)) for flag, tokens in zip(flags, lengths, strict=True)))
     if adapters is not None:
-        yield "lora", "--lora-r 16", dataclasses.replace(sizes, trained=adapters), dataclasses.replace(small, copies=0)
+        offer(("--lora-r 16", dataclasses.replace(sizes, trained=adapters), change(copies=0)))
     if not setting.on_cpu:
-        for gpus in (2, 4, 8, 16, 32, 64):
-            if gpus > setting.gpus:
-                yield "gpus", f"torchrun over {gpus} GPUs", sizes, dataclasses.replace(small, gpus=gpus)
+        more = [gpus for gpus in (2, 4, 8, 16, 32, 64) if gpus > setting.gpus]
+        offer(*((f"torchrun over {gpus} GPUs", sizes, change(gpus=gpus)) for gpus in more))
+    return found
 
 
 def adapter_parameters(model: Any, options: Any) -> int:

@@ -205,7 +205,14 @@ class TrainOptions(
                 "--max-length as well"
             )
         if not self.lora_r:
-            adapters = ("lora_target_modules", "lora_dropout", "use_rslora", "use_dora", "lora_modules_to_save", "merge")
+            adapters = (
+                "lora_target_modules",
+                "lora_dropout",
+                "use_rslora",
+                "use_dora",
+                "lora_modules_to_save",
+                "merge",
+            )
             if given := [name for name in adapters if getattr(self, name)]:
                 raise InputError(f"{given[0]} is given, but no rank of adapters: add --lora-r 16")
             if self.quantize != "none":

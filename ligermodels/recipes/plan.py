@@ -31,68 +31,63 @@ def make_plan(
     setting = memory_setting(trainer)
     need, free = memory.estimate(sizes, setting), memory.available(p.device)
     share = sizes.trained / sizes.parameters
-    targets = ",".join(o.lora_target_modules) or "all projections"
-    evaluation = (
-        "" if data.eval_rows is None else f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
-    )
     plan = {
         "model": f"{o.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
-        "trained": f"LoRA of rank {o.lora_r} on {targets}: " * bool(o.lora_r)
-        + (f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them"),
+        "trained": f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them",
         "data": "",
-        "evaluation": evaluation,
-        "tokens": "not counted, since --max-steps is given"
-        if counts is None
-        else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}",
-        "steps": f"{_plural(steps, 'step')} of {_plural(o.accumulation, 'forward pass')}, up to {tokens:,} tokens each"
-        + f", on {p.size} processes" * (p.size > 1),
+        "evaluation": "",
+        "tokens": "not counted, since --max-steps is given",
+        "steps": f"{_plural(steps, 'step')} of {_plural(o.accumulation, 'forward pass')}, up to {tokens:,} tokens each",
         "learning rate": f"{o.peak_lr:g}, {o.lr_scheduler_type}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",
         "saved as": trainer.saved_as,
-        "memory": str(need)
-        + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
+        "memory": str(need),
         "export": f"{Path(o.output_dir) / GGUF}, for llama.cpp" * (o.export == "gguf"),
+        "capture": "",
     }
+    if o.lora_r:
+        targets = ",".join(o.lora_target_modules) or "all projections"
+        plan["trained"] = f"LoRA of rank {o.lora_r} on {targets}: {plan['trained']}"
+    if data.eval_rows is not None:
+        plan["evaluation"] = f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
+    if counts is not None:
+        plan["tokens"] = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
+    if p.size > 1:
+        plan["steps"] += f", on {p.size} processes"
+    if free:
+        plan["memory"] += f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB"
     if recipe.captured:
         how = "each step is a CUDA graph" if on_gpu else "not without a GPU"
         plan["capture"] = f"{how}; forwards are padded to {tokens:,} tokens"
         if counts is not None:
             padding = 1 - counts["tokens"] / (counts["batches"] * tokens)
             plan["capture"] += f", of which {padding:.1%} are padding"
-    elif on_gpu and capture_pays(trainer.options, sketch, sizes, p):
+    elif on_gpu and capture_pays(o, sketch, sizes, p):
         plan["capture"] = "no; forwards are so small that the host is likely the limit: --capture is faster then"
     for name, text in recipe.plan(len(data.rows), data.format[0] if data.format else "", counts).items():
         plan[name] = f"{steps:,}; {text}" if name == "steps" else text
-    notes = []
-    if free and need.total > memory.MARGIN * free:
-        adapters = (
-            None if o.lora_r or sizes.heads else memory.adapter_parameters(sketch, dataclasses.replace(o, lora_r=16))
-        )
-        changes = memory.advice(sizes, setting, free, adapters)
-        fits = ". What does:" if changes else ", and no single change helps"
-        notes += [f"warning: this does not fit by the estimate{fits}", *(f"  {change}" for change in changes)]
+    warnings = []
+    if free and not memory.fits(sizes, setting, free):
+        lora = None
+        if not (o.lora_r or sizes.heads):
+            lora = memory.adapter_parameters(sketch, dataclasses.replace(o, lora_r=16))
+        changes = memory.advice(sizes, setting, free, lora)
+        help = ". These would:" if changes else ", and no single change helps"
+        warnings += [f"warning: this does not fit by the estimate{help}", *(f"  {change}" for change in changes)]
     if o.max_steps is None and steps < FEW_STEPS:
-        fewer = recipe.fewer_examples
-        notes.append(f"warning: so few steps ({steps}) teach little: raise --num-train-epochs, or lower {fewer}")
-    return {name: text for name, text in plan.items() if text}, notes
+        text = f"warning: {_plural(steps, 'step')} teach little: raise --num-train-epochs, or lower "
+        warnings.append(text + recipe.fewer_examples)
+    return {name: text for name, text in plan.items() if text}, warnings
 
 
 def memory_setting(trainer: "Trainer") -> memory.Setting:
     o: Any
     o, p = trainer.options, trainer.processes
     return memory.Setting(
-        o.precision,
-        o.activations,
-        tokens=o.batch_tokens,
-        accumulates=o.accumulation > p.batch_ranks,
-        gpus=p.size // o.dp_replicate,
-        split=p.ranks_per_batch,
-        tp=o.tp,
-        on_cpu=p.device.type == "cpu",
-        quantized=o.quantize != "none",
-        copies=trainer.recipe.frozen_copies,
-        sequences=o.sequences,
-    )
+        o.precision, o.activations, tokens=o.batch_tokens, accumulates=o.accumulation > p.batch_ranks,
+        gpus=p.size // o.dp_replicate, split=p.ranks_per_batch, tp=o.tp, on_cpu=p.device.type == "cpu",
+        quantized=o.quantize != "none", copies=trainer.recipe.frozen_copies, sequences=o.sequences,
+    )  # fmt: skip
 
 
 def choose_memory(trainer: "Trainer", sizes: memory.Sizes) -> None:

@@ -56,7 +56,8 @@ def logps(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) 
     tokens = output.logprobs
     values = (torch.where(answers, tokens, 0), answers, tokens, every)
     aux_loss = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
-    return Logps(*(sum_per_sequence(x, bounds) for x in values), aux_loss)
+    sums, lengths, nll, nll_lengths = (sum_per_sequence(x, bounds) for x in values)
+    return Logps(sums, lengths, nll, nll_lengths, aux_loss)
 
 
 def with_prompts(batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,22 @@ if TYPE_CHECKING:
 
 _SECONDS = 5.0
 """Between lines of progress where stderr is no terminal."""
+_COLUMNS = {
+    "loss": "loss", "reward": "reward", "reward_std": "reward std", "reward_margin": "margin",
+    "reward_accuracy": "accuracy", "tied": "tied groups", "completion_length": "tokens", "truncated": "truncated",
+    "kl": "kl", "clipped": "clipped", "entropy": "entropy",
+}  # fmt: skip
+"""Columns of the table of steps in report.md, for metrics that there are."""
+_EVALUATED = {"eval_loss": "evaluation", "perplexity": "perplexity"}
+_EVALUATED |= {f"eval_{name}": title for name, title in _COLUMNS.items() if name != "loss"}
+_PANELS = {
+    "reward": {"reward": "training", "eval_reward": "evaluation"},
+    "loss": {"loss": "training", "eval_loss": "evaluation"},
+    "rewards": {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward_margin": "margin",
+                "eval_reward_margin": "margin, evaluation"},
+    "accuracy": {"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"},
+}  # fmt: skip
+"""The panels of loss.png, from the top: metrics and their labels. Panels without values are left out."""
 
 
 class Reporter:
@@ -57,7 +73,7 @@ class Reporter:
             whole.write_text("".join(kept), "utf-8")
             whole.replace(metrics)
             self._file = metrics.open("a", encoding="utf-8", buffering=1)
-        self._loggers = _loggers(options, resumed)
+        self._log, self._close_log = _logger(options, resumed)
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -68,7 +84,7 @@ class Reporter:
     def step(self, step: int, **values: float) -> None:
         if not self.active:
             return
-        self._write({"step": step, **values})
+        self._write(step, values)
         self.gib = max(self.gib, values["gib"])
         seconds = time.perf_counter() - self._start
         left = seconds / (step - self._first) * (self.steps - step)
@@ -87,12 +103,11 @@ class Reporter:
         """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
         if not self.active:
             return
-        metrics = {f"eval_{name}": value for name, value in values.items()} or {
-            "perplexity": math.exp(min(loss, 700.0))
-        }
-        self._write({"step": step, "eval_loss": loss, **metrics})
+        perplexity = math.exp(min(loss, 700.0))
+        metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": perplexity}
+        self._write(step, {"eval_loss": loss, **metrics})
         best = ", the best so far" if better and step > 0 else ""
-        more = _rewards(values) if values else f", perplexity {metrics['perplexity']:,.2f}"
+        more = _rewards(values) if values else f", perplexity {perplexity:,.2f}"
         self.say(f"evaluation after step {step}: loss {loss:.4f}{more}{best}")
 
     def finish(self, trainer: "Trainer", saved: Path, exported: Path | None) -> None:
@@ -112,25 +127,63 @@ class Reporter:
         use = trainer.recipe.usage(saved) or _usage(o, saved)
         if exported is not None:
             use += f"\n\nllama.cpp runs `{exported}`."
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fonts
-            plot = write_plot(self.out)
-        write_report(self.out, o, facts, use, plot=plot)
-        write_card(saved, o, facts, use)
+        end = f"{use}\n\n## Options\n\n```yaml\n{o.dump()}```\n"
+        lines = _lines(self.out / "metrics.jsonl")
+        _write_text(self.out / "report.md", _report(o, facts, lines, write_plot(self.out)) + end)
+        _write_text(saved / "README.md", card(o, facts, lines, saved) + end)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
         if self.active and not self._file.closed:
             self._file.close()
-            for logger in self._loggers:
-                logger.close()
+            self._close_log()
 
-    def _write(self, line: dict[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
         with write_errors(self.out / "metrics.jsonl"):
-            self._file.write(json.dumps(line) + "\n")
-        for logger in self._loggers:
-            logger.log(line)
+            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._log(step, values)
+
+
+def check_logger(logger: str) -> None:
+    """Raises InputError where the logger that was asked for is not installed."""
+    if logger in ("tensorboard", "wandb"):
+        try:
+            __import__(logger)
+        except ImportError:
+            how = "ligermodels[train]" if logger == "tensorboard" else logger
+            raise InputError(
+                f"--report-to {logger} needs a package that is not installed: pip install '{how}'"
+            ) from None
+
+
+def _logger(
+    options: TrainOptions, resumed: int
+) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
+    """log(step, values) and close() of TensorBoard or Weights & Biases, or of neither."""
+    folder = Path(options.output_dir).resolve()
+    if options.report_to == "wandb":
+        import wandb
+
+        run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
+        return lambda step, values: run.log(dict(values), step=step), run.finish
+    try:
+        if options.report_to == "none":
+            raise ImportError
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return lambda step, values: None, lambda: None
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1 if resumed else None)  # type: ignore[no-untyped-call]
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return log, writer.close
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def left_out(counts: Mapping[str, int]) -> str:
@@ -145,6 +198,7 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 def _usage(options: TrainOptions, saved: Path) -> str:
+    """How to use a model or an adapter."""
     verb = "chat" if options.recipe != "pretrain" else "generate"
     command = f"ligermodels {verb} {shlex.quote(str(saved))}" + " --prompt '...'" * (verb == "generate")
     if saved.name == "adapter":
@@ -156,66 +210,8 @@ def _usage(options: TrainOptions, saved: Path) -> str:
     return f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(saved)!r})`; it opens in transformers too."
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, resumed: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=resumed + 1 if resumed else None)  # type: ignore[no-untyped-call]
-
-    def log(self, line: Mapping[str, float]) -> None:
-        for name, value in line.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, int(line["step"]))  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
-
-
-class _WandB:
-    def __init__(self, options: TrainOptions):
-        import wandb
-
-        folder = Path(options.output_dir).resolve()
-        self._run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
-
-    def log(self, line: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in line.items() if name != "step"}, step=int(line["step"]))
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def check_logger(logger: str) -> None:
-    """Raises InputError where the asked logger is not installed."""
-    packages = {"tensorboard": "tensorboard", "wandb": "wandb"}
-    if logger in packages:
-        try:
-            __import__(packages[logger])
-        except ImportError:
-            how = "ligermodels[train]" if logger == "tensorboard" else logger
-            raise InputError(
-                f"--report-to {logger} needs a package that is not installed: pip install '{how}'"
-            ) from None
-
-
-def _loggers(options: TrainOptions, resumed: int) -> list[Any]:
-    check_logger(options.report_to)
-    if options.report_to == "wandb":
-        return [_WandB(options)]
-    if options.report_to == "none":
-        return []
-    try:
-        return [_TensorBoard(Path(options.output_dir) / "tensorboard", resumed)]
-    except ImportError:
-        return []
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _rewards(values: Mapping[str, float]) -> str:
-    """Where there are any."""
+    """The rewards among the values, for a line of progress."""
     names = {"reward": "reward", "reward_margin": "margin", "reward_accuracy": "accuracy"}
     return "".join(f", {text} {values[name]:.3f}" for name, text in names.items() if name in values)
 
@@ -238,26 +234,6 @@ def _lines(file: Path) -> list[dict[str, float]]:
     return found
 
 
-_STEPS = {
-    "loss": "loss", "reward": "reward", "reward_std": "reward std", "reward_margin": "margin",
-    "reward_accuracy": "accuracy", "tied": "tied groups", "completion_length": "tokens", "truncated": "truncated",
-    "kl": "kl", "clipped": "clipped", "entropy": "entropy",
-}  # fmt: skip
-_EVALUATED = {
-    "eval_loss": "evaluation", "perplexity": "perplexity", "eval_reward": "reward", "eval_completion_length": "tokens",
-    "eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl",
-}  # fmt: skip
-"""Columns of report.md, for metrics that there are."""
-_PANELS = {
-    "reward": {"reward": "training", "eval_reward": "evaluation"},
-    "loss": {"loss": "training", "eval_loss": "evaluation"},
-    "rewards": {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward_margin": "margin",
-                "eval_reward_margin": "margin, evaluation"},
-    "accuracy": {"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"},
-}  # fmt: skip
-"""The panels of loss.png, from the top: metrics and their labels. Panels without values are left out."""
-
-
 def write_plot(out: Path) -> bool:
     """loss.png of metrics.jsonl. Returns False where matplotlib is not installed."""
     try:
@@ -272,38 +248,33 @@ def write_plot(out: Path) -> bool:
     panels = {title: curves for title, curves in _PANELS.items() if found & curves.keys()}
     if "reward" in found:
         panels.pop("loss")  # the loss of a policy says little
-    figure, all_axes = pyplot.subplots(
-        len(panels), figsize=(9, 1.5 + 3 * len(panels)), sharex=True, squeeze=False, layout="constrained"
-    )
-    for axes, (title, curves) in zip(all_axes[:, 0], panels.items(), strict=True):
+    size = 9, 1.5 + 3 * len(panels)
+    figure, axes = pyplot.subplots(len(panels), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    for panel, (title, curves) in zip(axes[:, 0], panels.items(), strict=True):
         for name, label in curves.items():
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
-                axes.plot(*zip(*points, strict=True), "o-" if name.startswith("eval_") else "-", label=label)
-        axes.set(ylabel=title)
-        axes.grid(alpha=0.3)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    all_axes[-1, 0].set(xlabel="step")
-    with write_errors(out / "loss.png"):
+                panel.plot(*zip(*points, strict=True), "o-" if name.startswith("eval_") else "-", label=label)
+        panel.set(ylabel=title)
+        panel.grid(alpha=0.3)
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    axes[-1, 0].set(xlabel="step")
+    with write_errors(out / "loss.png"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fonts
         figure.savefig(out / "loss.png", dpi=150)
     pyplot.close(figure)
     return True
 
 
-def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use: str, *, plot: bool) -> None:
-    """report.md: what was run, what came out, and how to use it."""
-    lines = _lines(out / "metrics.jsonl")
+def _report(options: TrainOptions, facts: Mapping[str, str], lines: list[dict[str, float]], plot: bool) -> str:
+    """The beginning of report.md: what was run, and what came out."""
     steps = [line for line in lines if "loss" in line]
-    evaluations = [line for line in lines if "eval_loss" in line]
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
-    text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
-    picked = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))}) if steps else []
-    text += _table([steps[n] for n in picked], _STEPS) + _table(evaluations, _EVALUATED)
-    text += "![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n"
-    text += f"{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
-    with write_errors(out / "report.md"):
-        (out / "report.md").write_text(text, "utf-8")
+    some = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))}) if steps else []
+    text = f"# {options.recipe} of {options.model}\n\n{_facts(facts)}\n"
+    text += _table([steps[n] for n in some], _COLUMNS)
+    text += _table([line for line in lines if "eval_loss" in line], _EVALUATED)
+    return text + ("![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n")
 
 
 def _table(lines: list[dict[str, float]], titles: Mapping[str, str]) -> str:
@@ -318,13 +289,17 @@ def _table(lines: list[dict[str, float]], titles: Mapping[str, str]) -> str:
     return text + "\n"
 
 
+def _facts(facts: Mapping[str, str]) -> str:
+    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+
+
 def is_repository(name: str) -> bool:
     """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
-def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], use: str) -> None:
-    """README.md of the tuned model, as the Hub shows it."""
+def card(options: TrainOptions, facts: Mapping[str, str], lines: list[dict[str, float]], folder: Path) -> str:
+    """The beginning of README.md in the folder of what was trained, as the Hub shows it."""
     adapter = folder.name == "adapter"
     head = ""
     if is_repository(options.model):
@@ -333,17 +308,16 @@ def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], us
         head += "datasets:\n" + "".join(f"- {name}\n" for name in sets)
     sees = (folder / "preprocessor_config.json").is_file()
     tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"))
-    losses = [line for line in _lines(Path(options.output_dir) / "metrics.jsonl") if "loss" in line]
-    results = (
-        {"loss": f"{losses[0]['loss']:.4f} in the first step, {losses[-1]['loss']:.4f} in the last"} if losses else {}
-    )
-    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **results}.items())
-    text = (
+    if losses := [line["loss"] for line in lines if "loss" in line]:
+        facts = {**facts, "loss": f"{losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"}
+    return (
         f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
         f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
         f"tags:\n{tags}---\n\n"
-        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n"
-        f"| | |\n|---|---|\n{rows}\n\n{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
+        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n{_facts(facts)}\n"
     )
-    with write_errors(folder / "README.md"):
-        (folder / "README.md").write_text(text, "utf-8")
+
+
+def _write_text(file: Path, text: str) -> None:
+    with write_errors(file):
+        file.write_text(text, "utf-8")

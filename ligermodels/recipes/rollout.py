@@ -237,7 +237,7 @@ class Sampling(Recipe):
     def step_batches(self, batches: StepBatches) -> Any:
         return Rollouts(self, batches)
 
-    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> Sequence[Completion | Example]:
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
         """What a step trains on: the completions of each prompt; for rollout None one, greedily.
 
         Called by all ranks at once, each with as many prompts.
@@ -251,9 +251,7 @@ class Sampling(Recipe):
             vocab_size=self.vocab_size,
         )  # fmt: skip
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
-        return [
-            Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)
-        ]
+        return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
 
     def batch_of(self, samples: Sequence[Any]) -> Batch:
         """The batch of some completions and examples, packed or padded."""

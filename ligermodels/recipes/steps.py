@@ -1,7 +1,12 @@
-"""The batches of each step, for any number of ranks, and the metrics of a step."""
+"""What a step needs: batches, for any number of ranks, a learning rate, metrics, and signals that end the run."""
 
+import math
+import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Metrics
 from ligermodels.recipes.data import Batches
+from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch
 
 FEW_STEPS = 20
@@ -123,3 +129,60 @@ class MetricSums:
         if {"reward_chosen", "reward_rejected"} <= means.keys():
             means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
         return means
+
+
+class Signals:
+    """Ctrl-C and SIGTERM, noted instead of raised, so that a step is finished. A second Ctrl-C raises.
+
+    torchrun passes signals on, so that its processes get them twice: there the second is ignored.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.came and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise KeyboardInterrupt
+        self.came = True
+
+
+def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
+    """The learning rate of step `step`, from 0, of `steps`, as a fraction of the peak.
+
+    It rises over the warmup. Then constant_with_warmup stays; linear and cosine fall to the final rate at the end; wsd
+    stays, and falls linearly to the final rate over the last `decay` steps.
+    """
+    warmup, decay = (
+        math.ceil(number * steps) if number < 1 else round(number) for number in (options.warmup_steps, options.decay)
+    )
+    schedule = options.lr_scheduler_type
+    if step < warmup:
+        return (step + 1) / warmup
+    if schedule == "constant_with_warmup":
+        return 1.0
+    begin = max(warmup, steps - decay) if schedule == "wsd" else warmup
+    done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
+    fall = 0.5 * (1 - math.cos(math.pi * done)) if schedule == "cosine" else done
+    return 1.0 - (1.0 - options.final_lr) * fall
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB at most so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

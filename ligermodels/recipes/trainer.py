@@ -18,14 +18,12 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -43,7 +41,16 @@ from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch, filled_batch
 from ligermodels.recipes.plan import choose_memory, make_plan, saved_as
 from ligermodels.recipes.report import say
-from ligermodels.recipes.steps import MetricSums, StepBatches, forwards_per_step, on_device, shard_batches
+from ligermodels.recipes.steps import (
+    MetricSums,
+    Signals,
+    StepBatches,
+    forwards_per_step,
+    learning_rate,
+    on_device,
+    peak_memory,
+    shard_batches,
+)
 from ligermodels.training import CapturedStep
 
 
@@ -118,7 +125,7 @@ class Trainer:
         p, out = self.processes, self.out
         if not self.options.dry_run:
             p.from_main(lambda: folder.check(out, resume=self.options.resume))
-        before = p.from_main(lambda: folder.read_options(out, self.options))
+        before = p.from_main(lambda: folder.read_options(out, self.options)) if self.options.resume else None
         if self.options.resume and before is None and p.is_main:
             say(f"warning: --resume, but {out} has no run: a new one begins")
 
@@ -422,60 +429,3 @@ class _ModelWithLoss(nn.Module):
 
     def forward(self, num_items_in_batch: Tensor, **batch: Any) -> Any:
         return self.recipe.loss(self.model, batch, num_items_in_batch)[0]
-
-
-class Signals:
-    """Ctrl-C and SIGTERM, noted instead of raised, so that a step is finished. A second Ctrl-C raises.
-
-    torchrun passes signals on, so that its processes get them twice: there the second is ignored.
-    """
-
-    def __init__(self) -> None:
-        self.came = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.came and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise KeyboardInterrupt
-        self.came = True
-
-
-def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
-    """The learning rate of step `step`, from 0, of `steps`, as a fraction of the peak.
-
-    It rises over the warmup. Then constant_with_warmup stays; linear and cosine fall to the final rate at the end; wsd
-    stays, and falls linearly to the final rate over the last `decay` steps.
-    """
-    warmup, decay = (
-        math.ceil(number * steps) if number < 1 else round(number) for number in (options.warmup_steps, options.decay)
-    )
-    schedule = options.lr_scheduler_type
-    if step < warmup:
-        return (step + 1) / warmup
-    if schedule == "constant_with_warmup":
-        return 1.0
-    begin = max(warmup, steps - decay) if schedule == "wsd" else warmup
-    done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
-    fall = 0.5 * (1 - math.cos(math.pi * done)) if schedule == "cosine" else done
-    return 1.0 - (1.0 - options.final_lr) * fall
-
-
-def peak_memory(device: torch.device) -> float:
-    """GiB at most so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -321,7 +321,8 @@ def test_what_a_step_trains_on(home, write):
     def steps(**options):
         recipe = Distill(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
         recipe.chat, recipe.processes, recipe.vocab_size = True, Processes(torch.device("cpu")), 20
-        return [recipe.roll_out(model, prompts, n) for n in range(4)]
+        recipe.model = model
+        return [recipe.roll_out(prompts, n) for n in range(4)]
 
     greedy, drawn = steps(sampling_temperature=0.0), steps()
     assert [greedy[1], greedy[3]] == [[prompt.own for prompt in prompts]] * 2 == [drawn[1], drawn[3]]

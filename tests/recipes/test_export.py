@@ -157,9 +157,7 @@ def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, 
     assert "model.gguf" in card
     monkeypatch.chdir(tmp_path)
     options = options_of("sft", model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
-    (tmp_path / "out" / "adapter").mkdir(parents=True)
-    report.write_card(tmp_path / "out" / "adapter", options, {}, "")
-    head = yaml.safe_load((tmp_path / "out" / "adapter" / "README.md").read_text().split("---\n")[1])
+    head = yaml.safe_load(report.card(options, {}, [], tmp_path / "out" / "adapter").split("---\n")[1])
     assert head == {
         "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "lora", "ligermodels"],

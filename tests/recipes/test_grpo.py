@@ -116,7 +116,8 @@ def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family, p
     torch.testing.assert_close(found, expected)
     losses.assert_same(losses.gradients(model, found), gradients)
     assert sums["clipped"][0] > 0 and sums["clipped"][1] == 13
-    assert sums["truncated"][0] == 1 and sums["completion_length"][0] / sums["completion_length"][1] == 22 / 4
+    logged = of.metrics_of(completions)
+    assert logged["truncated"] == (1, 4) and logged["completion_length"] == (22, 4)
 
 
 def test_a_step_in_several_forwards_is_one(byte_level):
@@ -149,7 +150,7 @@ def test_advantages():
 
 
 def drawn(model, prompts, copies=1, temperature=1.0, seed=0, **options):
-    how = dict(max_new_tokens=3, temperature=temperature, stop_ids=(7, 9), seeds=rollout._seeds(seed), **options)
+    how = dict(max_new_tokens=3, temperature=temperature, stop_ids=(7, 9), seed=[seed], **options)
     return sample(model, prompts, copies, **how)
 
 
@@ -189,8 +190,9 @@ def test_ids_that_another_model_lacks_are_not_drawn():
 def test_each_rollout_draws_anew(byte_level):
     model, options = losses.model(vocab_size=byte_level.vocab_size).float(), options_of(num_generations=3)
     recipe = grpo_of(options, byte_level, lambda completions: [0.5 for _ in completions], GRPO)
+    recipe.model = model
     prompts = [recipe.process({"prompt": "ab"}), recipe.process({"prompt": "c"})]
-    drawn = [[one.ids for one in recipe.roll_out(model, prompts, rollout)] for rollout in (0, 1, 0)]
+    drawn = [[one.ids for one in recipe.roll_out(prompts, rollout)] for rollout in (0, 1, 0)]
     assert drawn[0] == drawn[2] != drawn[1]
 
 
@@ -207,8 +209,8 @@ def test_ranks_that_sample_together_get_what_each_would_alone(tmp_path):
         for seed in range(6):
             how = dict(max_new_tokens=12, temperature=1.0, stop_ids=tuple(range(20)))
             prompt, number = [[50, mesh.get_rank() + 1]], 2 * seed + mesh.get_rank()
-            found = sample(sharded, prompt, 1, seeds=iter([number]), together=True, **how)
-            assert found == sample(alone, prompt, 1, seeds=iter([number]), **how)
+            found = sample(sharded, prompt, 1, seed=[number], together=True, **how)
+            assert found == sample(alone, prompt, 1, seed=[number], **how)
             lengths.append(len(found[0]))
         other = [None, None]
         torch.distributed.all_gather_object(other, lengths)

@@ -16,7 +16,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.formats import Answers, Conversation
 from ligermodels.recipes.masking import encode as encode_text
 from ligermodels.recipes.masking import encode_answers
-from ligermodels.recipes.preference import _DPO_TYPES
+from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.reference import Reference
 from ligermodels.recipes.steps import shard_batches
 from tests.parallel.ranks import on_ranks
@@ -228,8 +228,7 @@ CASES = [
 def with_reference(data, before):
     """The recipe of the data, with a frozen copy as its reference."""
     recipe = data.recipe
-    recipe.reference = Reference.__new__(Reference)
-    recipe.reference._model, recipe.reference._is_off, recipe.reference._table = before, False, None
+    recipe.reference = Reference(before)
     return recipe
 
 
@@ -291,7 +290,7 @@ def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokeniz
 
 def test_the_losses_of_the_command_are_those_of_the_layers():
     """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
-    assert set(_DPO_TYPES) == set(DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
+    assert set(DPO_TYPES) == set(DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
 
 
 # ---- runs ----

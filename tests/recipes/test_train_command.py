@@ -180,7 +180,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
         "\nsteps          16 steps of 1 forward pass, up to 64 tokens each\n", " MiB (tensors, estimated): weights",
     ):  # fmt: skip
         assert words in plan
-    assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
+    assert "504 a pass" in plan and "GiB" in plan and "16 steps teach little" in plan
     assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
     assert main([*argv, "--lr", "3e-4"]) == 0
     assert "0.0003, cosine" in capsys.readouterr().out

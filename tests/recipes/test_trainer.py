@@ -13,8 +13,8 @@ from ligermodels import InputError, Llama, Mixtral, Qwen2
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory
 from ligermodels.recipes.base import next_token_loss, num_labels
-from ligermodels.recipes.steps import StepBatches, forwards_per_step, shard_batches
-from ligermodels.recipes.trainer import Progress, learning_rate
+from ligermodels.recipes.steps import StepBatches, forwards_per_step, learning_rate, shard_batches
+from ligermodels.recipes.trainer import Progress
 from tests.processes import Child
 from tests.recipes.runs import metrics, options_of, reached, train
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels.cli import main
-from ligermodels.recipes.trainer import learning_rate
+from ligermodels.recipes.steps import learning_rate
 from ligermodels.text import Tokenizer
 from tests.recipes.runs import data_of, metrics, options_of
 from tests.tools.models import make_ids, make_tokenizer, ours, theirs, write_checkpoint
