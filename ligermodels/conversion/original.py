@@ -51,7 +51,7 @@ from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.text.sentencepiece_backend import is_tiktoken
+from ligermodels.text.ranks import is_tiktoken
 
 PARAMS = "params.json"
 ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from ligermodels.errors import InputError, TokenizerError
+from ligermodels.errors import InputError
 from ligermodels.recipes.formats import Answers, Conversation, Item, Text, Tokens
 from ligermodels.recipes.images import Images, add, processor_of, shorten
 from ligermodels.text import Tokenizer, sandbox
@@ -209,12 +209,8 @@ def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
     """The ids of the text, and 1 for each that has a character of the spans."""
-    try:
-        found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        return found["input_ids"], _mask_of(found["offset_mapping"], spans)
-    except TokenizerError:
-        # SentencePiece has no offsets for a text that it normalises. Another error is raised again below.
-        return _tokenise_prefixes(text, spans, lambda t: tokenizer.encode(t, add_special_tokens=add_special_tokens))
+    found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+    return found["input_ids"], _mask_of(found["offset_mapping"], spans)
 
 
 def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
@@ -228,25 +224,6 @@ def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -
         last = bisect_left(offsets, stop, hi=end, key=lambda token: token[0])
         mask[first:last] = [1] * (last - first)
     return mask
-
-
-def _tokenise_prefixes(
-    text: str, spans: list[tuple[int, int]], ids_of: Callable[[str], list[int]]
-) -> tuple[list[int], list[int]]:
-    """As _tokenise, from the ids of the text up to each edge of a span."""
-    ids = ids_of(text)
-    mask = [0] * len(ids)
-    for span in spans:
-        start, end = (len(ids_of(text[:edge])) for edge in span)
-        for edge, size in zip(span, (start, end), strict=True):
-            if ids[:size] != ids_of(text[:edge]):
-                raise InputError(
-                    f"the tokens of {text[max(0, edge - 20) : edge]!r} change with the text after it, and this "
-                    "tokenizer has no offsets: the tokens to train are not known. Next step: take tokenizer.json from "
-                    "the checkpoint's repository"
-                )
-        mask[start:end] = [1] * (end - start)
-    return ids, mask
 
 
 # ---- conversations ----

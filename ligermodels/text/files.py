@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
 from ligermodels.checkpoint.files import check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
@@ -95,6 +95,14 @@ class TokenizerFiles:
         """The first of tokenizer.json, tekken.json, tokenizer.model and the newest tokenizer.model.vN, or None."""
         names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(self.folder))
         return next((path for name in names if (path := self.path(name))), None)
+
+
+class Converted(NamedTuple):
+    """A vocabulary file as a `tokenizers.Tokenizer`; the special tokens that it names, and those that end a turn."""
+
+    native: Any
+    named: Mapping[str, str] = {}
+    stops: tuple[str, ...] = ()
 
 
 def read_files(folder: str | Path) -> TokenizerFiles:

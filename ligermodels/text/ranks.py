@@ -19,6 +19,7 @@ tokens/tokenizers/tekken.py of mistral-common 1.13; TikTokenConverter of transfo
 import base64
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,7 @@ from typing import Any
 
 from ligermodels.checkpoint.gguf.tokenizer import LLAMA_3_PATTERN
 from ligermodels.errors import TokenizerError
-from ligermodels.text.files import TokenizerFiles, read_bytes, read_text
-from ligermodels.text.json_backend import JsonBackend
+from ligermodels.text.files import Converted, TokenizerFiles, read_bytes, read_text
 
 
 def _reserved(numbers: Iterable[int]) -> tuple[str, ...]:
@@ -85,15 +85,16 @@ _LLAMA_3 = Ranks(
 """What the file of Llama 3 does not say."""
 
 
-class RanksBackend(JsonBackend):
-    """A `tokenizers.Tokenizer` built from ranks."""
+def is_tiktoken(data: bytes) -> bool:
+    """Whether the first line is a base64 token and its rank."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data) is not None
 
-    def __init__(self, path: Path, files: TokenizerFiles) -> None:
-        ranks = _read_tekken(path) if path.suffix == ".json" else _read_tiktoken(path)
-        ranks = _renamed(ranks, {token.id: token.content for token in files.added})
-        super().__init__(path, files, _build(ranks, path))
-        self.named = ranks.named
-        self.stop_ids = tuple(self._native.token_to_id(token) for token in ranks.stops)
+
+def convert(path: Path, files: TokenizerFiles) -> Converted:
+    """Raises TokenizerError for a damaged file, or one of another model."""
+    ranks = _read_tekken(path) if path.suffix == ".json" else _read_tiktoken(path)
+    ranks = _renamed(ranks, {token.id: token.content for token in files.added})
+    return Converted(_build(ranks, path), ranks.named, ranks.stops)
 
 
 def _read_tiktoken(path: Path) -> Ranks:

@@ -3,8 +3,8 @@
 - Changed templates: chat_template.jinja and additional_chat_templates/*.jinja replace all other files with templates.
 - Changed tokens: `added_tokens_decoder` of tokenizer_config.json replaces special_tokens_map.json and
   added_tokens.json; tokenizer.json is rewritten if there are new tokens.
-- A vocabulary from Meta's or Mistral's own files: tokenizer.json is made of ranks (a tekken.json without new tokens
-  stays beside it), a tokenizer.model.vN becomes tokenizer.model, and tokenizer_config.json names the tokens.
+- A vocabulary from another file than tokenizer.json: tokenizer.json is written, and tokenizer_config.json names the
+  tokens. SentencePiece's file stays beside it as tokenizer.model, and so does a tekken.json without new tokens.
 - Changed padding_side, truncation_side or model_max_length: tokenizer_config.json is rewritten.
 
 transformers reads the folder in the same way.
@@ -20,9 +20,7 @@ from typing import Any
 from ligermodels.errors import HubError, TokenizerError
 from ligermodels.text.backend import Backend
 from ligermodels.text.files import MORE_TEMPLATES, TOKENIZER_FILES, TokenizerFiles, call_settings, versions
-from ligermodels.text.json_backend import JsonBackend
-from ligermodels.text.ranks import RanksBackend
-from ligermodels.text.sentencepiece_backend import SentencePieceBackend
+from ligermodels.text.ranks import is_tiktoken
 
 _TOKENS = ("special_tokens_map.json", "added_tokens.json")
 
@@ -38,15 +36,13 @@ def contents(
         found = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
     except OSError as error:
         raise TokenizerError(f"a file that the tokenizer was loaded from cannot be read any more: {error}.") from error
-    config, is_ranks = dict(loaded.config), isinstance(backend, RanksBackend)
-    if is_ranks:
+    config = dict(loaded.config)
+    if backend.converted:
+        data = found.get(backend.path.name, b"")
         found = {name: data for name, data in found.items() if not name.startswith("tokenizer.model")}
+        if backend.path.name != "tekken.json" and not is_tiktoken(data):
+            found["tokenizer.model"] = data
         config = {**loaded.named, **config}
-    elif isinstance(backend, SentencePieceBackend):
-        found["tokenizer.model"] = found.pop(backend.path.name)
-        if "tokenizer_config.json" not in found:
-            # transformers adds no BOS by default.
-            config = {**loaded.named, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
     if files.templates != loaded.templates:
         config.pop("chat_template", None)
         found = {name: data for name, data in found.items() if not name.endswith((".jinja", "chat_template.json"))}
@@ -59,7 +55,7 @@ def contents(
             config.pop("extra_special_tokens", None)
             config["additional_special_tokens"] = list(files.extra_special)
         config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
-    if isinstance(backend, JsonBackend) and (is_ranks or files.added != loaded.added):
+    if backend.converted or files.added != loaded.added:
         found["tokenizer.json"] = backend.to_json().encode()
         if files.added != loaded.added:
             found.pop("tekken.json", None)

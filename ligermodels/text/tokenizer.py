@@ -19,7 +19,6 @@ from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplate, ChatTemplates
 from ligermodels.text.files import TokenizerFiles, call_settings, read_files, read_text
 from ligermodels.text.function_schema import function_schema
-from ligermodels.text.loading import open_backend
 from ligermodels.text.vocabulary import NAMES, Vocabulary
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ class Tokenizer(Vocabulary):
     def from_folder(cls, folder: str | Path, *, name_or_path: str = "") -> "Tokenizer":
         """From tokenizer.json, tekken.json, tokenizer.model or tokenizer.model.vN. Raises TokenizerError."""
         files = read_files(folder)
-        backend = open_backend(files)
+        backend = Backend(files)
         if files.model_vocab_size is not None and backend.base_vocab_size > files.model_vocab_size:
             raise TokenizerError(
                 f"{files.folder}: the vocabulary has {backend.base_vocab_size} ids, the model's embedding "

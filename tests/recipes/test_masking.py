@@ -202,18 +202,14 @@ def test_texts_of_a_tokenizer_that_adds_eos(tmp_path):
     assert trained_text(tokenizer, found).strip() == "sat</s>"
 
 
-def test_a_tokenizer_without_offsets(tmp_path):
-    """Its model normalises the text, so that prefixes are tokenised instead."""
+def test_a_tokenizer_that_normalises(tmp_path):
+    """The offsets of its tokens are those of the text before that."""
     model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
     tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
-    with pytest.raises(TokenizerError, match="offsets are unknown"):
-        tokenizer("\uff43\uff41\uff54", return_offsets_mapping=True)
     chat = [{"role": "user", "content": "\uff43\uff41\uff54"}, {"role": "assistant", "content": "the ﬁne mat"}]
     found = encode(Conversation(chat), tokenizer)
     assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
     assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
-    with pytest.raises(InputError, match="has no offsets"):
-        encode(Text("t ﬁne", "the ca"), tokenizer)
 
 
 def test_tokens(byte_level):

@@ -81,7 +81,7 @@ def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model, tmp_pa
         (folders.sentencepiece_model(treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix"),
     ):
         refused(sentencepiece_folder(model=data), message)
-    refused(sentencepiece_folder(bos_token="<bos>"), r"has no token '<bos>'.*added_tokens.json")
+    refused(sentencepiece_folder(bos_token="<bos>"), r"bos_token is '<bos>', which has no id.*added_tokens.json")
     refused(sentencepiece_folder(**{ADDED: {"7": folders.added("</s>")}}), r"'</s>' the id 2.*say 7")
 
 

@@ -19,7 +19,7 @@ def tokenizer(request, tmp_path_factory):
         case "byte fallback":
             folders.byte_fallback(folder)
         case "sentencepiece":
-            decoder = {"500": folders.added("<|user|>"), "501": folders.added("a b é", special=False)}
+            decoder = {"420": folders.added("<|user|>"), "421": folders.added("a b é", special=False)}
             folders.sentencepiece_folder(folder, added_tokens_decoder=decoder)
     return Tokenizer.from_folder(folder)
 

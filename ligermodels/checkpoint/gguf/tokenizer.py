@@ -96,7 +96,8 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
             files["tokenizer.json"] = _byte_level(metadata, tokens, added, config, where)
         else:
             config |= {"tokenizer_class": "GemmaTokenizer" if model_type.startswith("gemma") else "LlamaTokenizer"}
-            config |= {"legacy": True, "added_tokens_decoder": {str(index): token for index, token in added.items()}}
+            special = {str(index): token for index, token in added.items() if token["special"]}
+            config |= {"legacy": True, "added_tokens_decoder": special}  # tokenizer.model has the user-defined ones
             files["tokenizer.model"] = _sentencepiece(metadata, tokens, types)
     except TokenizerError:
         raise
@@ -238,5 +239,7 @@ def protobuf_fields(data: bytes) -> Iterator[tuple[int, Any]]:
             yield key >> 3, varint()
             continue
         size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
+        if at + size > len(data):
+            raise ValueError("a field ends after the end of its message")
         yield key >> 3, data[at : at + size]
         at += size
