@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import read_errors
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError
 
 _ROW = 2**18
 """Bytes. Rows of a box with gaps between them are read one by one if they are as large; else the gaps are read too."""
@@ -69,10 +69,7 @@ class Part:
 
 @dataclass
 class _Piece:
-    """A tensor of `dtype` and `shape` at byte `offset`, whose box `index` is copied to `target`; `()` is all of it.
-
-    Only a piece of one dim without an index can be cut.
-    """
+    """A tensor of `dtype` and `shape` at byte `offset`, whose box `index` is copied to `target`; `()` is all of it."""
 
     name: str
     offset: int
@@ -84,19 +81,6 @@ class _Piece:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-    def cut(self, space: int) -> tuple["_Piece | None", "_Piece | None"]:
-        """(the part that fits into `space` bytes, the rest)."""
-        if self.nbytes <= space:
-            return self, None
-        count = space // self.dtype.itemsize
-        if self.index or count == 0:
-            return None, self
-        rest = self.offset + count * self.dtype.itemsize
-        return (
-            _Piece(self.name, self.offset, self.dtype, (count,), (), self.target[:count]),
-            _Piece(self.name, rest, self.dtype, (self.shape[0] - count,), (), self.target[count:]),
-        )
 
     def copy(self, source: Tensor) -> None:
         """Enqueues copies of `source`, its bytes, on the current stream."""
@@ -129,15 +113,6 @@ class Block:
             piece.copy(memory[begin : begin + piece.nbytes])
 
 
-class _Buffer:
-    """Pinned memory, and the event after the last copy out of it."""
-
-    def __init__(self, memory: Tensor):
-        self.memory = memory
-        self.view: Any = memory.numpy()
-        self.copied: Any = None
-
-
 def serves(device: torch.device) -> bool:
     """Whether copies to `device` use this module."""
     return device.type == "cuda" and hasattr(os, "preadv")
@@ -145,27 +120,19 @@ def serves(device: torch.device) -> bool:
 
 def plan(parts: Iterable[Part], settings: Settings) -> list[Block]:
     """The blocks that contain `parts`, in file order; none is larger than a buffer."""
-    space = settings.buffer_bytes
     blocks: list[Block] = []
     for part in sorted(parts, key=lambda part: (part.stored.file.path, part.stored.offset)):
-        stored = part.stored
+        stored, space = part.stored, settings.buffer_bytes
         box = [at.indices(size)[:2] for at, size in zip(part.index, stored.shape, strict=False)]
         box += [(0, size) for size in stored.shape[len(box) :]]
-        rest: _Piece | None
-        for rest in _pieces(part.name, stored.dtype, stored.offset, stored.shape, box, part.target, space):
-            while rest is not None:
-                block = blocks[-1] if blocks else None
-                piece = None
-                if block is not None and (block.file, block.end) == (stored.file, rest.offset):
-                    piece, rest = rest.cut(space - block.nbytes)
-                if piece is None or block is None:
-                    assert rest is not None
-                    block = Block(stored.file, rest.offset, rest.offset)
-                    blocks.append(block)
-                    piece, rest = rest.cut(space)
-                    assert piece is not None
-                block.pieces.append(piece)
-                block.end += piece.nbytes
+        for piece in _pieces(part.name, stored.dtype, stored.offset, stored.shape, box, part.target, space):
+            last = blocks[-1] if blocks else None
+            follows = last is not None and (last.file, last.end) == (stored.file, piece.offset)
+            if last is None or not follows or last.nbytes + piece.nbytes > space:
+                last = Block(stored.file, piece.offset, piece.offset)
+                blocks.append(last)
+            last.pieces.append(piece)
+            last.end += piece.nbytes
     return blocks
 
 
@@ -178,17 +145,20 @@ def _pieces(
     target: Tensor,
     space: int,
 ) -> Iterator[_Piece]:
-    """The pieces of box [(begin, end) of each dim] of a tensor of `shape` at `offset`: flat ones where possible."""
+    """The pieces, of at most `space` bytes, of box [(begin, end) of each dim] of a tensor of `shape` at `offset`."""
     if target.numel() == 0:
         return
     sizes = [end - begin for begin, end in box]
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     row = dtype.itemsize * math.prod(shape[1:])
     if target.is_contiguous() and sizes[first + 1 :] == list(shape[first + 1 :]):
-        index = 0
-        for (begin, _), size in zip(box, shape, strict=True):
-            index = index * size + begin
-        yield _Piece(name, offset + index * dtype.itemsize, dtype, (target.numel(),), (), target.view(-1))
+        begin = 0
+        for (start, _), size in zip(box, shape, strict=True):
+            begin = begin * size + start
+        count = space // dtype.itemsize
+        for k in range(0, target.numel(), count):
+            flat = target.view(-1)[k : k + count]
+            yield _Piece(name, offset + (begin + k) * dtype.itemsize, dtype, (len(flat),), (), flat)
     elif row > space or math.prod(sizes[1:]) * dtype.itemsize >= _ROW:
         for k in range(sizes[0]):
             yield from _pieces(name, dtype, offset + (box[0][0] + k) * row, shape[1:], box[1:], target[k], space)
@@ -210,8 +180,8 @@ def run(
     cannot be read.
     """
     todo: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
-    ready: queue.SimpleQueue[tuple[Block, _Buffer] | BaseException] = queue.SimpleQueue()
+    free: queue.SimpleQueue[tuple[Tensor, Any] | None] = queue.SimpleQueue()  # buffers, the event after their last copy
+    ready: queue.SimpleQueue[tuple[Block, Tensor] | BaseException] = queue.SimpleQueue()
     for block in blocks:
         todo.put(block)
     left = Counter(piece.name for block in blocks for piece in block.pieces)
@@ -223,11 +193,11 @@ def run(
             try:
                 while (buffer := free.get()) is not None and not todo.empty():
                     with contextlib.suppress(queue.Empty):  # another thread took the last one
-                        block = todo.get_nowait()
-                        if buffer.copied is not None:
-                            copies.wait(buffer.copied)
-                        _fill(files[block.file], block, buffer)
-                        ready.put((block, buffer))
+                        block, (memory, copied) = todo.get_nowait(), buffer
+                        if copied is not None:
+                            copies.wait(copied)
+                        _fill(files[block.file], block, memory)
+                        ready.put((block, memory))
             except BaseException as error:  # the calling thread raises it
                 ready.put(error)
 
@@ -239,14 +209,13 @@ def run(
             made = 0
             for _ in blocks:
                 while made < count and ready.empty():  # pinning takes a while, in which the threads read
-                    free.put(_Buffer(copies.buffer(settings.buffer_bytes)))
+                    free.put((copies.buffer(settings.buffer_bytes), None))
                     made += 1
                 arrived = ready.get()
                 if isinstance(arrived, BaseException):
                     raise arrived
-                block, buffer = arrived
-                buffer.copied = copies.copy(block, buffer.memory)
-                free.put(buffer)
+                block, memory = arrived
+                free.put((memory, copies.copy(block, memory)))
                 left.subtract(piece.name for piece in block.pieces)
                 yield block.nbytes, [name for name in {piece.name for piece in block.pieces} if not left[name]]
             for file, number in files.items():
@@ -293,12 +262,13 @@ class Copies:
         self.stream.synchronize()
 
 
-def _fill(number: int, block: Block, buffer: _Buffer) -> None:
+def _fill(number: int, block: Block, memory: Tensor) -> None:
     """Reads the block from the file descriptor `number`."""
+    view: Any = memory.numpy()[: block.nbytes]
     at = 0
     while at < block.nbytes:
         with read_errors(block.file.path):
-            count = os.preadv(number, [buffer.view[at : block.nbytes]], block.start + at)
+            count = os.preadv(number, [view[at:]], block.start + at)
         if count == 0:
             raise CheckpointError(f"{block.file.path} was cut short while it was read; fetch it again")
         at += count
@@ -306,13 +276,10 @@ def _fill(number: int, block: Block, buffer: _Buffer) -> None:
 
 @contextlib.contextmanager
 def _opened(file: File) -> Iterator[int]:
-    try:
-        with read_errors(file.path):
-            number = os.open(file.path, os.O_RDONLY)
-    except HubError as error:
-        if not os.path.lexists(file.path):
-            raise CheckpointError(f"{file.path} was removed while the checkpoint was loaded") from error
-        raise
+    if not os.path.lexists(file.path):
+        raise CheckpointError(f"{file.path} was removed while the checkpoint was loaded")
+    with read_errors(file.path):
+        number = os.open(file.path, os.O_RDONLY)
     try:
         _check_unchanged(file, number)
         yield number

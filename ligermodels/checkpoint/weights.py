@@ -50,22 +50,16 @@ class TensorInfo:
 
 
 class Reader(Protocol):
-    """An open checkpoint, as `reading.open_checkpoint` returns it."""
+    """An open checkpoint. source: its path, for messages. headers: of all tensors, in file order."""
 
     @property
-    def source(self) -> str:
-        """The path, for messages."""
+    def source(self) -> str: ...
 
     @property
-    def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, in file order."""
+    def headers(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
-
-
-Placed = tuple[Tensor, tuple[slice, ...]]
-"""(memory of a parameter, the box of a tensor on disk that is copied there); `()` is the whole tensor."""
+        """The tensor on the CPU, mapped from the file where possible. It must not be written to."""
 
 
 @dataclass(frozen=True)
@@ -144,24 +138,26 @@ def check(
     params = dict(model.named_parameters())
     expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, table)}
     copies = {name: _shape(params[ours]) for name, ours in (tied or {}).items()}
-    skip = [re.compile(pattern) for pattern in ignore]
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
-    unexpected = [name for name in headers if name not in shapes and not any(pattern.search(name) for pattern in skip)]
+    skip = re.compile("|".join(ignore) or "(?!)")
+    unexpected = [name for name in headers if name not in shapes and not skip.search(name)]
     misshapen = [name for name, shape in shapes.items() if headers[name].shape != shape]
-    quantised = [name for name in shapes if headers[name].dtype not in FLOATS]
     lists = {
-        f"missing ({len(missing)} of {len(expected)})": missing,
-        f"unexpected ({len(unexpected)})": unexpected,
-        f"wrong shape ({len(misshapen)})": [
-            f"{name} is {list(headers[name].shape)}, the model has {list(shapes[name])}" for name in misshapen
-        ],
-        f"quantised ({len(quantised)})": [f"{name} is {headers[name].dtype}" for name in quantised],
+        "missing": missing,
+        "unexpected": unexpected,
+        "wrong shape": [f"{n} is {list(headers[n].shape)}, the model has {list(shapes[n])}" for n in misshapen],
+        "quantised": [f"{name} is {headers[name].dtype}" for name in shapes if headers[name].dtype not in FLOATS],
     }
-    lines = [f"{what}: {', '.join(which[:3])}{', ...' * (len(which) > 3)}" for what, which in lists.items() if which]
-    if lines:
-        guess = _guess(expected, headers, missing, unexpected, misshapen)
+    of = {"missing": f" of {len(expected)}"}
+    if lines := [f"{what} ({len(x)}{of.get(what, '')}): {_some(x)}" for what, x in lists.items() if x]:
+        guess = f"Likely: {_guess(expected, headers, missing, unexpected, misshapen)}"
         raise CheckpointError("\n  ".join([f"{where} does not match {type(model).__name__}.", *lines, guess]))
+
+
+def _some(names: list[str]) -> str:
+    """The first three names."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def check_tied(model: nn.Module, table: Table, reader: Reader, tied: Mapping[str, str] | None) -> None:
@@ -214,10 +210,10 @@ def load(
     if adopt and torch.device(device).type == "cpu":
         params = dict(model.named_parameters())
         for name, box in boxes.items():
-            if _is_sharded(params[box.param]):
+            param = params[box.param]
+            if box.index or _is_sharded(param) or reader.headers[name].dtype != (dtype or param.dtype):
                 continue
-            is_whole = not box.index and reader.headers[name].dtype == (dtype or params[box.param].dtype)
-            if is_whole and (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
+            if (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
     allocate(model, device, dtype, adopted, leave)
     params = dict(model.named_parameters())
@@ -225,43 +221,34 @@ def load(
     extremes: dict[str, list[Tensor]] = {}
     with torch.no_grad():
         parts = {name: list(_parts(params[boxes[name].param], boxes[name].index)) for name in names}
-        total, steps = _copies(reader, parts, {name for name in names if boxes[name].param in adopted})
+        place = next((memory.device for found in parts.values() for memory, _ in found), torch.device("cpu"))
+        locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
+        if locate is not None and transfer.serves(place):
+            wanted = [transfer.Part(name, locate(name), at, to) for name in names for to, at in parts[name]]
+            blocks = transfer.plan(wanted, transfer.SETTINGS)
+            total, steps = sum(block.nbytes for block in blocks), transfer.run(blocks, place, transfer.SETTINGS)
+        else:
+            total = sum(reader.headers[name].nbytes for name in names)
+            steps = _copy(reader, parts, {name for name in names if boxes[name].param in adopted})
         disable = None if progress else True  # None: unless stderr is a terminal
         bar = tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable)
         with bar, contextlib.closing(steps):
             for nbytes, complete in steps:
-                for name in complete:  # shows NaN as well, without a copy
-                    extremes[name] = [extreme for values, _ in parts[name] for extreme in values.aminmax()]
+                for name in complete:  # NaN is an extreme too, and this makes no copy
+                    extremes[name] = [extreme for memory, _ in parts[name] for extreme in memory.aminmax()]
                 bar.update(nbytes)
     _warn_of_nan({name: extremes[name] for name in names if extremes.get(name)}, reader.source)
 
 
-def _copies(
-    reader: Reader, parts: Mapping[str, list["Placed"]], adopted: Container[str]
-) -> tuple[int, Generator[tuple[int, list[str]], None, None]]:
-    """(bytes in all, steps that copy them); each step yields (its bytes, the names that are complete).
-
-    parts: {name on disk: where it is copied}. adopted: names that are not copied.
-    """
-    device = next((values.device for placed in parts.values() for values, _ in placed), torch.device("cpu"))
-    locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
-    if locate is not None and transfer.serves(device):
-        found = (
-            transfer.Part(name, locate(name), index, values)
-            for name, placed in parts.items()
-            for values, index in placed
-        )
-        blocks = transfer.plan(found, transfer.SETTINGS)
-        return sum(block.nbytes for block in blocks), transfer.run(blocks, device, transfer.SETTINGS)
-
-    def steps() -> Generator[tuple[int, list[str]], None, None]:
-        for name, placed in parts.items():
-            for values, index in placed:
-                if name not in adopted:
-                    values.copy_(reader.read(name)[index])
-            yield reader.headers[name].nbytes, [name]
-
-    return sum(reader.headers[name].nbytes for name in parts), steps()
+def _copy(
+    reader: Reader, parts: Mapping[str, list[tuple[Tensor, tuple[slice, ...]]]], adopted: Container[str]
+) -> Generator[tuple[int, list[str]], None, None]:
+    """Fills {name on disk: [(memory, its box in the tensor)]}; yields (bytes, [name]) for each tensor."""
+    for name, targets in parts.items():
+        for memory, index in targets:
+            if name not in adopted:
+                memory.copy_(reader.read(name)[index])
+        yield reader.headers[name].nbytes, [name]
 
 
 def allocate(
@@ -376,38 +363,36 @@ class Renamed:
 
     def __init__(self, model: nn.Module, reader: Reader, stored: Table, wanted: Table):
         self.source, self._reader = reader.source, reader
-        self._boxes: dict[str, list[Region]] = {}
+        self._stored: dict[str, list[Region]] = {}
         for region in regions(model, stored):
-            self._boxes.setdefault(region.param, []).append(region)
+            self._stored.setdefault(region.param, []).append(region)
         self._wanted = {region.source: region for region in regions(model, wanted)}
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
 
     @functools.cached_property
     def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor. Computed on demand: if some are missing, the others can still be read."""
-        return {name: self._info(region) for name, region in self._wanted.items()}
+        """Computed on demand: if tensors are missing on disk, the others can still be read."""
+        return {name: self._info(name) for name in self._wanted}
+
+    def boxes(self, name: str) -> list[Region]:
+        """The tensors on disk that `name` is read from."""
+        boxes = self._stored[self._wanted[name].param]
+        return [box for box in boxes if box.index == self._wanted[name].index] or boxes
 
     def read(self, name: str) -> Tensor:
-        """As `Reader.read`. A tensor that is a part of one on disk, or joined from several, takes all its memory."""
-        region = self._wanted[name]
-        boxes = self.boxes(name)
+        """A tensor that is a part of one on disk, or joined from several, takes the memory of all of it."""
+        region, boxes = self._wanted[name], self.boxes(name)
         if len(boxes) == 1:
             tensor = self._reader.read(boxes[0].source)
             return tensor if boxes[0].index == region.index else tensor[region.index]
-        whole = torch.empty(self._shapes[region.param], dtype=self._info(region).dtype)
+        whole = torch.empty(self._shapes[region.param], dtype=self._info(name).dtype)
         for box in boxes:
             whole[box.index].copy_(self._reader.read(box.source))
         return whole[region.index]
 
-    def boxes(self, name: str) -> list[Region]:
-        """The tensors on disk that `name` is read from."""
-        region = self._wanted[name]
-        boxes = self._boxes[region.param]
-        return [box for box in boxes if box.index == region.index] or boxes
-
-    def _info(self, region: Region) -> TensorInfo:
-        dtypes = [self._reader.headers[box.source].dtype for box in self.boxes(region.source)]
-        shape = _box_shape(self._shapes[region.param], region.index)
+    def _info(self, name: str) -> TensorInfo:
+        dtypes = [self._reader.headers[box.source].dtype for box in self.boxes(name)]
+        shape = _box_shape(self._shapes[self._wanted[name].param], self._wanted[name].index)
         return TensorInfo(functools.reduce(torch.promote_types, dtypes), shape)
 
 
@@ -445,8 +430,8 @@ def _holds_gate_and_up(param: Tensor) -> bool:
     return _is_sharded(param) and param.ndim == 4 and param.shape[1] == 2
 
 
-def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator["Placed"]:
-    """(local memory, its index in the box) for each local part of box `index` of `param`."""
+def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """(memory, its index in the box) for each local part of box `index` of `param`."""
     if not _is_sharded(param):
         yield param[index], ()
         return
@@ -493,9 +478,9 @@ def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[in
 def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError if `tensors`, by name, are not the parameters of `model` in plain floats."""
     expected = {plain_name(name): _shape(param) for name, param in model.named_parameters()}
-    missing = [name for name in expected if name not in tensors]
     adapters = [name for name in tensors if re.search(r"\.lora_|\.base_layer\.|\.modules_to_save\.", name)]
     extra = adapters or [name for name in tensors if name not in expected]
+    missing = [name for name in expected if name not in tensors]
     if missing or extra:
         likely = "the state dict of another model, or of a part of this one"
         if adapters:
@@ -504,10 +489,11 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         elif any("_flat_param" in name for name in (*missing, *extra)):
             likely = "a model in FSDP1; pass its whole state dict as state_dict="
         lists = {"missing": missing, "not the model's": extra}
-        lines = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in lists.items() if names]
+        lines = [f"{what} ({len(names)}): {_some(names)}" for what, names in lists.items() if names]
         raise CheckpointError("\n  ".join(["The weights cannot be saved.", *lines, f"Likely: {likely}."]))
     whole = "Pass state_dict= with whole tensors, as accelerator.get_state_dict(model) gives them"
     for name, tensor in tensors.items():
+        problem = ""
         if type(_local(tensor)) is not Tensor or tensor.dtype not in FLOATS:
             kind = f"{type(tensor).__name__} of {tensor.dtype}"
             problem = f"is quantised ({kind}). Save the model that it was made from"
@@ -515,28 +501,25 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             problem = f"has no memory in this process: it is offloaded, or was never loaded. {whole}"
         elif _shape(tensor) != expected[name]:
             problem = f"is {list(tensor.shape)}, the model has {list(expected[name])}. {whole}"
-        else:
-            continue
-        raise CheckpointError(f"The weights cannot be saved: {name} {problem}.")
+        if problem:
+            raise CheckpointError(f"The weights cannot be saved: {name} {problem}.")
 
 
 def _warn_of_nan(extremes: Mapping[str, list[Tensor]], where: str) -> None:
     """extremes: {name on disk: minimum and maximum of each part}, on one device. Synchronises once."""
-    names = [name for name, values in extremes.items() for _ in values]
-    if not names:
+    if not extremes:
         return
-    fine = torch.stack([value for values in extremes.values() for value in values]).isfinite().tolist()
-    broken = list(dict.fromkeys(name for name, each in zip(names, fine, strict=True) if not each))
+    finite = iter(torch.stack([value for values in extremes.values() for value in values]).isfinite().tolist())
+    broken = [name for name, values in extremes.items() if not all([next(finite) for _ in values])]
     if broken:
         warnings.warn(
-            f"{where}: {len(broken)} of {len(extremes)} tensors hold NaN or infinity: {', '.join(broken[:3])}"
-            f"{', ...' * (len(broken) > 3)}.\n  Likely: a training run that diverged, a damaged file, or a dtype "
-            "with too small a range (float16 ends at 65504). The model's output will be NaN as well.",
+            f"{where}: {len(broken)} of {len(extremes)} tensors hold NaN or infinity: {_some(broken)}.\n"
+            "  Likely: a training run that diverged, a damaged file, or a dtype with too small a range (float16 ends "
+            "at 65504). The model's output will be NaN as well.",
             stacklevel=4,
         )
 
 
-# (pattern of an unexpected name, its meaning)
 _SIGNS = (
     (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
@@ -545,6 +528,7 @@ _SIGNS = (
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "joint projections on disk, as in Phi-3: another model_type."),
 )  # fmt: skip
+"""(pattern of an unexpected name, what the checkpoint is)."""
 
 
 def _guess(
@@ -557,24 +541,23 @@ def _guess(
     """The likely cause of a difference."""
     for pattern, meaning in _SIGNS:
         if any(re.search(pattern, name) for name in unexpected):
-            return f"Likely: {meaning}"
+            return meaning
     embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), next(iter(expected)))
     for name in unexpected:
         if name.endswith("." + embedding):
-            return f"Likely: a larger model that holds this one under {name.removesuffix(embedding)!r}."
+            return f"a larger model that holds this one under {name.removesuffix(embedding)!r}."
         if embedding.endswith("." + name):
-            prefix = embedding.removesuffix(name)
-            return f"Likely: the bare model, saved without its head: its names lack {prefix!r}."
+            return f"the bare model, saved without its head: its names lack {embedding.removesuffix(name)!r}."
     layers, wanted = _count_layers(headers), _count_layers(expected)
     if layers != wanted:
-        return f"Likely: a partial copy, or another config.json: {layers} layers on disk, {wanted} expected."
+        return f"a partial copy, or another config.json: {layers} layers on disk, {wanted} expected."
     if "lm_head.weight" in missing:
-        return "Likely: the head is the embedding; then set tie_word_embeddings to true in config.json."
+        return "the head is the embedding; then set tie_word_embeddings to true in config.json."
     if embedding in misshapen:
-        return "Likely: the vocabulary was resized; set vocab_size in config.json to the embedding's rows."
+        return "the vocabulary was resized; set vocab_size in config.json to the embedding's rows."
     if misshapen:
-        return "Likely: config.json is another model's; its hidden_size, heads or intermediate_size differ."
-    return "Likely: a partial copy, or another architecture's weights; fetch it again, or correct model_type."
+        return "config.json is another model's; its hidden_size, heads or intermediate_size differ."
+    return "a partial copy, or another architecture's weights; fetch it again, or correct model_type."
 
 
 def _count_layers(names: Iterable[str]) -> int:
