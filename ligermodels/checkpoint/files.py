@@ -21,9 +21,8 @@ TOKENIZER = (
     "tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
-COMPANIONS = (
-    *TOKENIZER, *TEMPLATES, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANIONS = (*TOKENIZER, *TEMPLATES, *PROCESSORS)
 """The files of a model other than its configs and weights."""
 
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
@@ -63,17 +62,17 @@ def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]
     target: the folder to save them to. Files that exist there are dropped. If a tokenizer exists there, all files of
     the tokenizer are: the user has saved one, perhaps with added tokens.
     """
-    present = _found(target, COMPANIONS) if target is not None else {}
-    skipped = (*TOKENIZER, *TEMPLATES) if any(name in present for name in TOKENIZER) else ()
-    found = _found(folder, [pattern for pattern in COMPANIONS if pattern not in skipped])
-    for path in found.values():
+
+    def found(place: Path, patterns: Iterable[str]) -> dict[str, Path]:
+        paths = [path for pattern in patterns for path in sorted(place.glob(pattern)) if path.is_file()]
+        return {path.relative_to(place).as_posix(): path for path in paths}
+
+    present = found(target, COMPANIONS) if target is not None else {}
+    has_tokenizer = any(name in present for name in TOKENIZER)
+    companions = found(folder, PROCESSORS if has_tokenizer else COMPANIONS)
+    for path in companions.values():
         check_file(path, folder)
-    return {name: path for name, path in found.items() if name not in present}
-
-
-def _found(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
-    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path for path in paths}
+    return {name: path for name, path in companions.items() if name not in present}
 
 
 def config_files(folder: Path, *more: str) -> dict[str, Path]:
@@ -143,7 +142,7 @@ def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] |
         raise CheckpointError(f"{index} has no weight_map from tensors to files; fetch it again")
     suffix = Path(single).suffix
     for file in weight_map.values():
-        if not isinstance(file, str) or not file.endswith(suffix) or not _is_inside(file):
+        if not isinstance(file, str) or not file.endswith(suffix) or PureWindowsPath(file).name != file:
             raise CheckpointError(f"{index} names {file!r}; expected a {suffix} file in its folder")
     return sorted(set(weight_map.values())), weight_map
 
@@ -157,10 +156,10 @@ def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
         present = {name.removesuffix(".index.json") for name in os.listdir(folder)}
     if SAFETENSORS in present:
         return SAFETENSORS
-    if PICKLES in present and allow_pickle:
-        return PICKLES
     if PICKLES in present:
-        raise pickles_refused(folder, PICKLES)
+        if not allow_pickle:
+            raise pickles_refused(folder, PICKLES)
+        return PICKLES
     if is_gguf_folder(Path(folder)):
         return GGUF
     raise CheckpointError(
@@ -205,11 +204,6 @@ def is_gguf_folder(folder: Path) -> bool:
     return (folder / GGUF).is_symlink()
 
 
-def _is_inside(file: str) -> bool:
-    path = PureWindowsPath(file)  # recognises drives, UNC paths and backslashes too
-    return not (path.drive or path.root or ".." in path.parts or "\\" in file or "\0" in file)
-
-
 @contextlib.contextmanager
 def unreplaced(folder: Path) -> Iterator[None]:
     """Raises CheckpointError if a save replaces `folder` while the block opens several of its files."""
@@ -241,12 +235,9 @@ def write_errors(target: Path) -> Iterator[None]:
     except HubError:
         raise
     except OSError as error:
-        code = error.errno
-        step = "check the disk, or save elsewhere"
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            step = "free some space, or save elsewhere"
-        elif code in (errno.EACCES, errno.EROFS):
-            step = "you may not write there; save elsewhere"
+        steps = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or save elsewhere")
+        steps |= dict.fromkeys((errno.EACCES, errno.EROFS), "you may not write there; save elsewhere")
+        step = steps.get(error.errno or 0, "check the disk, or save elsewhere")
         failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
-        failure.errno = code
+        failure.errno = error.errno
         raise failure from error

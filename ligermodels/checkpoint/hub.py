@@ -3,7 +3,7 @@
 import os
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,7 +54,7 @@ def resolve(
             "Hub as owner/name."
         )
     try:
-        return _snapshot(repo, inside, revision, token, cache_dir, local_files_only, weights, allow_pickle)
+        return _snapshot(repo, inside, revision, weights, allow_pickle, local_files_only, token, cache_dir)
     except HubError as error:
         error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
         raise
@@ -64,18 +64,27 @@ def _snapshot(
     repo: str,
     inside: PurePosixPath,
     revision: str | None,
-    token: str | bool | None,
-    cache_dir: str | Path | None,
-    local_files_only: bool,
     weights: bool,
     allow_pickle: bool,
+    local_files_only: bool,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
 ) -> Path:
     """The folder `inside` a repository's snapshot; see `resolve`."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors, snapshot_download
 
+    kinds = (SAFETENSORS, PICKLES)[: 1 + allow_pickle] if weights else ()
+
+    def fetch(revision: str | None, names: Iterable[str], **options: Any) -> Path:
+        patterns = [str(inside / name) for name in names]
+        return Path(snapshot_download(repo, revision=revision, cache_dir=cache_dir, allow_patterns=patterns, **options))
+
+    try:  # without patterns, an incomplete snapshot is found too
+        cached: Path | None = fetch(revision, [], local_files_only=True)
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        cached = None
     where = f"{repo} at revision {revision}" if revision else repo
-    cached = _cached(repo, revision, cache_dir)
-    missing = _missing(cached / inside, weights, allow_pickle) if cached else ["any snapshot"]
+    missing = _missing(cached / inside, kinds) if cached else ["any snapshot"]
     offline = local_files_only or constants.HF_HUB_OFFLINE
     if cached and not missing and (offline or (weights and revision == cached.name)):
         return cached / inside
@@ -87,7 +96,13 @@ def _snapshot(
             f"{cache_dir or constants.HF_HUB_CACHE}."
         )
     try:
-        snapshot = _download(repo, revision, inside, weights, allow_pickle, token=token, cache_dir=cache_dir)
+        small = ["config.json", "generation_config.json", *COMPANIONS, *(f"{kind}.index.json" for kind in kinds)]
+        snapshot = fetch(revision, small, token=token)
+        for kind in kinds:
+            files, _ = weight_files(snapshot / inside, kind)
+            fetch(snapshot.name, files, token=token)  # the shards that the index names, from the same commit
+            if all((snapshot / inside / file).is_file() for file in files):
+                break
     except Exception as error:
         if not refused(error):
             raise
@@ -95,7 +110,7 @@ def _snapshot(
             raise _hub_error(where, error) from error
         warnings.warn(f"{_hub_error(where, error)}\n  Using commit {cached.name}, from the cache.", stacklevel=3)
         snapshot = cached
-    if missing := _missing(snapshot / inside, weights, allow_pickle):
+    if missing := _missing(snapshot / inside, kinds):
         raise HubError(
             f"{where} has no {', '.join(missing[:3])}{f' in {inside}' if inside.parts else ''}.\n"
             "  Likely: it holds an adapter, a GGUF file or pickled weights (for those, allow_pickle=True), "
@@ -104,51 +119,17 @@ def _snapshot(
     return snapshot / inside
 
 
-def _cached(repo: str, revision: str | None, cache_dir: str | Path | None) -> Path | None:
-    """The snapshot of a revision in the cache, complete or not."""
-    from huggingface_hub import errors, snapshot_download
-
-    try:  # without patterns, an incomplete snapshot is found too
-        found = snapshot_download(
-            repo, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[]
-        )
-    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
-        return None
-    return Path(found)
-
-
-def _missing(folder: Path, weights: bool, allow_pickle: bool) -> list[str]:
-    """The files that a folder lacks to be loaded."""
-    if not weights:
+def _missing(folder: Path, kinds: Sequence[str]) -> list[str]:
+    """The files that a folder lacks to be loaded. kinds: of weight files; none are needed if it is empty."""
+    if not kinds:
         return [] if folder.is_dir() and any(folder.iterdir()) else ["any file"]
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    for single in (SAFETENSORS, PICKLES)[: 1 + allow_pickle]:
-        files, weight_map = weight_files(folder, single)
+    for kind in kinds:
+        files, weight_map = weight_files(folder, kind)
         absent = [file for file in files if not (folder / file).is_file()]
         if weight_map or not absent:
             return missing + absent
     return [*missing, SAFETENSORS]
-
-
-def _download(
-    repo: str, revision: str | None, inside: PurePosixPath, weights: bool, allow_pickle: bool, **options: Any
-) -> Path:
-    """Downloads the configs and the index, then the shards that the index names from the same commit."""
-    from huggingface_hub import snapshot_download
-
-    def fetch(revision: str | None, names: Iterable[str]) -> Path:
-        patterns = [str(inside / name) for name in names]
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, **options))
-
-    kinds = (SAFETENSORS, PICKLES)[: 1 + allow_pickle] if weights else ()
-    small = ["config.json", "generation_config.json", *COMPANIONS]
-    snapshot = fetch(revision, [*small, *(f"{kind}.index.json" for kind in kinds)])
-    for kind in kinds:
-        files, _ = weight_files(snapshot / inside, kind)
-        fetch(snapshot.name, files)
-        if all((snapshot / inside / file).is_file() for file in files):
-            break
-    return snapshot
 
 
 def refused(error: Exception) -> bool:

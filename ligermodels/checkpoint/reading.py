@@ -89,7 +89,6 @@ class PickleFile:
     """One file of torch.save, mapped where that is possible, with the methods of `SafetensorsFile`."""
 
     def __init__(self, path: Path, home: Path | None = None):
-        self.path = path
         self._tensors = read_pickle(path, home)
         self.names = list(self._tensors)
         self.metadata: dict[str, str] = {}
@@ -119,8 +118,7 @@ def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
         foreign = file_kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
         kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
         raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {kind}") from error
-    is_flat = isinstance(state, dict) and all(isinstance(x, Tensor) and isinstance(n, str) for n, x in state.items())
-    if not is_flat:
+    if not isinstance(state, dict) or not all(isinstance(x, Tensor) and isinstance(n, str) for n, x in state.items()):
         raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
     for name, tensor in state.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -128,19 +126,19 @@ def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-class _FolderReader:
-    """The tensors of a checkpoint folder: a context manager and a `weights.Reader`.
+class FolderReader:
+    """The tensors of model.safetensors or pytorch_model.bin, or of the shards that its index names.
 
-    headers: {name: TensorInfo} in file order, without the prefixes of wrappers. places: {name: file}.
-    metadata: of the first file. If there is an index, tensors that it does not name are ignored.
+    A context manager and a `weights.Reader`. headers: {name: TensorInfo} in file order, without the prefixes of
+    wrappers. places: {name: file}. metadata: of the first file. is_mapped: every tensor is mapped separately, so that
+    writing to it leaves the others and the file unchanged. Tensors that an index does not name are ignored.
     Raises CheckpointError for an index or file that is missing, damaged or of another kind, and for a folder that is
     replaced at the same time; HubError for one that cannot be read.
     """
 
-    single: ClassVar[str]
-    is_mapped: ClassVar[bool]
-    """Whether every tensor is mapped separately, so that writing to it leaves the others and the file unchanged."""
-    open_file: ClassVar[type[SafetensorsFile] | type[PickleFile]]
+    single = PICKLES
+    is_mapped = False  # the tensors of a pickle may share memory
+    open_file: ClassVar[Any] = PickleFile
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -150,22 +148,20 @@ class _FolderReader:
         self._stored: dict[str, str] = {}
         with unreplaced(self.folder):
             files, weight_map = weight_files(self.folder, self.single)
-            self._files = {file: self.open_file(self.folder / file, self.folder) for file in files}
+            self._files: dict[str, Any] = {file: self.open_file(self.folder / file, self.folder) for file in files}
         for file, opened in self._files.items():
             for name in opened.names:
-                if weight_map is None or weight_map.get(name) == file:
-                    plain = plain_name(name)
-                    if plain in self._stored:
-                        raise CheckpointError(
-                            f"{self.folder / file} holds {name} and {self._stored[plain]}, which are one name; "
-                            "keep the right one"
-                        )
-                    self._stored[plain], self.places[plain] = name, file
-                    self.headers[plain] = opened.info(name)
+                if weight_map is not None and weight_map.get(name) != file:
+                    continue
+                plain = plain_name(name)
+                if plain in self._stored:
+                    both = f"{name} and {self._stored[plain]}"
+                    raise CheckpointError(f"{self.folder / file} holds {both}, which are one name; keep the right one")
+                self._stored[plain], self.places[plain], self.headers[plain] = name, file, opened.info(name)
         for name, file in (weight_map or {}).items():
             if self._stored.get(plain_name(name)) != name:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, which its index names; fetch both again")
-        self.metadata = self._files[files[0]].metadata
+        self.metadata: dict[str, str] = self._files[files[0]].metadata
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
@@ -178,8 +174,8 @@ class _FolderReader:
         self._files.clear()
 
 
-class SafetensorsReader(_FolderReader):
-    """The tensors of model.safetensors, or of the shards that its index names."""
+class SafetensorsReader(FolderReader):
+    """The tensors of safetensors files."""
 
     single = SAFETENSORS
     is_mapped = os.name != "nt"  # Windows cannot rename or remove a mapped file
@@ -187,21 +183,10 @@ class SafetensorsReader(_FolderReader):
 
     def locate(self, name: str) -> Stored:
         """The file and offset of the tensor."""
-        file: Any = self._files[self.places[name]]
-        return file.locate(self._stored[name])
+        return self._files[self.places[name]].locate(self._stored[name])
 
 
-class PickleReader(_FolderReader):
-    """The tensors of pytorch_model.bin, or of the shards that its index names."""
-
-    single = PICKLES
-    is_mapped = False  # tensors may share memory
-    open_file = PickleFile
-
-
-def open_checkpoint(
-    folder: str | Path, *, allow_pickle: bool = False
-) -> "SafetensorsReader | PickleReader | GgufReader":
+def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> "FolderReader | GgufReader":
     """A reader of the weights in `folder`: safetensors, else a GGUF file or, if they are allowed, pickles.
 
     No config.json is needed. Raises the errors of `weights_in` and of the readers.
@@ -211,4 +196,4 @@ def open_checkpoint(
         from ligermodels.checkpoint.gguf.reader import GgufReader
 
         return GgufReader((Path(folder) / GGUF).resolve())
-    return SafetensorsReader(folder) if kind == SAFETENSORS else PickleReader(folder)
+    return SafetensorsReader(folder) if kind == SAFETENSORS else FolderReader(folder)

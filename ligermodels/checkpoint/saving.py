@@ -46,21 +46,19 @@ def write_checkpoint(
     processes: Processes = Processes(),  # noqa: B008 - frozen
     writes: bool = True,
 ) -> Path:
-    """Writes a checkpoint folder in one step and returns its path. Memory on the CPU holds one tensor at a time.
+    """Writes a checkpoint folder in one step, as `replacing` does, and returns its path.
 
     files: {name in the folder: its bytes, or a file to copy}. metadata: of the safetensors files, by default
     {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
     processes: those that have the shards of the tensors. Each calls this with the same arguments; they write files at
-    the same time into one folder, on a file system that all of them see. Memory on the CPU of each has as much as the
-    largest parameter. An error in one of them raises in all. writes: False takes part in gathering and writes nothing.
-
-    The folder is replaced as by `replacing`; its other files stay.
+    the same time into one folder, on a file system that all of them see. An error in one of them raises in all.
+    writes: False takes part in gathering and writes nothing.
+    Memory on the CPU: one tensor; with several processes, as much as the largest parameter in each.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
     headers = tensors.headers
     shards = split_into_shards(headers, num_bytes(max_shard_size))
-    size = sum(info.nbytes for info in headers.values())
     target = absolute(folder)
     writers = [rank for rank, one in enumerate(processes.gather(writes)) if one]
     own = writers.index(processes.rank) if writes else None
@@ -69,15 +67,13 @@ def write_checkpoint(
         staging: Path | None = None
         with processes.raise_on_all(), write_errors(target):
             if own == 0:
-                staging = stack.enter_context(replacing(target, size))
+                staging = stack.enter_context(replacing(target, sum(info.nbytes for info in headers.values())))
         staging = next(filter(None, processes.gather(staging)), None)
         with processes.raise_on_all(), write_errors(target):
             try:
                 if staging is not None and own is not None:
-                    which = range(own, len(shards), len(writers))
-                    write_shards(staging, headers, stream, shards, metadata, which)
-                    for file in map(_file_names(shards).__getitem__, which):
-                        sync(staging / file)  # here, since all of them do it at the same time
+                    for path in write_shards(staging, headers, stream, shards, metadata, own, len(writers)):
+                        sync(path)  # here, since all of them do it at the same time
             finally:
                 collections.deque(stream, maxlen=0)  # the others wait for this process in gathering each tensor
         with processes.raise_on_all(), write_errors(target):
@@ -194,27 +190,24 @@ def write_shards(
     tensors: Iterator[Tensor],
     shards: list[list[str]],
     metadata: Mapping[str, str] | None = None,
-    which: Iterable[int] | None = None,
-) -> None:
-    """Writes weight files and, with the first of several, their index; `tensors` are in the order of `shards`.
+    first: int = 0,
+    step: int = 1,
+) -> list[Path]:
+    """Writes the weight files `shards[first::step]` and, with the first of several, their index; returns their paths.
 
-    which: the numbers of the files to write, by default all.
-    The safetensors library's own writer would keep all tensors of a file in memory. Raises OSError.
+    tensors: in the order of these files. The safetensors library's own writer would keep all of a file in memory.
+    Raises OSError.
     """
-    files = _file_names(shards)
-    for number in range(len(shards)) if which is None else which:
-        write_file(folder / files[number], headers, shards[number], tensors, metadata or {"format": "pt"})
-        if number == 0 and len(shards) > 1:
-            size = sum(info.nbytes for info in headers.values())
-            weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-            (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
-
-
-def _file_names(shards: list[list[str]]) -> list[str]:
-    if len(shards) == 1:
-        return [SAFETENSORS]
-    return [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    count = len(shards)
+    files = [f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)] if count > 1 else [SAFETENSORS]
+    for file, names in list(zip(files, shards, strict=True))[first::step]:
+        write_file(folder / file, headers, names, tensors, metadata or {"format": "pt"})
+    if first == 0 and count > 1:
+        size = sum(info.nbytes for info in headers.values())
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+    return [folder / file for file in files[first::step]]
 
 
 def write_file(
@@ -286,20 +279,24 @@ def _swap(staging: Path, target: Path) -> None:
         shutil.copymode(target, staging)
         with contextlib.suppress(FileNotFoundError):  # another save has moved it; its files are linked below
             _link_others(target, staging)
-    if not _rename(staging, target):
-        if _exchange(staging, target):
-            old = staging
-        else:
-            try:
-                os.rename(target, old)
-                os.rename(staging, target)
-            except BaseException:
-                if not target.exists():
-                    os.rename(old, target)
-                raise
-    if old.exists():
-        _link_others(old, target)  # files that were written during the swap
-        shutil.rmtree(old, ignore_errors=True)
+    try:
+        os.rename(staging, target)  # works if `target` is empty, or not there
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if _exchange(staging, target):
+        old = staging
+    else:
+        os.rename(target, old)
+        try:
+            os.rename(staging, target)
+        except BaseException:
+            if not target.exists():
+                os.rename(old, target)
+            raise
+    _link_others(old, target)  # files that were written during the swap
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
@@ -325,17 +322,6 @@ def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
             except OSError:  # the file system has no links, or forbids them
                 shutil.copy2(path, place)
     sync(new)
-
-
-def _rename(a: Path, b: Path) -> bool:
-    """Renames a folder, also over an empty one. Returns False if `b` is not empty."""
-    try:
-        os.rename(a, b)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        return False
-    return True
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -138,7 +138,7 @@ class FolderSource(Source):
         self._config = read_json(self._config_folder / "config.json")
         self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
-        self.is_pickled = isinstance(self._reader, reading.PickleReader)
+        self.is_pickled = getattr(self._reader, "single", None) == PICKLES
         self.types = self._reader.types if isinstance(self._reader, GgufReader) else {}
 
     def read(self, name: str) -> Tensor:
