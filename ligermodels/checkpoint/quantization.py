@@ -22,7 +22,6 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 OURS = ("nf4", "int8", "fp8", "int4")
 METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
 """{quant_method of config.json: its quantiser}."""
-_OURS: dict[str, Any] = {"nf4": NF4, **dict.fromkeys(OURS[1:], WeightOnly)}
 
 
 def quantizer_of(config: Any) -> Quantizer:
@@ -38,12 +37,12 @@ def quantizer_of(config: Any) -> Quantizer:
         return config
     if is_of_torchao(config):
         return TorchAO(quant_type=config)
-    config = {"quant_method": config} if isinstance(config, str) and config in OURS else config
-    read = config.to_dict() if hasattr(config, "to_dict") else config if isinstance(config, Mapping) else {}
+    read = {"quant_method": config} if isinstance(config, str) and config in OURS else config
+    read = read.to_dict() if hasattr(read, "to_dict") else read if isinstance(read, Mapping) else {}
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
     method = getattr(method, "value", method)  # an enum in transformers
-    methods = METHODS | _OURS
+    methods = METHODS | dict.fromkeys(OURS, WeightOnly) | {"nf4": NF4}
     if method not in methods:
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
         raise InputError(
@@ -66,18 +65,13 @@ def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
     method = saved.get("quant_method") if isinstance(saved, Mapping) else None
     if not isinstance(method, str) or method not in METHODS:
         return values, None
+    asks = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", asked)
     try:
-        quantizer = (
-            _OURS["nf4"].of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
-        )
+        is_ours = asks == "nf4" and method == "bitsandbytes"
+        quantizer = NF4.of_saved(saved) if is_ours else quantizer_of(saved)
     except (InputError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{values.get('model_type')}: the checkpoint is quantised by {method}: {error}") from error
     return {key: value for key, value in values.items() if key != "quantization_config"}, quantizer
-
-
-def _asks_nf4(asked: Any) -> bool:
-    method = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", asked)
-    return method == "nf4"
 
 
 def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:

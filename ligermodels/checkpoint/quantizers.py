@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.kernels._triton import cdiv
-from ligermodels.kernels.nf4 import BLOCKS, CODE, NESTED_BLOCK, NF4State
+from ligermodels.kernels.nf4 import CODE, NESTED_BLOCK
 from ligermodels.kernels.quantized import FORMATS
 from ligermodels.layers.linear import JointProjections
 from ligermodels.layers.nf4 import NF4Linear
@@ -37,17 +36,22 @@ class Quantizer:
 
     quant_method: ClassVar[str]
     """The name in config.json, and of the library."""
+    is_trainable: Any = True
+    """Whether adapters can be trained over it, as Trainer asks."""
     is_qat_trainable: ClassVar[bool] = False
-    flags: Mapping[str, bool]
+    flags: Mapping[str, bool] = {}
     """Attributes by which other tools recognise such a model."""
-    skipped: Iterable[str]
-    """Names of modules that are not quantised."""
-    _without: ClassVar[str] = ""
-    """An alternative to installing the library, for the error."""
+    skip_field: ClassVar[str] = "skip_modules"
+    """The field that names modules to leave as they are."""
 
     @property
     def quantization_config(self) -> Self:
         return self
+
+    @property
+    def skipped(self) -> Iterable[str]:
+        """Names of modules that are not quantised."""
+        return getattr(self, self.skip_field) or ()
 
     @property
     def element(self) -> Any:
@@ -79,19 +83,28 @@ class Quantizer:
 
     def to_dict(self) -> dict[str, Any]:
         """The quantization_config of config.json."""
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]  # subclasses without their own to_dict are dataclasses
-        names = [field.name for field in fields]
-        return {"quant_method": self.quant_method, **{name: getattr(self, name) for name in names}}
+        values: dict[str, Any] = {"quant_method": self.quant_method}
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # subclasses are dataclasses
+            value = getattr(self, field.name)
+            values[field.name] = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        return values
 
     def _library(self, module: str = "") -> Any:
         """The library, or a module of it. Raises InputError where it is not installed or too old."""
         try:
             return importlib.import_module(self.quant_method + module)
         except ImportError as error:
+            without = ' Weights in nf4 also load without it: quantization_config="nf4".'
             raise InputError(
                 f"quantization_config asks for {self.quant_method}, which cannot be imported: {error}.\n"
-                f"  Next: `pip install -U {self.quant_method}`.{self._without}"
+                f"  Next: `pip install -U {self.quant_method}`.{without * (self.quant_method == 'bitsandbytes')}"
             ) from error
+
+    def _refuse(self, reason: str, *names: str) -> None:
+        """Raises InputError if one of these fields is set."""
+        for name in names:
+            if getattr(self, name):
+                raise InputError(f"quantization_config: {name}=True is not supported{reason}")
 
 
 @dataclass(kw_only=True)
@@ -99,9 +112,7 @@ class BitsAndBytes(Quantizer):
     """The settings of transformers' BitsAndBytesConfig."""
 
     quant_method = "bitsandbytes"
-    is_trainable: ClassVar[bool] = True
-    """Whether adapters can be trained over it, as Trainer asks."""
-    _without = ' Weights in nf4 also load without it: quantization_config="nf4".'
+    skip_field = "llm_int8_skip_modules"
 
     load_in_4bit: bool = False
     load_in_8bit: bool = False
@@ -117,15 +128,12 @@ class BitsAndBytes(Quantizer):
     def __post_init__(self) -> None:
         if bool(self.load_in_4bit) == bool(self.load_in_8bit):
             raise InputError("quantization_config of bitsandbytes: one of load_in_4bit and load_in_8bit must be True")
-        for name in ("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"):
-            if getattr(self, name):
-                raise InputError(f"quantization_config: {name}=True is not supported; leave it out")
+        self._refuse("; leave it out", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight")
         if self.bnb_4bit_quant_type not in ("nf4", "fp4"):
             raise InputError(f"quantization_config: bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not nf4 or fp4")
-        self.bnb_4bit_compute_dtype = dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype, torch.float32)
-        self.bnb_4bit_quant_storage = dtype_of("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, torch.uint8)
+        for name, default in (("bnb_4bit_compute_dtype", torch.float32), ("bnb_4bit_quant_storage", torch.uint8)):
+            setattr(self, name, dtype_of(name, getattr(self, name), default))
         self.flags = {"is_loaded_in_4bit": self.load_in_4bit, "is_loaded_in_8bit": self.load_in_8bit}
-        self.skipped = self.llm_int8_skip_modules or ()
         self._library()
 
     def default_device(self, device: torch.device) -> torch.device:
@@ -138,13 +146,12 @@ class BitsAndBytes(Quantizer):
         return torch.int8 if self.load_in_8bit else importlib.import_module("accelerate.utils").CustomDtype.INT4
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
-        bnb, made = self._library(), self._empty(linear)
+        nn_, made = self._library().nn, self._empty(linear)
         if self.load_in_8bit:  # quantised on the way from the CPU to the device
-            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
+            made.weight = nn_.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
         else:
-            made.weight = bnb.nn.Params4bit(
-                weight.to(device), requires_grad=False, module=made, **self._options_4bit
-            ).to(device)
+            options = dict(requires_grad=False, module=made, **self._options_4bit)
+            made.weight = nn_.Params4bit(weight.to(device), **options).to(device)
         return _with_bias(made, bias, device, requires_grad=False)
 
     def is_quantized(self, module: nn.Module) -> bool:
@@ -154,7 +161,7 @@ class BitsAndBytes(Quantizer):
         return module.state_dict(), {}
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
-        bnb, made, parts = self._library(), self._empty(linear), dict(parts)
+        nn_, made, parts = self._library().nn, self._empty(linear), dict(parts)
         weight, bias = parts.pop("weight"), parts.pop("bias", None)
         if self.load_in_8bit:
             scale, by_rows = parts["SCB"], parts["weight_format"].item() == 0
@@ -162,35 +169,25 @@ class BitsAndBytes(Quantizer):
                 raise ValueError(f"its weight is {weight.dtype} {list(weight.shape)}, or not stored by rows")
             if scale.shape != weight.shape[:1]:
                 raise ValueError(f"its SCB is {list(scale.shape)}")
-            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, SCB=scale).to(weight.device)
+            made.weight = nn_.Int8Params(weight, requires_grad=False, SCB=scale).to(weight.device)
         else:
-            made.weight = bnb.nn.Params4bit.from_prequantized(weight, parts, device=weight.device, module=made)
+            made.weight = nn_.Params4bit.from_prequantized(weight, parts, device=weight.device, module=made)
             state = made.weight.quant_state
             if tuple(state.shape) != linear.weight.shape or 2 * weight.nbytes < linear.weight.numel():
                 raise ValueError(f"its weight holds {weight.nbytes} bytes for {list(state.shape)}")
         return _with_bias(made, bias, weight.device, requires_grad=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict()
-        for name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"):
-            values[name] = str(values[name]).removeprefix("torch.")
-        return values
-
     def _empty(self, linear: nn.Linear) -> Any:
         """The module that replaces `linear`, without memory."""
-        bnb, sizes = self._library(), (linear.in_features, linear.out_features, linear.bias is not None)
+        nn_, sizes = self._library().nn, (linear.in_features, linear.out_features, linear.bias is not None)
         if self.load_in_8bit:
-            options = dict(has_fp16_weights=False, threshold=self.llm_int8_threshold)
-            return bnb.nn.Linear8bitLt(*sizes, **options, device="meta")
-        return bnb.nn.Linear4bit(*sizes, self.bnb_4bit_compute_dtype, **self._options_4bit, device="meta")
+            return nn_.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=self.llm_int8_threshold, device="meta")
+        return nn_.Linear4bit(*sizes, self.bnb_4bit_compute_dtype, **self._options_4bit, device="meta")
 
     @property
     def _options_4bit(self) -> dict[str, Any]:
-        return dict(
-            compress_statistics=self.bnb_4bit_use_double_quant,
-            quant_type=self.bnb_4bit_quant_type,
-            quant_storage=self.bnb_4bit_quant_storage,
-        )
+        options = {"compress_statistics": self.bnb_4bit_use_double_quant, "quant_type": self.bnb_4bit_quant_type}
+        return {**options, "quant_storage": self.bnb_4bit_quant_storage}
 
 
 @dataclass(kw_only=True)
@@ -201,6 +198,7 @@ class TorchAO(Quantizer):
     """
 
     quant_method = "torchao"
+    skip_field = "modules_to_not_convert"
 
     quant_type: Any
     modules_to_not_convert: list[str] | None = None
@@ -208,7 +206,6 @@ class TorchAO(Quantizer):
     untie_embedding_weights: bool = False
 
     def __post_init__(self) -> None:
-        self.flags, self.skipped = {}, self.modules_to_not_convert or ()
         if isinstance(self.quant_type, Mapping):  # config.json's
             if self.quant_type.keys() != {"default"}:
                 raise ConfigError("quantization_config of torchao: quant_type must hold one entry, 'default'")
@@ -223,14 +220,9 @@ class TorchAO(Quantizer):
                 f"{type(self.quant_type).__name__} is not supported at load: load the model without "
                 "quantization_config, then call torchao.quantize_(model, config, filter_fn=None)"
             )
-        for name in ("include_input_output_embeddings", "untie_embedding_weights"):
-            if getattr(self, name):
-                raise InputError(f"quantization_config: {name}=True is not supported: embedding and head stay plain")
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether adapters can be trained over it, as Trainer asks: over 8-bit weights."""
-        return "8weight" in type(self.quant_type).__name__.lower()
+        fields = "include_input_output_embeddings", "untie_embedding_weights"
+        self._refuse(": embedding and head stay plain", *fields)
+        self.is_trainable = "8weight" in type(self.quant_type).__name__.lower()  # over 8-bit weights
 
     def get_apply_tensor_subclass(self) -> Any:
         """`quant_type`, under PEFT's name."""
@@ -252,13 +244,11 @@ class TorchAO(Quantizer):
         return {key.removeprefix(f"{name}."): tensor for key, tensor in flat.items()}, metadata
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
-        parts, key = dict(parts), f"{name}.weight"
-        bias = parts.pop("bias", None)
+        key, bias = f"{name}.weight", parts.get("bias")
         header = {key: metadata[key], "tensor_names": json.dumps([key])}
-        state = {f"{name}.{part}": tensor for part, tensor in parts.items()}
-        found, left = self._library(".prototype.safetensors.safetensors_support").unflatten_tensor_state_dict(
-            state, header
-        )
+        state = {f"{name}.{part}": tensor for part, tensor in parts.items() if part != "bias"}
+        files = self._library(".prototype.safetensors.safetensors_support")
+        found, left = files.unflatten_tensor_state_dict(state, header)
         if left or found[key].shape != linear.weight.shape:
             raise ValueError(f"it holds {', '.join(parts)}")
         linear.weight = nn.Parameter(found[key], requires_grad=False)
@@ -280,7 +270,6 @@ class NF4(Quantizer):
     """
 
     quant_method = "nf4"
-    is_trainable: ClassVar[bool] = True
 
     double: bool = True
     skip_modules: list[str] | None = None
@@ -288,16 +277,15 @@ class NF4(Quantizer):
 
     def __post_init__(self) -> None:
         self.compute_dtype = dtype_of("compute_dtype", self.compute_dtype, torch.bfloat16)
-        self.flags, self.skipped = {}, self.skip_modules or ()
 
     @classmethod
     def of_saved(cls, saved: Mapping[str, Any]) -> Self:
         """The settings from a quantization_config of bitsandbytes. Raises InputError unless it is nf4."""
-        kind = saved.get("bnb_4bit_quant_type", "fp4")
-        if not saved.get("load_in_4bit") or kind != "nf4":
+        kind = saved.get("bnb_4bit_quant_type", "fp4") if saved.get("load_in_4bit") else "8 bits"
+        if kind != "nf4":
             raise InputError(
-                f"its weights are in {kind if saved.get('load_in_4bit') else '8 bits'}, and quantization_config='nf4' "
-                "reads nf4 alone; leave quantization_config out, so that bitsandbytes loads it"
+                f"its weights are in {kind}, and quantization_config='nf4' reads nf4 alone; leave quantization_config "
+                "out, so that bitsandbytes loads it"
             )
         return cls(
             double=bool(saved.get("bnb_4bit_use_double_quant", False)),
@@ -307,9 +295,7 @@ class NF4(Quantizer):
 
     @property
     def element(self) -> Any:
-        from accelerate.utils import CustomDtype
-
-        return CustomDtype.INT4
+        return importlib.import_module("accelerate.utils").CustomDtype.INT4
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         bias = None if bias is None else bias.to(device, copy=True)
@@ -319,56 +305,45 @@ class NF4(Quantizer):
         return type(module) is NF4Linear
 
     def parts(self, module: Any, name: str) -> tuple[Parts, dict[str, str]]:
-        state = module.state
-        values = {
-            "quant_type": "nf4",
-            "blocksize": state.block,
-            "dtype": str(state.dtype).removeprefix("torch."),
-            "shape": tuple(state.shape),
-        }
-        found = {
-            "weight": module.weight.detach(),
-            "weight.absmax": state.absmax.detach(),
-            "weight.quant_map": state.code,
-        }
-        if state.nested_absmax is not None:
-            found |= {"weight.nested_absmax": state.nested_absmax, "weight.nested_quant_map": state.nested_code}
-            values |= {
-                "nested_blocksize": NESTED_BLOCK,
-                "nested_dtype": "float32",
-                "nested_offset": state.offset.item(),
-            }
+        shape, dtype = (module.out_features, module.in_features), str(module.original_dtype).removeprefix("torch.")
+        values = {"quant_type": "nf4", "blocksize": module.block, "dtype": dtype, "shape": shape}
+        found = dict(module.state_dict())
+        if module.nested_absmax is not None:
+            offset = found.pop("nested_offset").item()
+            values |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+        found = {key if key in ("weight", "bias") else f"weight.{key}": tensor for key, tensor in found.items()}
         found[_NF4_STATE] = torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
-        if module.bias is not None:
-            found["bias"] = module.bias.detach()
         return found, {}
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
         values = json.loads(bytes(parts[_NF4_STATE].tolist()))
-        shape, block = tuple(values["shape"]), values["blocksize"]
-        packed = parts["weight"].reshape(-1, 1).view(torch.uint8).reshape(-1, 1)  # of any bnb_4bit_quant_storage
-        size = linear.weight.numel()
-        blocks = cdiv(size, block) if block in BLOCKS else 0
-        code, absmax = parts["weight.quant_map"], parts["weight.absmax"]
-        nested: tuple[Tensor, ...] = ()
-        wanted = {"weight": (packed, torch.uint8, cdiv(size, 2)), "quant_map": (code, torch.float32, 16)}
-        if "nested_blocksize" in values:
-            offset = torch.tensor(float(values["nested_offset"]), device=packed.device)
-            nested = parts["weight.nested_absmax"], parts["weight.nested_quant_map"], offset
-            wanted["absmax"] = absmax, torch.uint8, blocks
-            wanted["nested_absmax"] = nested[0], torch.float32, cdiv(blocks, NESTED_BLOCK)
-            wanted["nested_quant_map"] = nested[1], torch.float32, 256
-        else:
-            wanted["absmax"] = absmax, torch.float32, blocks
-        for part, (tensor, dtype, count) in wanted.items():
-            if tensor.dtype != dtype or tensor.numel() != count:
-                raise ValueError(f"its {part} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} [{count}]")
-        if values["quant_type"] != "nf4" or not torch.allclose(code.cpu(), torch.tensor(CODE), atol=1e-6):
-            raise ValueError(f"its quant_type is {values['quant_type']}, or its quant_map another")
-        if shape != linear.weight.shape or values.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
-            raise ValueError(f"it holds a weight {list(shape)}, nested in blocks of {values.get('nested_blocksize')}")
-        dtype = dtype_of("dtype", values["dtype"], torch.float32)
-        return NF4Linear.from_quantized(packed, NF4State(absmax, code, shape, dtype, block, *nested), parts.get("bias"))
+        if values["quant_type"] != "nf4" or tuple(values["shape"]) != linear.weight.shape:
+            raise ValueError(f"it holds a weight {values['shape']}, its quant_type is {values['quant_type']}")
+        if values.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
+            raise ValueError(f"its absmax is in blocks of {values['nested_blocksize']}")
+        made = NF4Linear(
+            linear.in_features,
+            linear.out_features,
+            "bias" in parts,
+            block=values["blocksize"],
+            double="nested_blocksize" in values,
+            device="meta",
+            dtype=dtype_of("dtype", values["dtype"], torch.float32),
+        )
+        state = {key.removeprefix("weight."): tensor for key, tensor in parts.items() if key != _NF4_STATE}
+        state["weight"] = parts["weight"].reshape(-1, 1).view(torch.uint8).reshape(-1, 1)  # any bnb_4bit_quant_storage
+        if "nested_offset" in values:
+            state["nested_offset"] = torch.tensor(float(values["nested_offset"]), device=state["weight"].device)
+        for key, wanted in made.state_dict().items():
+            tensor = state[key]
+            if tensor.shape != wanted.shape or (tensor.dtype != wanted.dtype and key != "bias"):
+                raise ValueError(
+                    f"its {key} is {tensor.dtype} {list(tensor.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
+                )
+        if not torch.allclose(state["quant_map"].cpu(), torch.tensor(CODE), atol=1e-6):
+            raise ValueError("its quant_map is another")
+        made.load_state_dict(state, assign=True)
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """The quantization_config of bitsandbytes, whose format is written."""
@@ -401,13 +376,11 @@ class WeightOnly(Quantizer):
     def __post_init__(self) -> None:
         if self.quant_method not in FORMATS:
             raise InputError(f"WeightOnly: quant_method={self.quant_method!r}; expected one of {', '.join(FORMATS)}")
-        self.flags, self.skipped = {}, self.skip_modules or ()
 
     @property
     def element(self) -> Any:
-        from accelerate.utils import CustomDtype
-
-        return {"int4": CustomDtype.INT4, "fp8": CustomDtype.FP8}.get(self.quant_method, torch.int8)
+        dtypes = importlib.import_module("accelerate.utils").CustomDtype
+        return {"int4": dtypes.INT4, "fp8": dtypes.FP8}.get(self.quant_method, torch.int8)
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         bias = None if bias is None else bias.to(device, copy=True)
@@ -436,6 +409,7 @@ def _with_bias(made: Any, bias: Tensor | None, device: torch.device, requires_gr
 
 
 def dtype_of(name: str, value: Any, default: torch.dtype) -> torch.dtype:
+    """The dtype that is a value of the field `name`, or its name; `default` for None. Raises InputError."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype | None) or (found is None and value is not None):
         raise InputError(f"quantization_config: {name}={value!r} is not a dtype of torch")

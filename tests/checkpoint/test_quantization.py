@@ -247,14 +247,14 @@ def change_state(**values):
 
 
 @pytest.mark.parametrize("damage, message", [
-    (lambda tensors: tensors.pop(f"{Q}.weight.absmax"), "weight.absmax"),
+    (lambda tensors: tensors.pop(f"{Q}.weight.absmax"), "absmax"),
     (lambda tensors: tensors.pop(STATE), "quant_state"),
     (lambda tensors: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"][:5].clone()}), r"its weight is .* \[5, 1\]"),
-    (lambda tensors: tensors[f"{Q}.weight.quant_map"].mul_(2), "quant_map another"),
+    (lambda tensors: tensors[f"{Q}.weight.quant_map"].mul_(2), "quant_map is another"),
     (lambda tensors: tensors.update({f"{Q}.weight.absmax": torch.zeros(4)}), "absmax is torch.float32"),
     (change_state(shape=[8, 32]), r"holds a weight \[8, 32\]"),
     (change_state(quant_type="fp4"), "quant_type is fp4"),
-    (change_state(blocksize=48), "absmax"),
+    (change_state(blocksize=48), "block=48"),
     (change_state(nested_blocksize=128), "blocks of 128"),
     (lambda tensors: tensors.pop(f"{Q}.bias"), "has a bias on disk or in the model"),
 ])  # fmt: skip
