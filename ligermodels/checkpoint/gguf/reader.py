@@ -12,7 +12,6 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -52,6 +51,11 @@ _OF_FAMILY = {
 _ARRAYS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _SPLIT = "  Next: join its parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+
+
+def tensor_names(model_type: str) -> dict[str, str]:
+    """{llama.cpp's name of a tensor, after blk.N: Hugging Face's}; {} is the number of an expert."""
+    return _TENSORS | _OF_FAMILY.get(model_type, {})
 
 
 def package() -> Any:
@@ -100,10 +104,6 @@ class _Stored(NamedTuple):
     type: str
     shape: tuple[int, ...]
     start: int
-
-    def part(self, index: int, nbytes: int) -> Self:
-        """Tensor `index` of a stack of tensors, each of `nbytes`."""
-        return self._replace(shape=self.shape[1:], start=self.start + index * nbytes)
 
 
 class GgufFile:
@@ -207,32 +207,31 @@ class GgufReader:
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
         self._metadata = Metadata(self._file.metadata, str(path))
-        self._model_type, self._heads = self._metadata.model_type, self._metadata.required("attention.head_count")
-        self._boxes: dict[str, _Stored] = {}
-        names = _TENSORS | _OF_FAMILY.get(self._model_type, {})
+        self._model_type, heads = self._metadata.model_type, self._metadata.required("attention.head_count")
+        self._heads: dict[str, int] = {}  # whose rows are permuted
+        if FAMILIES[self._model_type][0] == "llama":
+            self._heads = {"q_proj": heads, "k_proj": self._metadata.get("attention.head_count_kv", heads)}
+        self._stored: dict[str, _Stored] = {}
+        names = tensor_names(self._model_type)
         for name, stored in self._file.tensors.items():
             if name in ROPE_TABLES:
                 continue
-            ours, experts = _renamed(name, names), stored.shape[0] if name.endswith("_exps.weight") else 0
+            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+            if match is not None and match[2] in names:
+                name = f"{f'model.layers.{match[1]}.' * bool(match[1])}{names[match[2]]}.{match[3]}"
+            experts = stored.shape[0] if "{}" in name else 0
             nbytes = self._file.nbytes(stored) // max(experts, 1)
-            for expert in range(experts):
-                self._boxes[ours.format(expert)] = stored.part(expert, nbytes)
-            if not experts:
-                self._boxes[ours] = stored
-        self.types = {name: stored.type for name, stored in self._boxes.items()}
+            parts = [stored._replace(shape=stored.shape[1:], start=stored.start + i * nbytes) for i in range(experts)]
+            self._stored |= {name.format(i): part for i, part in enumerate(parts)} if experts else {name: stored}
+        self.types = {name: stored.type for name, stored in self._stored.items()}
         self.headers = self._headers()
         self.places = dict.fromkeys(self.headers, path.name)
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
-        tensor = self._values(name)
-        if FAMILIES[self._model_type][0] == "llama":
-            if ".self_attn.q_proj." in name:
-                tensor = to_halves(tensor, self._heads)
-            if ".self_attn.k_proj." in name:
-                tensor = to_halves(tensor, self._metadata.get("attention.head_count_kv", self._heads))
-        return tensor.to(self.headers[name].dtype)
+        tensor, heads = self._values(name), self._heads.get(name.split(".")[-2])
+        return (to_halves(tensor, heads) if heads else tensor).to(self.headers[name].dtype)
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""
@@ -250,25 +249,16 @@ class GgufReader:
 
     def _values(self, name: str) -> Tensor:
         """The values as stored, less 1 in Gemma's norms."""
-        tensor = self._file.read(self._boxes[name])
+        tensor = self._file.read(self._stored[name])
         return tensor - 1.0 if self._model_type.startswith("gemma") and name.endswith("norm.weight") else tensor
 
     def _headers(self) -> dict[str, TensorInfo]:
-        small = [name for name, box in self._boxes.items() if len(box.shape) == 1 or name.endswith("moe.gate.weight")]
-        dtypes = {FLOATS.get(box.type, torch.float32) for name, box in self._boxes.items() if name not in small}
+        small = [name for name, x in self._stored.items() if len(x.shape) == 1 or name.endswith("moe.gate.weight")]
+        dtypes = {FLOATS.get(x.type, torch.float32) for name, x in self._stored.items() if name not in small}
         if not dtypes:
             raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
         dtype = functools.reduce(torch.promote_types, dtypes)
         values = map(self._values, small)
         exact = dtype != torch.float32 and all(same_bits(x.to(dtype).float(), x.float()) for x in values)
         of_small = dtype if exact else torch.float32
-        return {name: TensorInfo(of_small if name in small else dtype, box.shape) for name, box in self._boxes.items()}
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Hugging Face's name of a tensor; one that is unknown keeps its own."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in names:
-        return name
-    prefix = f"model.layers.{match[1]}." if match[1] else ""
-    return f"{prefix}{names[match[2]]}.{match[3]}"
+        return {name: TensorInfo(of_small if name in small else dtype, x.shape) for name, x in self._stored.items()}

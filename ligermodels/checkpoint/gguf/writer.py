@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF
-from ligermodels.checkpoint.gguf.config import FAMILIES, check, llama3_divisors, metadata_of
-from ligermodels.checkpoint.gguf.reader import FLOATS, package
+from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
+from ligermodels.checkpoint.gguf.reader import FLOATS, GgufFile, package, tensor_names
 from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
 from ligermodels.errors import ConfigError, InputError
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
-_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 
@@ -61,12 +60,12 @@ class GgufTarget:
     def __init__(
         self, view: Any, open_tokenizer: Callable[[Path], Any], *, dtype: torch.dtype | None = None, name: str = ""
     ):
-        self._gguf = gguf = package()
-        self._view, config, rotary = view, view.model.config, view.model.decoder.rotary_emb
+        gguf, config, rotary = package(), view.model.config, view.model.decoder.rotary_emb
+        self._view = view
         check(view.model, view.source)
         _warn_of_losses(view)
         arch, _ = FAMILIES[config.model_type]
-        self._plans = _plan(gguf, view, arch, dtype)
+        self._plans = _plan(view, arch, dtype)
         self.headers: Mapping[str, TensorInfo] = {name: plan.info for name, plan in self._plans.items()}
         sizes = Counter[torch.dtype]()
         for info in self.headers.values():
@@ -98,29 +97,19 @@ class GgufTarget:
             writer.close()
 
     def compare(self, folder: Path, *, level: str) -> list[str]:
-        """The mismatches of the file as the gguf package reads it back.
-
-        level: "keys" compares metadata, names, shapes and types; "bytes" every bit too.
-        """
-        mismatches: list[str] = []
-        reader = self._gguf.GGUFReader(folder / GGUF)
-        for key, value in self._writer.kv_data[0].items():
-            field = reader.fields.get(key)
-            if field is None or not _equal(field.contents(), value.value):
-                mismatches.append(f"metadata {key}: differs from what was to be written")
-        found = {tensor.name: tensor for tensor in reader.tensors}
+        """The mismatches of the file as it is read back. level: "keys" (metadata, names, shapes, types) or "bytes"."""
+        file = GgufFile(folder / GGUF)
+        mismatches = [
+            f"metadata {key}: differs from what was to be written"
+            for key, value in self._writer.kv_data[0].items()
+            if not _equal(file.metadata.get(key), value.value)
+        ]
         for name, info in self.headers.items():
-            if name not in found:
-                mismatches.append(f"{name}: is not in the file")
-                continue
-            tensor = found[name]
-            header = tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist()))
-            if header != (_TYPES[info.dtype], info.shape):
-                mismatches.append(f"{name}: {header}, expected {info}")
-            elif level == "bytes":
-                stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8).copy()).view(info.dtype)
-                if not same_bits(stored.reshape(info.shape), self._read(name)):
-                    mismatches.append(f"{name}: values differ")
+            stored = file.tensors.get(name)
+            if stored is None or (stored.type, stored.shape) != (_TYPES[info.dtype], info.shape):
+                mismatches.append(f"{name}: is {stored} in the file, expected {info}")
+            elif level == "bytes" and not same_bits(file.read(stored), self._read(name)):
+                mismatches.append(f"{name}: values differ")
         return mismatches
 
     def _read(self, name: str) -> Tensor:
@@ -139,43 +128,39 @@ class GgufTarget:
         return whole
 
 
-def _plan(gguf: Any, view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
+def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     """{name in the file: how it is made}, tables first."""
-    config, rotary, kind = view.model.config, view.model.decoder.rotary_emb, gguf.MODEL_TENSOR
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
+    config, rope = view.model.config, view.model.config.rope_parameters
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
-    rope = config.rope_parameters
-    tables: dict[Any, Any] = {}
+    tables: dict[str, list[float]] = {}
     if rope["rope_type"] == "llama3":
-        tables[kind.ROPE_FREQS] = llama3_divisors(rope, rotary.dim)
+        tables[ROPE_TABLES[0]] = llama3_divisors(rope, view.model.decoder.rotary_emb.dim)
     if rope["rope_type"] == "longrope":
-        tables = {kind.ROPE_FACTORS_LONG: rope["long_factor"], kind.ROPE_FACTORS_SHORT: rope["short_factor"]}
+        tables = dict(zip(ROPE_TABLES[1:], (rope["long_factor"], rope["short_factor"]), strict=True))
     plans: dict[str, _Plan] = {}
-    for tensor, values in tables.items():
+    for name, values in tables.items():
         table = torch.tensor(values, dtype=torch.float32)
-        plans[f"{gguf.TENSOR_NAMES[tensor]}.weight"] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
+        plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
+    names = {ours: theirs for theirs, ours in tensor_names(config.model_type).items()}
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        groups.setdefault(_EXPERT.sub(r"\1.\2", source), []).append(source)
-    for source, sources in groups.items():
-        found = names.get_type_and_name(source, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", source)
+        found = names.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[2])) if match else None
+        if match is None or found is None:
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
-        infos = [view.headers[name] for name in sources]
-        stacked = sources[0] != source
+        groups.setdefault(f"{f'blk.{match[1]}.' * bool(match[1])}{found}.{match[3]}", []).append(source)
+    for name, sources in groups.items():
+        source, infos = sources[0], [view.headers[source] for source in sources]
+        stacked = "_exps." in name
         shape = (len(sources), *infos[0].shape) if stacked else infos[0].shape
         made = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
-        if len(shape) == 1 or found[0] == kind.FFN_GATE_INP:
+        if len(shape) == 1 or "ffn_gate_inp." in name:
             made = torch.float32
         if made not in _TYPES:
             raise InputError(f"{source} is {made}, which llama.cpp does not compute with; give dtype (--dtype fp32)")
-        plans[found[1]] = _Plan(
-            TensorInfo(made, shape),
-            tuple(sources),
-            stacked,
-            heads=heads.get(source.split(".")[-2], 0),
-            offset=1.0 if arch.startswith("gemma") and source.endswith("norm.weight") else 0.0,
-        )
+        offset = 1.0 if arch.startswith("gemma") and source.endswith("norm.weight") else 0.0
+        permuted = heads.get(source.split(".")[-2], 0)
+        plans[name] = _Plan(TensorInfo(made, shape), tuple(sources), stacked, permuted, offset)
     return plans
 
 
@@ -220,7 +205,7 @@ def _named(name: str, strips: bool) -> str:
 def _equal(found: Any, expected: Any) -> bool:
     """Whether a value is the one written: text may have been given as bytes, numbers are rounded to float32."""
     if isinstance(expected, float):
-        return bool(np.float32(found) == np.float32(expected))
+        return found is not None and bool(np.float32(found) == np.float32(expected))
     if isinstance(expected, list | tuple) and isinstance(found, list) and len(found) == len(expected):
         return all(map(_equal, found, expected))
     return bool(found == (expected.decode() if isinstance(expected, bytes) else expected))
