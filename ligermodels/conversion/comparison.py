@@ -201,6 +201,6 @@ def _spread(logits: Tensor) -> float:
 @torch.no_grad()
 def _log_probabilities(view: View, ids: Tensor) -> Tensor:
     """Log probabilities [prompts, length, vocabulary] in fp64, of the model in fp32."""
-    model = type(view.model).from_config(view.config(), device="meta", dtype=torch.float32)
+    model = type(view.model).from_config(view.config, device="meta", dtype=torch.float32)
     weights.load(model, model.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
     return model.eval()(ids, use_cache=False).logits.double().log_softmax(-1)

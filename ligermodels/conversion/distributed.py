@@ -32,7 +32,7 @@ class DcpSource(Source):
     def __init__(self, folder: Path, config_folder: Path | None = None):
         self.folder, self.source = folder, str(folder)
         self._config_folder = config_folder or folder
-        self._config = read_json(self._config_folder / "config.json")
+        self.config = read_json(self._config_folder / "config.json")
         self._reader = Reader(folder)
         stored = self._reader.headers
         prefix = self._prefix(stored)
@@ -44,9 +44,6 @@ class DcpSource(Source):
         self.headers = {ours: stored[name] for ours, name in self._stored_names.items()}
         self._reader.check_whole(self._stored_names.values())
         self._reader.check_files()
-
-    def config(self) -> dict[str, Any]:
-        return dict(self._config)
 
     def files(self) -> dict[str, bytes | Path]:
         return {**companion_files(self._config_folder), **config_files(self._config_folder)}
@@ -68,7 +65,7 @@ class DcpSource(Source):
 
     def _prefix(self, stored: Iterable[str]) -> str:
         """The prefix of the model's names."""
-        model, names_here = model_on_meta(self._config, str(self._config_folder)), set(stored)
+        model, names_here = model_on_meta(self.config, str(self._config_folder)), set(stored)
         best, found = 0, ""
         for table in (model.DISK_NAMES, *model.ALSO_READ):
             names = [region.source for region in weights.regions(model, table)]

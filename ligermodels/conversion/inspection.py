@@ -216,7 +216,7 @@ class _Remote(Source):
 
         self.folder = hub.resolve(repo, revision=revision, weights=False)
         self.source = repo
-        self._config = read_json(self.folder / "config.json")
+        self.config = read_json(self.folder / "config.json")
         try:
             shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
         except Exception as error:
@@ -233,9 +233,6 @@ class _Remote(Source):
         }
         ends = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
         self.sizes = dict(sorted(ends.items()))
-
-    def config(self) -> dict[str, Any]:
-        return self._config
 
 
 def _part(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
@@ -135,7 +135,7 @@ class FolderSource(Source):
     def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder = folder
         self._config_folder = config_folder or folder
-        self._config = read_json(self._config_folder / "config.json")
+        self.config = read_json(self._config_folder / "config.json")
         self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
         self.is_pickled = getattr(self._reader, "single", None) == PICKLES
@@ -143,9 +143,6 @@ class FolderSource(Source):
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
-
-    def config(self) -> dict[str, Any]:
-        return self._config
 
     def files(self) -> dict[str, bytes | Path]:
         return {

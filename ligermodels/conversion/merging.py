@@ -52,7 +52,7 @@ class MergedSource(Source):
     def __init__(self, base: View, adapter_folder: Path, *, allow_pickle: bool = False):
         self.base, self.folder, self.places = base, adapter_folder, base.places
         self.source = f"{base.source} + {adapter_folder}"
-        self._config = dict(base.config())
+        self.config = dict(base.config)
         self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))
         self._aliases = _aliases(base.model)
         self._patches: dict[str, _Patch] = {}
@@ -72,15 +72,12 @@ class MergedSource(Source):
         if any(name in base.headers and base.headers[name].shape[0] != count for name, count in rows.items()):
             if len(set(rows.values())) > 1:
                 self._fail(f"the rows become {rows}", "only one of embedding and head was saved with the adapter")
-            self._config["vocab_size"] = rows[self._embedding]
-
-    def config(self) -> dict[str, Any]:
-        return dict(self._config)
+            self.config["vocab_size"] = rows[self._embedding]
 
     def files(self) -> dict[str, bytes | Path]:
         files = {**self.base.files(), **companion_files(self.folder)}
-        if self._config != self.base.config():
-            files["config.json"] = json_bytes(self._config)
+        if self.config != self.base.config:
+            files["config.json"] = json_bytes(self.config)
         return files
 
     def read(self, name: str) -> Tensor:
@@ -164,7 +161,7 @@ class MergedSource(Source):
             del self._patches[_HEAD]
         else:
             self.headers[_HEAD] = self.headers[self._embedding]
-            self._config["tie_word_embeddings"] = False
+            self.config["tie_word_embeddings"] = False
 
 
 def _aliases(model: CausalLM) -> dict[str, str]:

@@ -9,23 +9,20 @@ Both:
 Meta: consolidated.00.pth ... NN.pth.
 - Each .pth is one tensor-parallel rank. wq, wk, wv, w1, w3 and output are cut by rows, wo and w2 by columns; norms are
   in every file. tok_embeddings is cut by columns in Llama 2 and by rows in Llama 3: its shape says which.
-- rope.freqs is dropped: the model computes it from rope_theta.
 - An output.weight that is absent, or equals tok_embeddings.weight bit for bit, is a tied head (3.2-1B and 3B).
-- Without a config.json, the factor of `use_scaled_rope` is the published one for `dim` (ROPE_FACTORS). These are the
-  factors of config.json on the Hub; Meta's model.py has 8 for all. A field `rope_scaling_factor`, which a user may add,
-  or the argument `rope_factor` overrides it.
+- The factor of `use_scaled_rope` is the argument `rope_factor`, or a field `rope_scaling_factor` that a user has added,
+  or the one that config.json has on the Hub for this `dim` (Meta's model.py has 8 for all).
 - Without a config.json, max_position_embeddings is 131072 with scaled rope, 8192 for a rope_theta of 500000 (Llama 3),
-  16384 for another above 10000 (Code Llama), else 4096 (Llama 2), and BOS and EOS are those of _TOKEN_IDS.
+  16384 for another above 10000 (Code Llama), else 4096 (Llama 2).
 - Llama 3's tokenizer.model is tiktoken's text: tokenizer.json is made from it, and it is kept as
   original/tokenizer.model. Llama 2's is sentencepiece and keeps its name.
 
 Mistral: consolidated.safetensors, or files cut between tensors, consolidated-00001-of-00003.safetensors.
-- A mixture of experts has feed_forward.gate and feed_forward.experts.{e}.w1, w2, w3.
-- params.json with `moe` is a mixtral, without it a mistral. Without `rope_theta`, it is 10000 if there is a
-  `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging Face's script differ (1e6 and 1e4), an error.
+- With `moe` in params.json it is a mixtral, with experts feed_forward.experts.{e}.w1, w2, w3; else a mistral.
+- Without `rope_theta`, it is 10000 if there is a `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging
+  Face's script differ (1e6 and 1e4), an error.
 - max_position_embeddings is that of params.json, or its `max_seq_len`, else 32768. It changes no output.
 - tokenizer.json is made from tekken.json, else from tokenizer.model of the newest tokenizer.model.vN. Both stay.
-- A tied head (`tied_embeddings`) is not in the files.
 
 Source: args.py and model.py of meta-llama/llama-models (llama3), example_params of Llama 2; args.py and transformer.py
 of mistralai/mistral-inference; the conversion scripts for llama, mistral and mixtral in transformers' sources.
@@ -72,6 +69,7 @@ _MISTRAL_KNOWN = {
     *_MISTRAL_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe", "model_type",
     "max_seq_len", "max_batch_size", "max_position_embeddings",
 }  # fmt: skip
+_MIXED = "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
 
 
 class Place(NamedTuple):
@@ -82,27 +80,30 @@ class Place(NamedTuple):
     heads: str = ""
 
 
-_EMBEDDING, _QUERIES, _GATE = (
-    "tok_embeddings.weight",
-    "layers.{}.attention.wq.weight",
-    "layers.{}.feed_forward.w1.weight",
-)
-_EXPERT = "model.layers.{}.block_sparse_moe.experts.{}."
+_EMBEDDING = "tok_embeddings.weight"
+_ATTENTION = {
+    "wq": ("q_proj", 0, "n_heads"),
+    "wk": ("k_proj", 0, "n_kv_heads"),
+    "wv": ("v_proj", 0),
+    "wo": ("o_proj", 1),
+}
+_MLP = {"w1": ("gate_proj", 0), "w2": ("down_proj", 1), "w3": ("up_proj", 0)}
+_OF_LAYER = {
+    "attention_norm": Place("input_layernorm"),
+    "ffn_norm": Place("post_attention_layernorm"),
+    "feed_forward.gate": Place("block_sparse_moe.gate"),
+    **{f"attention.{theirs}": Place(f"self_attn.{ours}", *rest) for theirs, (ours, *rest) in _ATTENTION.items()},  # type: ignore[arg-type]
+    **{f"feed_forward.{theirs}": Place(f"mlp.{ours}", axis) for theirs, (ours, axis) in _MLP.items()},
+    **{f"feed_forward.experts.{{}}.{w}": Place(f"block_sparse_moe.experts.{{}}.{w}") for w in _MLP},
+}
 PLACES = {
     _EMBEDDING: Place("model.embed_tokens.weight", 0),
-    "layers.{}.attention_norm.weight": Place("model.layers.{}.input_layernorm.weight"),
-    _QUERIES: Place("model.layers.{}.self_attn.q_proj.weight", 0, "n_heads"),
-    "layers.{}.attention.wk.weight": Place("model.layers.{}.self_attn.k_proj.weight", 0, "n_kv_heads"),
-    "layers.{}.attention.wv.weight": Place("model.layers.{}.self_attn.v_proj.weight", 0),
-    "layers.{}.attention.wo.weight": Place("model.layers.{}.self_attn.o_proj.weight", 1),
-    "layers.{}.ffn_norm.weight": Place("model.layers.{}.post_attention_layernorm.weight"),
-    _GATE: Place("model.layers.{}.mlp.gate_proj.weight", 0),
-    "layers.{}.feed_forward.w2.weight": Place("model.layers.{}.mlp.down_proj.weight", 1),
-    "layers.{}.feed_forward.w3.weight": Place("model.layers.{}.mlp.up_proj.weight", 0),
-    "layers.{}.feed_forward.gate.weight": Place("model.layers.{}.block_sparse_moe.gate.weight"),
-    **{f"layers.{{}}.feed_forward.experts.{{}}.{w}.weight": Place(f"{_EXPERT}{w}.weight") for w in ("w1", "w2", "w3")},
     "norm.weight": Place("model.norm.weight"),
     "output.weight": Place("lm_head.weight", 0),
+    **{
+        f"layers.{{}}.{theirs}.weight": place._replace(name=f"model.layers.{{}}.{place.name}.weight")
+        for theirs, place in _OF_LAYER.items()
+    },
 }
 """{Meta's or Mistral's name: its place}; {} is the number of a layer or expert."""
 
@@ -133,12 +134,9 @@ class _OriginalSource(Source):
                 "other way round. Use the checkpoint in Hugging Face's layout."
             )
 
-    def config(self) -> dict[str, Any]:
-        return dict(self._config)
-
     def files(self) -> dict[str, bytes | Path]:
         found: dict[str, bytes | Path] = {**companion_files(self.folder)}
-        found |= hugging_face_files(self.folder, self._config["vocab_size"])
+        found |= hugging_face_files(self.folder, self.config["vocab_size"])
         if (path := self.folder / "generation_config.json").is_file():
             found[path.name] = path
         path = self.folder / "tokenizer.model"
@@ -156,7 +154,7 @@ class _OriginalSource(Source):
         if embedding is None:
             raise CheckpointError(f"{self.source} lacks {_EMBEDDING}. Is it a whole language model of this layout?")
         dtype = str(embedding.dtype).removeprefix("torch.")
-        self._config = made = {
+        self.config = made = {
             "architectures": [arch.architecture],
             "model_type": arch.model_type,
             "vocab_size": embedding.shape[0],
@@ -175,11 +173,11 @@ class _OriginalSource(Source):
         if not (self.folder / "config.json").is_file():
             return
         beside = read_json(self.folder / "config.json")
-        self._config = {**beside, **{name: value for name, value in made.items() if name not in _NOT_IN_PARAMS}}
+        self.config = {**beside, **{name: value for name, value in made.items() if name not in _NOT_IN_PARAMS}}
         with contextlib.suppress(ConfigError), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unknown keys are named when the model is made
-            if arch.from_hf(beside).values() == arch.from_hf(self._config).values():
-                self._config = beside
+            if arch.from_hf(beside).values() == arch.from_hf(self.config).values():
+                self.config = beside
 
 
 class MetaSource(_OriginalSource):
@@ -192,23 +190,28 @@ class MetaSource(_OriginalSource):
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
-        files = _shard_files(folder)
+        files = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d\d\.pth", path.name))
+        if lost := [n for n in range(max(1, len(files))) if folder / f"consolidated.{n:02}.pth" not in files]:
+            raise CheckpointError(
+                f"{folder} lacks consolidated.{lost[0]:02}.pth, and holds {len(files)} other consolidated.NN.pth.\n"
+                "  Likely: a download that did not finish; fetch it again."
+            )
         if not allow_pickle:
             raise pickles_refused(folder, files[0].name)
         super().__init__(folder, _META_KNOWN, _META_REQUIRED)
+        params, dim = self.params, self.params["dim"]
         self._ranks = [reading.read_pickle(path) for path in files]
         self._check_ranks(files)
         self._names = {place_of(name).name: name for name in self._ranks[0] if name != "rope.freqs"}
         self.headers = headers = {name: self._info(theirs) for name, theirs in self._names.items()}
         if self._is_tied():
             del headers["lm_head.weight"]
-        params, theta = self.params, float(self.params.get("rope_theta") or 10000.0)
-        scaling = self._rope_scaling(rope_factor)
+        theta, scaling = float(params.get("rope_theta") or 10000.0), self._rope_scaling(rope_factor)
         longest = 8192 if theta == _LLAMA3_THETA else 16384 if theta > 10000.0 else 4096
         ids = _TOKEN_IDS.get(headers["model.embed_tokens.weight"].shape[0])
         self._set_config(
             LlamaConfig,
-            params["dim"] // params["n_heads"],
+            dim // params["n_heads"],
             intermediate_size=headers["model.layers.0.mlp.gate_proj.weight"].shape[0],
             max_position_embeddings=131072 if scaling else longest,
             rope_theta=theta,
@@ -231,21 +234,19 @@ class MetaSource(_OriginalSource):
 
     def _check_ranks(self, files: list[Path]) -> None:
         """Raises CheckpointError if a rank is missing or of another checkpoint."""
-        first, count = self._ranks[0], len(files)
-        needed = [name.format(0) for name in (_EMBEDDING, _QUERIES, _GATE)]
+        first, count, dim = self._ranks[0], len(files), self.params["dim"]
+        needed = [_EMBEDDING, "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"]
         if not all(name in first for name in needed):
             raise CheckpointError(
                 f"{files[0]} holds no Llama in Meta's layout: {', '.join(needed)} are expected, and there are "
                 f"{', '.join(list(first)[:3]) or 'no tensors'}."
             )
-        for file, rank in zip(files[1:], self._ranks[1:], strict=True):
-            if {n: (x.shape, x.dtype) for n, x in rank.items()} != {n: (x.shape, x.dtype) for n, x in first.items()}:
-                raise CheckpointError(
-                    f"{file} and {files[0].name} hold tensors of other names, shapes or dtypes.\n"
-                    "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
-                )
-        rows, dim = len(first[_QUERIES.format(0)]), self.params["dim"]
-        if rows * count != dim:
+        headers = [{name: (x.shape, x.dtype) for name, x in rank.items()} for rank in self._ranks]
+        for file, header in zip(files, headers, strict=True):
+            if header != headers[0]:
+                both = f"{file} and {files[0].name}"
+                raise CheckpointError(f"{both} hold tensors of other names, shapes or dtypes.\n{_MIXED}")
+        if (rows := len(first[needed[1]])) * count != dim:
             raise CheckpointError(
                 f"{self.folder} holds {count} consolidated.NN.pth, and {dim} rows of wq are cut into parts of {rows}.\n"
                 "  Likely: a download that did not finish, or the params.json of another model; fetch it again."
@@ -258,8 +259,7 @@ class MetaSource(_OriginalSource):
 
     def _info(self, theirs: str) -> TensorInfo:
         part, axis = self._ranks[0][theirs], self._axis(theirs)
-        shape = [size * len(self._ranks) if i == axis else size for i, size in enumerate(part.shape)]
-        return TensorInfo(part.dtype, tuple(shape))
+        return TensorInfo(part.dtype, tuple(n * len(self._ranks) if i == axis else n for i, n in enumerate(part.shape)))
 
     def _is_tied(self) -> bool:
         """Whether the head equals the embedding. They are compared whole only if their first rows agree."""
@@ -288,19 +288,6 @@ class MetaSource(_OriginalSource):
         return {"rope_type": "llama3", "factor": float(factor), **_SCALED_ROPE}
 
 
-def _shard_files(folder: Path) -> list[Path]:
-    """consolidated.00.pth and the following ones, without a gap. Raises CheckpointError."""
-    files = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d\d\.pth", path.name))
-    expected = [folder / f"consolidated.{n:02}.pth" for n in range(len(files))]
-    if not files or files != expected:
-        lost = next((path for path in expected if path not in files), folder / "consolidated.00.pth")
-        raise CheckpointError(
-            f"{folder} lacks {lost.name}, and holds {len(files)} other consolidated.NN.pth.\n"
-            "  Likely: a download that did not finish; fetch it again."
-        )
-    return files
-
-
 class MistralSource(_OriginalSource):
     """Mistral's files under Hugging Face's names. They are mapped: `read` allocates only where rows are permuted.
 
@@ -313,19 +300,15 @@ class MistralSource(_OriginalSource):
         if params.get("model_type") not in (None, "transformer"):
             raise CheckpointError(f"{path}: model_type {params['model_type']!r} is not computed here")
         self._stored: dict[str, tuple[reading.SafetensorsFile, str]] = {}
-        headers: dict[str, TensorInfo] = {}
-        places: dict[str, str] = {}
-        for file in sorted(found.name for found in folder.glob("consolidated*.safetensors")):
-            opened = reading.SafetensorsFile(folder / file, folder)
+        for file in sorted(folder.glob("consolidated*.safetensors")):
+            opened = reading.SafetensorsFile(file, folder)
             for theirs in opened.names:
                 name = place_of(theirs).name
-                if name in places:
-                    raise CheckpointError(
-                        f"{folder / file} and {places[name]} both hold {theirs}.\n"
-                        "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
-                    )
-                self._stored[name], headers[name], places[name] = (opened, theirs), opened.info(theirs), file
-        self.headers, self.places = headers, places
+                if name in self._stored:
+                    raise CheckpointError(f"{file} and {self._stored[name][0].path.name} both hold {theirs}.\n{_MIXED}")
+                self._stored[name] = opened, theirs
+        self.headers = {name: opened.info(theirs) for name, (opened, theirs) in self._stored.items()}
+        self.places = {name: opened.path.name for name, (opened, _) in self._stored.items()}
         theta, window, moe = (params.get(key) for key in ("rope_theta", "sliding_window", "moe"))
         if theta is None and window is None:
             raise CheckpointError(

@@ -18,19 +18,17 @@ class Source:
     """A `weights.Reader` with a config and files. Each layout is a subclass.
 
     source: the path, for messages. headers: {tensor: dtype and shape}, known without reading it.
+    config: the contents of config.json.
     places: {tensor: its weight file}; None where a tensor is cut across files.
     """
 
     source: str
     headers: Mapping[str, TensorInfo]
+    config: dict[str, Any]
     places: Mapping[str, str] | None = None
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
-        raise NotImplementedError
-
-    def config(self) -> dict[str, Any]:
-        """The contents of config.json."""
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes | Path]:
@@ -49,15 +47,17 @@ class View(Source):
     """
 
     def __init__(self, origin: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
-        self.origin, self.source, self.dtype = origin, origin.source, dtype
+        self.origin, self.source, self.config = origin, origin.source, origin.config
         self.on_read: Callable[[int], object] = lambda nbytes: None
         self.model, table = model_of(origin)
         check_fit(origin, self.model, table)
         weights.check_tied(self.model, table, origin, self.model.tied_weights)
         self._renamed = weights.Renamed(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
-        self.headers = {
-            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._renamed.headers.items()
-        }
+        headers = self._renamed.headers
+        self.headers = {name: TensorInfo(dtype or info.dtype, info.shape) for name, info in headers.items()}
+        if dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            self.config = {**origin.config, "dtype": name, "torch_dtype": name}
         if origin.places is not None:  # a joined tensor counts to the file of its first part
             self.places = {name: origin.places[self._renamed.boxes(name)[0].source] for name in self.headers}
 
@@ -66,19 +66,10 @@ class View(Source):
         self.on_read(tensor.nbytes)
         return tensor
 
-    def config(self) -> dict[str, Any]:
-        config = self.origin.config()
-        if self.dtype is None:
-            return config
-        name = str(self.dtype).removeprefix("torch.")
-        return {**config, "dtype": name, "torch_dtype": name}
-
     def files(self) -> dict[str, bytes | Path]:
         """The files of the source and a config.json: its own, byte for byte, unless the dtype changes."""
-        files = {"config.json": json_bytes(self.config()), **self.origin.files()}
-        if self.dtype is not None:
-            files["config.json"] = json_bytes(self.config())
-        return files
+        own, config = self.origin.files(), {"config.json": json_bytes(self.config)}
+        return config | own if self.config is self.origin.config else own | config
 
     def generation_config(self) -> dict[str, Any]:
         """The contents of generation_config.json without the version that wrote it; {} if there is none."""
@@ -89,7 +80,7 @@ class View(Source):
 
 def model_of(source: Source) -> tuple[CausalLM, weights.Table]:
     """(the model that the config asks for, on the meta device; the table of the source's names). Raises ConfigError."""
-    model = model_on_meta(source.config(), source.source)
+    model = model_on_meta(source.config, source.source)
     return model, weights.layout(model, model.DISK_NAMES, source.headers, also=model.ALSO_READ)
 
 

@@ -57,7 +57,7 @@ def test_names_are_found_after_any_prefix(tmp_path, prefix, names, family):
     (tmp_path / "tokenizer.json").write_text("{}")
     source = DcpSource(tmp_path)
     check_equal(source, held)
-    assert source.config()["model_type"] == family
+    assert source.config["model_type"] == family
     assert source.files() == {name: tmp_path / name for name in ("tokenizer.json", "config.json")}
 
 

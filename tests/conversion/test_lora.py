@@ -112,11 +112,11 @@ def test_whole_modules_and_biases_replace(tmp_path):
     assert torch.equal(source.read("lm_head.weight"), rows * 2)
     assert torch.equal(source.read("model.layers.0.self_attn.q_proj.bias"), torch.arange(32.0))
     assert torch.equal(source.read("model.norm.weight"), torch.arange(32.0))
-    assert source.config() == {**base.config(), "vocab_size": 64}  # three rows were added
+    assert source.config == {**base.config, "vocab_size": 64}  # three rows were added
     assert source.headers["lm_head.weight"].shape == (64, 32)
     files = source.files()
     assert files["tokenizer.json"] == tmp_path / "adapter" / "tokenizer.json"
-    assert json.loads(files["config.json"]) == source.config()
+    assert json.loads(files["config.json"]) == source.config
 
 
 def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
@@ -127,7 +127,7 @@ def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
         an_adapter(tmp_path / name, {}, extra=extra)
         source, tied = MergedSource(base, tmp_path / name), name == "alike"
         assert ("lm_head.weight" in source.headers) is not tied
-        assert source.config()["tie_word_embeddings"] is tied
+        assert source.config["tie_word_embeddings"] is tied
         assert torch.equal(source.read("model.embed_tokens.weight"), rows)
     assert torch.equal(source.read("lm_head.weight"), -rows)
     factors = {f"base_model.model.lm_head.lora_{h}.weight": x for h, x in dict(A=rows[:4], B=rows[:, :4]).items()}

@@ -93,7 +93,7 @@ def test_every_bit_arrives_however_the_files_are_cut(tmp_path, params, parts, ax
     source = opened(folder)
     found = {name: source.read(name) for name in source.headers}
     assert same(own_weights(found, head_dim=params.get("head_dim") or params["dim"] // params["n_heads"]), state)
-    assert source.config()["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert source.config["torch_dtype"] == str(dtype).removeprefix("torch.")
     convert(folder, tmp_path / "hf", Options(allow_pickle=True, verify="bytes", progress=False))
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), found)
 
@@ -119,7 +119,7 @@ def test_logits_are_theirs_and_not_without_the_permutation(tmp_path, params, par
     source = opened(a_folder(tmp_path, params, state, parts=parts, axis=axis))
 
     def error() -> Tensor:
-        model = ARCHS[source.config()["model_type"]].from_config(source.config(), device="meta", dtype=torch.float32)
+        model = ARCHS[source.config["model_type"]].from_config(source.config, device="meta", dtype=torch.float32)
         options = dict(device="cpu", progress=False, ignore=model.IGNORE, tied=model.tied_weights)
         weights.load(model, model.DISK_NAMES, source, **options)
         with torch.no_grad():
@@ -136,8 +136,8 @@ def test_a_tied_head_of_metas_is_dropped(tmp_path, axis):
     state["output.weight"] = state["tok_embeddings.weight"].clone()
     for name in ("tied", "bare"):
         source = opened(a_folder(tmp_path / name, META, state, parts=2, axis=axis))
-        assert source.config()["tie_word_embeddings"] and "lm_head.weight" not in source.headers
-        assert source.config()["vocab_size"] == 36
+        assert source.config["tie_word_embeddings"] and "lm_head.weight" not in source.headers
+        assert source.config["vocab_size"] == 36
         state.pop("output.weight", None)
 
 
@@ -146,9 +146,9 @@ def test_the_factor_of_scaled_rope_goes_by_size(tmp_path, dim, factor):
     params = {"dim": dim, "n_layers": 1, "n_heads": dim // 64, "n_kv_heads": 1, "norm_eps": 1e-5}
     params |= {"rope_theta": 5e5, "use_scaled_rope": True}
     a_folder(tmp_path, params, own_state(params | {"hidden_dim": 4}, rows=8, dtype=torch.bfloat16))
-    config = opened(tmp_path).config()
+    config = opened(tmp_path).config
     assert config["rope_scaling"] == {**SCALED, "factor": factor} and config["max_position_embeddings"] == 131072
-    assert opened(tmp_path, rope_factor=5).config()["rope_scaling"]["factor"] == 5.0
+    assert opened(tmp_path, rope_factor=5).config["rope_scaling"]["factor"] == 5.0
 
 
 # Tokenizers
