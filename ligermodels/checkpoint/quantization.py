@@ -63,7 +63,7 @@ def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
     """
     saved = values.get("quantization_config") if isinstance(values, Mapping) else None
     method = saved.get("quant_method") if isinstance(saved, Mapping) else None
-    if not isinstance(method, str) or method not in METHODS:
+    if not isinstance(saved, Mapping) or not isinstance(method, str) or method not in METHODS:
         return values, None
     asks = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", asked)
     try:

@@ -368,7 +368,7 @@ class WeightOnly(Quantizer):
     quant_method: "int8", "fp8" or "int4". skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     """
 
-    is_trainable: ClassVar[bool] = False
+    is_trainable = False
 
     quant_method: str  # type: ignore[misc]  # a ClassVar in the other classes
     skip_modules: list[str] | None = None

@@ -68,8 +68,8 @@ class View(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         """The files of the source and a config.json: its own, byte for byte, unless the dtype changes."""
-        own, config = self.origin.files(), {"config.json": json_bytes(self.config)}
-        return config | own if self.config is self.origin.config else own | config
+        own, config = self.origin.files(), json_bytes(self.config)
+        return {"config.json": config, **own} if self.config is self.origin.config else {**own, "config.json": config}
 
     def generation_config(self) -> dict[str, Any]:
         """The contents of generation_config.json without the version that wrote it; {} if there is none."""
