@@ -1,7 +1,6 @@
 """Mistral: windows of every size, a head_dim of its own, and the released sizes."""
 
 import ligermodels
-from ligermodels.arch.mistral import MistralConfig
 from tests.arch.suite import LLAMA3, YARN, Suite, tiny_config
 
 
@@ -43,10 +42,3 @@ class TestMistral(Suite):
         if config["sliding_window"] == 4096:
             del config["sliding_window"]
         return config
-
-
-def test_a_missing_window_is_4096_and_null_is_none():
-    config = without(tiny(), "rope_parameters")
-    for values, window in ((without(config, "sliding_window"), 4096), ({**config, "sliding_window": None}, None)):
-        config = MistralConfig.from_hf(values)
-        assert config.window(0) == window == MistralConfig.from_hf(config.to_hf()).window(0)

@@ -4,7 +4,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels.arch.qwen2 import Qwen2Config
 from tests.arch.suite import Suite, rope, tiny_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -16,13 +15,6 @@ def tiny(**changes):
 
 def windowed(**changes):
     return tiny(**{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **changes})
-
-
-def flat(config):
-    """The config.json of transformers 4 without scaling."""
-    config = dict(config)
-    theta = config.pop("rope_parameters")["rope_theta"]
-    return {**config, "rope_theta": theta}
 
 
 class TestQwen2(Suite):
@@ -76,18 +68,3 @@ def enlarge_biases(folder):
         if name.endswith("k_proj.bias"):
             tensor *= 30
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_the_last_blocks_have_the_window_and_the_first_see_everything():
-    def windows(**changes):
-        config = Qwen2Config.from_hf(flat(windowed(num_hidden_layers=4, **changes)))
-        model = ligermodels.Qwen2.from_config(config, device="meta")
-        assert Qwen2Config.from_hf(config.to_hf()) == config
-        return [layer.self_attn.window for layer in model.decoder.layers]
-
-    assert windows(max_window_layers=3) == [None, None, None, 5]
-    assert windows(max_window_layers=0) == [5, 5, 5, 5]
-    assert windows(max_window_layers=28) == [None] * 4
-    assert windows(use_sliding_window=False, max_window_layers=0) == [None] * 4
-    assert windows(sliding_window=None, max_window_layers=0) == [None] * 4
-    assert windows(layer_types=[FULL, SLIDING, SLIDING, FULL]) == [None, 5, 5, None]

@@ -15,11 +15,12 @@ from examples.custom_architecture import Parallel as Custom
 from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
-from ligermodels.training import AdamW
+from ligermodels.training import AdamW, offload
 from tests.arch import qwen2_vl
 from tests.parallel.ranks import results_of_ranks
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
+SMALLEST = offload.SMALLEST
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, initializer_range=0.2,
@@ -173,11 +174,12 @@ def grad_errors(model, wanted):
     return {name: error(found[name], wanted[name]) for name in wanted if wanted[name] is not None}
 
 
-def gradients(family, split, recompute="none", kind="plain", trained=""):
+def gradients(family, split, recompute="none", kind="plain", trained="", offloads=False):
     """Loss and the gradient of each parameter."""
+    offload.SMALLEST = 1 if offloads else SMALLEST  # the ranks have no other thread that reads it
     loss, wanted = whole(family, kind, trained)
     spread = Spread(family, split, trained=trained)
-    spread.model.gradient_checkpointing_enable({"recompute": recompute})
+    spread.model.gradient_checkpointing_enable({"recompute": recompute, "offload": offloads})
     found = spread.model(**spread.rows(batch(family, kind))).loss
     found.backward()
     return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}

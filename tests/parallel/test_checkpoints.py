@@ -21,10 +21,8 @@ from ligermodels import CheckpointError, InputError
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.dcp import Reader, checksum
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.conversion import Options, convert
 from ligermodels.parallel import Checkpoints, make_mesh, parallelize
 from ligermodels.training import AdamW
-from tests.conversion.layouts import stored
 from tests.parallel.ranks import on_ranks
 from tests.parallel.train import CONFIG, Data, Run, sharded
 
@@ -383,14 +381,6 @@ def test_bad_calls(tmp_path, good):
     on_meta = ARCHS["llama"].from_config(CONFIG, device="meta")
     with pytest.raises(InputError, match="meta device"):
         Checkpoints(tmp_path, on_meta, AdamW(on_meta.parameters())).save(1)
-
-
-def test_convert_reads_the_model(tmp_path, good):
-    run = Run()
-    run.step()
-    run.model.save_pretrained(tmp_path / "expected")
-    convert(good / "step-00000001", tmp_path / "hf", Options(config=tmp_path / "expected"))
-    assert same(stored(tmp_path / "hf"), stored(tmp_path / "expected"))
 
 
 # Several ranks

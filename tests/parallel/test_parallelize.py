@@ -57,6 +57,7 @@ QUICK = [
     gradients("mixtral", "tp2"),
     gradients("mixtral", "cp2", kind="left"),
     gradients("llama", "fsdp2", kind="few"),
+    gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
     job("images_on_one_rank", family="qwen2_vl"),
     job("images_on_one_rank", family="mllama"),

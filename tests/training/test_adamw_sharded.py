@@ -1,15 +1,14 @@
-"""AdamW on DTensors: the bits of one process for every sharding, norms over several meshes, steps in FSDP2's backward,
-and distributed checkpoints that go on with the same bits on another number of processes.
+"""AdamW on DTensors: the bits of one process for every sharding, norms over several meshes, steps in FSDP2's backward.
 
-The processes meet over gloo, on the CPU; what they save is compared in the test's own process.
+The processes meet over gloo, on the CPU. tests/parallel/test_checkpoints.py saves and resumes them.
 """
+
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -103,13 +102,6 @@ class Weights(nn.Module):
         )
 
 
-def fully_sharded(module, mesh):
-    """FSDP2 that sums gradients; gloo can do so only as a plain sum."""
-    fully_shard(module, mesh=mesh)
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
-
-
 def step_cases(cases):
     """What DTensors hold after the steps, by options; and the norm of all gradients, beside one of no mesh."""
     meshes = {shape: init_device_mesh("cpu", shape) for _, shape, _ in cases}
@@ -147,17 +139,23 @@ def refused(meshes):
     return True
 
 
+def whole_steps(shapes, options):
+    """The parameters and optimizer of one process after the steps."""
+    params = [nn.Parameter(x) for x in values(shapes, 0)]
+    optimizer = AdamW(params, 1e-2, weight_decay=0.1, **options)
+    for t in range(STEPS):
+        for p, grad in zip(params, values(shapes, 1 + t), strict=True):
+            p.grad = grad
+        optimizer.step()
+    return params, optimizer
+
+
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_bits_do_not_depend_on_the_sharding(tmp_path, size):
     cases = TWO if size == 2 else FOUR
     results = results_of_ranks(tmp_path, lambda: step_cases(cases), size)
     for k, options in enumerate(OPTIONS.values()):
-        params = [nn.Parameter(x) for x in values(shapes_of(cases), 0)]
-        optimizer = AdamW(params, 1e-2, weight_decay=0.1, **options)
-        for t in range(STEPS):
-            for p, grad in zip(params, values(shapes_of(cases), 1 + t), strict=True):
-                p.grad = grad
-            optimizer.step()
+        params, optimizer = whole_steps(shapes_of(cases), options)
         for found, _, _ in results:
             assert_same(found[k], held(params, optimizer))
     exact = torch.cat([torch.full((3,), 2.0), *(p.grad.flatten() for p in params)]).double().norm().item()
@@ -165,82 +163,41 @@ def test_the_bits_do_not_depend_on_the_sharding(tmp_path, size):
     assert len({norm.item() for _, norm, _ in results}) == 1
 
 
-def step_fsdp(dims, plans):
+def step_fsdp(dims):
     """What FSDP2's parameters hold after the steps. dims: of a mesh, by name."""
     mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-    found = []
+    data, found = mesh[tuple(name for name in dims if name != "tp")], []
     for options in OPTIONS.values():
-        model = Weights(shapes_of(plans))
+        model = Weights(shapes_of(PLANS))
         if "tp" in dims:
-            for i, (p, (_, plan)) in enumerate(zip(list(model.weights), plans, strict=True)):
+            for i, (p, (_, plan)) in enumerate(zip(list(model.weights), PLANS, strict=True)):
                 model.weights[i] = nn.Parameter(sharded(p.detach(), mesh["tp"], [plan]))
-        data = tuple(name for name in dims if name != "tp")
-        fully_sharded(model, mesh[data])
+        fully_shard(model, mesh=data)
+        model.set_gradient_divide_factor(1.0)  # gradients are summed, which gloo can do only as a plain sum
+        model.set_force_sum_reduction_for_comms(True)
         optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, **options)
-        step_on(model, optimizer, plans, range(STEPS), mesh[data], mesh["tp"] if "tp" in dims else None)
+        for t in range(STEPS):
+            grads = [grad / data.size() for grad in values(shapes_of(PLANS), 1 + t)]  # a power of two: exact parts
+            if "tp" in dims:
+                grads = [sharded(g, mesh["tp"], [plan]).to_local() for g, (_, plan) in zip(grads, PLANS, strict=True)]
+            model(grads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         found.append(held(model.parameters(), optimizer))
     return found
 
 
-def step_on(model, optimizer, plans, steps, data=None, tp=None):
-    """Steps with the gradients of those numbers, of which each data-parallel rank computes a part."""
-    for t in steps:
-        grads = values(shapes_of(plans), 1 + t)
-        if data is not None:
-            grads = [grad / data.size() for grad in grads]  # by a power of two: the parts add up exactly
-        if tp is not None:
-            grads = [sharded(g, tp, [plan]).to_local() for g, (_, plan) in zip(grads, plans, strict=True)]
-        model(grads).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def trained(options, steps=STEPS):
-    """The model and optimizer of one process after the steps."""
-    model = Weights(shapes_of(PLANS))
-    optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, **options)
-    step_on(model, optimizer, PLANS, range(steps))
-    return model, optimizer
-
-
-def save(model, optimizer, folder):
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
-
-
-def load(model, optimizer, folder):
-    weights, states = get_state_dict(model, optimizer)
-    dcp.load(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-
-
-def step_and_resume(folder):
-    """A run of FSDP2 that saves before its last step, and one that goes on with what one process has saved."""
-    mesh = init_device_mesh("cpu", (2,))
-    found = []
-    for name, options in OPTIONS.items():
-        for resume in (False, True):
-            model = Weights(shapes_of(PLANS))
-            fully_sharded(model, mesh)
-            optimizer = AdamW(model.parameters(), 1.0 if resume else 1e-2, weight_decay=0.1, **options)
-            if resume:
-                load(model, optimizer, folder / f"{name}, of one")
-            else:
-                step_on(model, optimizer, PLANS, range(STEPS - 1), mesh)
-                save(model, optimizer, folder / f"{name}, of two")
-            step_on(model, optimizer, PLANS, [STEPS - 1], mesh)
-            found.append(held(model.parameters(), optimizer))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dims", [dict(dp=2, tp=2), dict(dp_replicate=2, dp_shard=2)], ids=["2-D", "HSDP"])
+@pytest.mark.parametrize(
+    "dims",
+    [dict(dp=2), *(pytest.param(d, marks=pytest.mark.slow) for d in (dict(dp=2, tp=2), dict(dp_replicate=2, dp=2)))],
+    ids=str,
+)
 def test_fsdp_over_tensor_parallel_and_replicas(tmp_path, dims):
-    results = results_of_ranks(tmp_path, lambda: step_fsdp(dims, PLANS), 4)
+    results = results_of_ranks(tmp_path, lambda: step_fsdp(dims), math.prod(dims.values()))
     for k, options in enumerate(OPTIONS.values()):
-        model, optimizer = trained(options)
+        expected = held(*whole_steps(shapes_of(PLANS), options))
         for found in results:
-            assert_same(found[k], held(model.parameters(), optimizer))
+            assert_same(found[k], expected)
 
 
 def step_llama(tied, step_in_backward):
@@ -257,26 +214,9 @@ def step_llama(tied, step_in_backward):
     return held(model.parameters(), optimizer)
 
 
-def test_two_ranks_save_resume_and_step_in_the_backward(tmp_path):
-    """What two processes compute, and what one saved and two go on with, and the other way round, has the same bits."""
-
-    def work():
-        return step_and_resume(tmp_path), [[step_llama(tied, early) for early in (0, 1)] for tied in (False, True)]
-
-    for name, options in OPTIONS.items():
-        save(*trained(options, STEPS - 1), tmp_path / f"{name}, of one")
-    results = results_of_ranks(tmp_path, work)
-    for k, (name, options) in enumerate(OPTIONS.items()):
-        model, optimizer = trained(options)
-        expected = held(model.parameters(), optimizer)
-        for found, _ in results:
-            assert_same(found[2 * k], expected)
-            assert_same(found[2 * k + 1], expected)
-        model = Weights(shapes_of(PLANS))
-        optimizer = AdamW(model.parameters(), 1.0, **options)
-        load(model, optimizer, tmp_path / f"{name}, of two")
-        step_on(model, optimizer, PLANS, [STEPS - 1])
-        assert_same(held(model.parameters(), optimizer), expected)
-    for _, models in results:
+def test_steps_in_the_backward_are_the_same_steps(tmp_path):
+    for models in results_of_ranks(
+        tmp_path, lambda: [[step_llama(tied, early) for early in (False, True)] for tied in (False, True)]
+    ):
         for late, early in models:
             assert_same(early, late)

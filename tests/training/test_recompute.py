@@ -19,6 +19,11 @@ from tests.parallel.train import CONFIG
 
 FAMILIES = {
     "llama": {},
+    "gemma": dict(head_dim=8),
+    "mistral": dict(sliding_window=6),
+    "qwen2": {},
+    "qwen3": dict(head_dim=8),
+    "phi3": dict(pad_token_id=0),
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6),
     "mixtral": dict(num_local_experts=4, output_router_logits=True, router_jitter_noise=0.1),
 }
