@@ -1,4 +1,4 @@
-"""AdamW: against torch and its reference, stochastic rounding, remainders of bf16 weights."""
+"""AdamW: the kernels round as the reference does (tests/training compares it with torch); random bits; remainders."""
 
 import pytest
 import torch
@@ -45,27 +45,6 @@ def where(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size", "on_device", "factor"),
-    [(torch.float32, ODD, False, 0.5), (torch.float32, 3, True, None), (torch.float64, ODD, True, 0.5)],
-)
-def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
-    tensors = start((size,), dtype, dtype, device)
-    grads = torch.randn(4, size, dtype=dtype, device=device)
-    w = torch.nn.Parameter(tensors[0].double().clone())
-    optimizer = torch.optim.AdamW([w], lr=float(torch.tensor(3e-3)) if on_device else 3e-3, **BETAS)
-    for grad in grads:
-        w.grad = grad.double() * (factor or 1)
-        optimizer.step()
-    state = optimizer.state[w]
-    factor = factor and torch.tensor(factor, device=device)
-    found = run(adamw, tensors, grads, on_device=on_device, factor=factor)
-    # Some ten roundings a step, each of half an ulp; moments and weights near zero are as exact as their terms.
-    eps = torch.finfo(dtype).eps
-    for actual, exact in zip(found, (w.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=False):
-        torch.testing.assert_close(actual.double(), exact, rtol=16 * eps, atol=16 * eps * exact.abs().mean().item())
-
-
-@pytest.mark.parametrize(
     ("weight", "states", "remainder", "options"),
     [
         (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, piece=Piece(2**36))),
@@ -73,6 +52,8 @@ def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
         (torch.bfloat16, torch.float32, False, dict(rounding="nearest")),
         (torch.float32, torch.bfloat16, False, dict(seed=1)),
         (torch.float16, torch.float16, False, {}),
+        (torch.float32, torch.float32, False, {}),
+        (torch.float64, torch.float64, False, {}),
     ],
 )
 @pytest.mark.parametrize("where", ["numbers on the host", "numbers on the device", "pieces on the CPU"], indirect=True)
@@ -85,10 +66,12 @@ def test_every_path_rounds_as_the_reference(where, device, weight, states, remai
         options = dict(options, factor=torch.tensor(0.5, device=device))
     found = run(adamw, tensors, grads, on_device=on_device, **options)
     expected = run(adamw_reference, tensors, grads, on_device=on_device, **options)
+    if remainder:
+        found, expected = ([join_master(w, r), m, v] for w, m, v, r in (found, expected))
     for actual, other in zip(found[:3], expected, strict=False):
-        eps = torch.finfo(actual.dtype).eps
+        eps = torch.finfo(actual.dtype).eps * (8 if actual.dtype == weight == states else 1)
         # An exact value that the two compute an ulp apart rounds apart once in 2^16 / 2 times, from 3 steps on.
-        if actual.dtype != torch.float32:
+        if actual.element_size() == 2:
             assert (actual == other).double().mean() > 0.99
         torch.testing.assert_close(actual, other, rtol=2 * eps, atol=2 * eps * other.float().abs().mean().item())
 
@@ -148,18 +131,6 @@ def test_what_is_not_finite_stays_what_it_is(device, op):
     w[:3] = torch.tensor([inf, -inf, nan])
     op(w, grad, m, v, r, step=2, lr=1e-3, **BETAS)
     assert w[:2].isnan().all() and w[2].isnan() and w[4:].isfinite().all()
-
-
-def test_a_remainder_makes_the_weight_an_fp32_one(device):
-    """Weights, gradients and states in fp32, and bf16 weights with a remainder: the same numbers, to the bit."""
-    w, m, v, r = start((ODD,), torch.bfloat16, torch.float32, device, remainder=True)
-    grads = torch.randn(5, ODD, device=device)
-    wide = run(adamw, [w.float(), m, v, None], grads)
-    found = run(adamw, [w, m, v, r], grads)
-    for actual, exact in zip((join_master(found[0], found[3]), *found[1:3]), wide[:3], strict=True):
-        assert torch.equal(bits_of(actual), bits_of(exact))
-    assert (found[3] != 0).double().mean() > 0.9
-    assert torch.equal(found[0], split_master(wide[0])[0])
 
 
 def test_masters_are_kept_in_all_their_bits(device):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import CHUNK
 from tests.kernels.cases import LAYOUTS, Case, Maker, drawn, pairwise
 from tests.kernels.judge import (
     DTYPES,
@@ -29,6 +30,7 @@ from tests.kernels.judge import (
 )
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits, large
 from tests.kernels.ops import OPS, complete, medium, public_ops
+from tests.kernels.seen import adding_in_place
 
 BLOCKS, PARTS = 8, 6
 each_op = pytest.mark.parametrize("name", OPS)
@@ -198,6 +200,35 @@ def test_runs_twice(device, poison, name):
     with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
         upstream = [g.requires_grad_() for g in upstream]
         sum(g.sum() for g in torch.autograd.grad(again, leaves, upstream, create_graph=True)).backward()
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["", "in chunks"])
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.matmuls or name == "embedding"])
+def test_adds_to_the_gradient_in_place(device, poison, name, small):
+    """Micro-batches add to the .grad of each weight; who asks for a gradient alone leaves .grad as it was."""
+    op, chosen = OPS[name], {}
+    if small and not (chosen := {n: v for n, v in {"tiles": True, "workspace_bytes": 1}.items() if n in op.choices}):
+        pytest.skip("has no chunks")
+    m = Maker(random.Random(0), torch.float32, device)
+    complete(name, m)
+    case, upstream = op.make(m, CHUNK + 2, **op.complete, **chosen), {}
+    expected = run(op.reference, case, upstream, torch.float64)
+    weights = [n for n, t in case.tensors.items() if t.requires_grad and not n.endswith(("x", "up", "weights"))]
+    case.tensors |= zip(weights, adding_in_place(*(case.tensors[n] for n in weights)), strict=True)
+
+    def outputs():
+        found = outputs_of(op.call, case.tensors, case.options)
+        return [found[n] for n in upstream]
+
+    for times in (1, 2, 3):
+        torch.autograd.backward(outputs(), list(upstream.values()))
+        for n in weights:
+            grad, wanted = case.tensors[n].grad, times * expected[f"d_{n}"]
+            # fp32 sums of some hundred terms, in another order
+            torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    before = [case.tensors[n].grad.clone() for n in weights]
+    torch.autograd.grad(outputs(), [case.tensors[n] for n in weights], list(upstream.values()))
+    assert all(torch.equal(case.tensors[n].grad, grad) for n, grad in zip(weights, before, strict=True))
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.runs_once])

@@ -1,16 +1,11 @@
-"""NF4: every index is that of the nearest code, the bytes are those of bitsandbytes, and what is packed comes back."""
+"""NF4: the kernels give the bits of the reference. tests/tools/test_nf4.py compares them with bitsandbytes."""
 
 import math
 
 import pytest
 import torch
 
-from ligermodels.kernels.nf4 import (
-    dequantize_nf4,
-    dequantize_nf4_reference,
-    quantize_nf4,
-    quantize_nf4_reference,
-)
+from ligermodels.kernels.nf4 import dequantize_nf4, dequantize_nf4_reference, quantize_nf4, quantize_nf4_reference
 from tests.kernels.on_gpu import large
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -54,60 +49,6 @@ def test_kernels_give_the_bits_of_the_reference(device, poison, shape, double):
             assert found.shape == shape and same(found, dequantize_nf4_reference(packed, state, out))
             into = torch.empty(shape, dtype=out, device=device)
             assert dequantize_nf4(packed, state, out=into) is into and torch.equal(into, found)
-
-
-# Against bitsandbytes
-
-
-@pytest.fixture(scope="module")
-def bnb():
-    return pytest.importorskip("bitsandbytes.functional")
-
-
-def nest_exactly(functional, absmax):
-    """absmax in 8 bits, by the code of bitsandbytes that finds the nearest; its library for fp32 looks up a table."""
-    offset = absmax.mean()
-    code = functional.create_dynamic_map().to(absmax.device)
-    found = torch.ops.bitsandbytes.quantize_blockwise.default((absmax - offset).double(), code, 256)
-    return *found, code, offset
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.filterwarnings("ignore")
-def test_bytes_are_those_of_bitsandbytes(bnb, shape):
-    for dtype in DTYPES:
-        for block in (64, 256):
-            weight = make(shape, dtype)
-            packed, state = quantize_nf4_reference(weight, block=block, double=False)
-            theirs, wanted = bnb.quantize_4bit(weight, blocksize=block, quant_type="nf4")
-            assert same(packed, theirs) and same(state.code, wanted.code)
-            # A block of zeros at the end has an absmax of 1e-38 there.
-            torch.testing.assert_close(state.absmax, wanted.absmax, rtol=0, atol=2e-38)
-            nested = quantize_nf4_reference(weight, block=block)[1]
-            index, sizes, code, offset = nest_exactly(bnb, state.absmax)
-            assert same(nested.offset, offset) and same(nested.nested_code, code)
-            if len(state.absmax) > 1:  # else all of absmax is the offset, and what is left is 0 / 0
-                assert same(nested.absmax, index.view(-1)) and same(nested.nested_absmax, sizes.float())
-
-
-@pytest.mark.parametrize("shape", [(33, 70), (48, 128), (1, 64), (130, 256)], ids=str)
-@pytest.mark.parametrize("double", [True, False])
-@pytest.mark.filterwarnings("ignore")
-def test_what_bitsandbytes_has_packed_is_dequantised_to_its_bits(bnb, device, shape, double):
-    for dtype in DTYPES:
-        weight = make(shape, dtype)
-        theirs, wanted = bnb.quantize_4bit(weight, compress_statistics=double, quant_type="nf4")
-        state = quantize_nf4_reference(weight, double=double)[1]._replace(absmax=wanted.absmax)
-        if double:
-            state = state._replace(nested_absmax=wanted.state2.absmax, offset=wanted.offset)
-        expected = bnb.dequantize_4bit(theirs, wanted)
-        assert same(dequantize_nf4_reference(theirs, state), expected)
-        there = state._replace(**{k: v.to(device) for k, v in state._asdict().items() if isinstance(v, torch.Tensor)})
-        if dtype != torch.bfloat16 or device == "cuda":
-            assert same(dequantize_nf4(theirs.to(device), there).cpu(), expected)
-
-
-# On a GPU, and what raises
 
 
 @large

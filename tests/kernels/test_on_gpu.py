@@ -12,7 +12,6 @@ from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.linear import joint_linear
 from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
 from ligermodels.kernels.quantized import FORMATS, quantize, quantized_glu, quantized_linear
-from ligermodels.kernels.rope import rope
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.test_linear import several
 from tests.kernels.test_mlp import MODES, of_two, two_weights
@@ -30,16 +29,6 @@ def joint_weights(dtype):
 def mlp_of_joint_weights(dtype, mode):
     inputs, dy = two_weights("cuda", "joint", 300, hidden=512, inner=1536, out=512, dtype=dtype)
     return functools.partial(of_two, **MODES[mode]), inputs, [dy]
-
-
-def rope_in_place(dtype):
-    qkv, angles = random(2, 300, 48 * 128, dtype=dtype).requires_grad_(), random(1, 300, 64, dtype=torch.float32)
-    grads = [random(2, 300, heads, 128, dtype=dtype) for heads in (32, 8, 8)]
-
-    def op(x, cos, sin):
-        return rope(x * 2, cos, sin, num_heads=32, num_kv_heads=8, inplace=True)
-
-    return op, [qkv, angles.cos(), angles.sin()], grads
 
 
 def int2(dtype):
@@ -71,7 +60,7 @@ def of_few_bits(dtype, kind):
 
 
 def a_step_of_adamw(dtype, weight):
-    """step, lr and factor are on the device, so that a replayed graph reads them anew."""
+    """step, lr and factor are on the device, so that a replayed graph reads their values again."""
     w, m, v, grad = (random(5000, dtype=weight) for _ in range(4))
     r = torch.zeros_like(w, dtype=torch.int16) if weight == torch.bfloat16 else None
     step, lr, factor = torch.zeros((), device="cuda"), torch.tensor(1e-3, device="cuda"), torch.ones((), device="cuda")
@@ -95,7 +84,6 @@ ALL = CAPTURES | WAITS | COMPILES
 CASES = {
     "joint weights": (joint_weights, ALL),
     **{f"mlp, {mode}": (functools.partial(mlp_of_joint_weights, mode=mode), ALL) for mode in MODES},
-    "rope in place": (rope_in_place, ALL),
     "int2": (int2, ALL),
     "argmax": (greedy, CAPTURES | WAITS),
     "gemv": (gemvs, CAPTURES | WAITS),

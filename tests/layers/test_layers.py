@@ -1,4 +1,5 @@
-"""Norms, MLPs and blocks against plain compositions of torch.nn, and what must be called: hooks and adapters."""
+"""Layers: hooks and adapters are called, autocast, and arguments that do not fit. tests/arch compares what they compute
+with transformers."""
 
 import copy
 
@@ -8,8 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels.layers as L
+from ligermodels.errors import InputError
+from ligermodels.layers import attention
 from ligermodels.layers.linear import is_fusable
-from tests.layers.test_attention import batch_of
+from ligermodels.layers.state import KeyValues
+
+
+def batch_of(length):
+    return L.Batch(rotary={"full": L.RotaryEmbedding(8)(torch.arange(length)[None])})
+
+
+def make_attention(**options):
+    return L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, **options)
 
 
 class Halved(nn.Module):
@@ -56,10 +67,10 @@ def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute
 
 
 class Block(nn.Module):
-    def __init__(self, **options):
+    def __init__(self):
         super().__init__()
         self.input_layernorm = L.RMSNorm(16)
-        self.attn = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, **options)
+        self.attn = make_attention()
         self.mlp_norm = L.RMSNorm(16)
         self.mlp = L.GatedMLP(16, 24)
 
@@ -88,3 +99,45 @@ def test_autocast_computes_as_torch_would():
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=2e-2, atol=2e-2, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
+    rope, asked = attention.rope, []
+    monkeypatch.setattr(
+        attention, "rope", lambda *args, **options: asked.append(options["inplace"]) or rope(*args, **options)
+    )
+    layer, x, kept = make_attention(), torch.randn(1, 5, 16), []
+    layer(x, batch_of(5))
+    layer.k_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    layer(x, batch_of(5))  # by rope_qk, which writes new memory
+    packed = make_attention(projections=("qkv_proj", "o_proj"))
+    packed.qkv_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    packed(x, batch_of(5))
+    assert asked == [True, False]
+    assert torch.equal(kept[0], F.linear(x, layer.k_proj.weight))
+    assert torch.equal(kept[1], F.linear(x, packed.qkv_proj.weight))
+
+
+def cross(states):
+    layer = L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, eps=1e-5)
+    return layer(torch.randn(2, 3, 16), L.Batch(cross=L.CrossStates(states=states)))
+
+
+REFUSED = {
+    "padding is for attention of all to all": lambda x, cache: make_attention(rope=None)(
+        x, L.Batch(padding=x[..., 0] > 0)
+    ),
+    "not causal cannot be cached": lambda x, cache: make_attention(rope=None, causal=False)(x, L.Batch(), cache),
+    "packed sequences cannot go into a KV cache": lambda x, cache: make_attention(rope=None)(
+        x, L.Batch(cu_seqlens=torch.tensor([0, 9], dtype=torch.int32), max_seqlen=9), cache
+    ),
+    "has no tables 'local'": lambda x, cache: make_attention(rope="local")(x, batch_of(9)),
+    "no states of images, and none in the cache": lambda x, cache: cross(None),
+    r"\[2, 3\] tokens, \[1, 7\] states .* batch of one row": lambda x, cache: cross(torch.randn(1, 7, 16)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    with pytest.raises(InputError, match=message):
+        REFUSED[message](torch.randn(1, 9, 16), KeyValues(1, 9, 2, 8, dtype=torch.float32, device="cpu"))

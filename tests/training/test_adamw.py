@@ -134,26 +134,6 @@ def test_master_weights_are_fp32_training(device):
         assert p is low.idle or not torch.equal(a.master(p), p.float())
 
 
-@pytest.mark.parametrize("options", [dict(seed=5), {**EXACT, "max_grad_norm": 0.1}])
-def test_a_resumed_run_is_the_uninterrupted_one(device, options):
-    ids = batches(device, 6)
-    whole = Net(device, torch.bfloat16)
-    train(whole, AdamW(groups(whole), 1e-2, **options), ids)
-    first = Net(device, torch.bfloat16)
-    optimizer = AdamW(groups(first), 1e-2, **options)
-    train(first, optimizer, ids[:3])
-    file = io.BytesIO()
-    torch.save([first.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    second = Net(device, torch.bfloat16)
-    second.load_state_dict(weights)
-    resumed = AdamW(groups(second), **{**options, "seed": 0})  # lr and seed are those of the file
-    resumed.load_state_dict(state)
-    train(second, resumed, ids[3:])
-    assert_same(whole, second)
-
-
 def test_checkpoints_of_torch_go_both_ways(device):
     ids = batches(device, 6)
     whole = Net(device)

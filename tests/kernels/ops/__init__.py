@@ -22,6 +22,7 @@ from tests.kernels.ops.elementwise import (
     eager_rope_qk,
     embedding_op,
     norm,
+    rope_in_place,
     rotation,
 )
 from tests.kernels.ops.losses import linear_loss_op, logprobs_op, loss_op
@@ -53,6 +54,7 @@ OPS: dict[str, Op] = {
         kernels.add_layer_norm, kernels.add_layer_norm_reference, after_sum(eager_layer_norm), add=True, layer=True
     ),
     "rope": rotation(kernels.rope, kernels.rope_reference, eager_rope, packed=True),
+    "rope in place": rotation(rope_in_place, kernels.rope_reference, eager_rope, packed=True),
     "rope_qk": rotation(kernels.rope_qk, kernels.rope_qk_reference, eager_rope_qk, packed=False),
     "glu": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False),
     "glu of two tensors": activation_op(

@@ -130,6 +130,11 @@ def eager_rope(qkv, cos, sin, *, num_heads, num_kv_heads):
     return *eager_rope_qk(q, k, cos, sin), v
 
 
+def rope_in_place(qkv, cos, sin, **options):
+    """Over the output of a projection, as it is used."""
+    return kernels.rope(qkv * 1, cos, sin, inplace=True, **options)
+
+
 def rotation(call, reference, eager, *, packed: bool) -> Op:
     def make(m, rows, *, kv_heads, groups, dim, share=1.0, scale=1.0, positions=None):
         batch = 2 if rows % 2 == 0 and rows else 1
