@@ -7,8 +7,9 @@ from transformers.models.mllama.processing_mllama import (
 )
 
 from tests.arch.suite import rope
+from tests.sizes import SIZES
 
-VOCAB, IMAGE = 97, 97
+IMAGE = SIZES["vocab_size"]
 RATIOS = [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]]
 
 
@@ -16,12 +17,7 @@ def tiny(vision=(), rope_parameters=None, **text):
     """A tile has 4 patches of 4 x 4 pixels and the class token."""
     base = dict(
         model_type="mllama_text_model",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=44,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         cross_attention_layers=[1, 3],
         max_position_embeddings=128,
         rope_parameters=rope_parameters or rope("default"),
@@ -43,7 +39,7 @@ def tiny(vision=(), rope_parameters=None, **text):
     )
     return dict(
         model_type="mllama",
-        text_config={**base, **text},
+        text_config={**SIZES, **base, **text},
         vision_config={**tower, **dict(vision)},
         image_token_index=IMAGE,
     )

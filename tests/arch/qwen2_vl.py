@@ -3,6 +3,7 @@
 import torch
 
 import ligermodels
+from tests.sizes import SIZES
 
 VOCAB, IMAGE, VIDEO, START, END = 97, 90, 91, 92, 93
 
@@ -10,12 +11,6 @@ VOCAB, IMAGE, VIDEO, START, END = 97, 90, 91, 92, 93
 def tiny(vision=None, **changes):
     base = dict(
         model_type="qwen2_vl",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=128,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
@@ -29,7 +24,7 @@ def tiny(vision=None, **changes):
         vision_config=dict(depth=2, embed_dim=16, num_heads=2, mlp_ratio=2, patch_size=2, hidden_size=32)
         | (vision or {}),
     )
-    return {**base, **changes}
+    return {**SIZES, **base, **changes}
 
 
 def rope(rope_type, sections=(1, 1, 2), **values):

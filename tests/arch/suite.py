@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels.checkpoint import weights
 from ligermodels.errors import InputError
+from tests.sizes import SIZES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
@@ -40,19 +41,8 @@ LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 
 def tiny_config(model_type, **changes):
     """Keyword arguments of a small transformers config."""
-    base = dict(
-        model_type=model_type,
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope_parameters=rope("default"),
-    )
-    return {**base, **changes}
+    base = dict(model_type=model_type, max_position_embeddings=128, rms_norm_eps=1e-5, rope_parameters=rope("default"))
+    return {**SIZES, **base, **changes}
 
 
 def relative(actual, expected):

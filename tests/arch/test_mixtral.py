@@ -4,16 +4,7 @@ import pytest
 import torch
 
 import ligermodels
-from tests.arch.suite import (
-    LOGITS,
-    Suite,
-    check_gradients,
-    check_other_layout,
-    relative,
-    theirs,
-    tiny_config,
-    write_checkpoint,
-)
+from tests.arch.suite import LOGITS, Suite, Tiny, check_gradients, check_other_layout, relative, tiny_config
 
 
 def tiny(**changes):
@@ -76,74 +67,50 @@ class TestMixtral(Suite):
         check_other_layout(model, folder, tensors, dict(input_ids=ids), tmp_path / "again")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = tiny(num_local_experts=6, router_aux_loss_coef=0.2, router_jitter_noise=0.2)
-    return write_checkpoint(config, tmp_path_factory.mktemp("mixtral") / "hf")
+class TestRouter(Tiny):
+    arch = ligermodels.Mixtral
+    TINY = {"six_experts": tiny(num_local_experts=6, router_aux_loss_coef=0.2, router_jitter_noise=0.2)}
 
+    @pytest.fixture
+    def ids(self):
+        return torch.randint(3, 97, (2, 24))
 
-@pytest.fixture
-def hf(folder):
-    return theirs(folder)
+    @pytest.mark.parametrize(("side", "checkpointing"), [("none", False), ("left", True), ("right", False)])
+    def test_the_balancing_loss_is_that_of_transformers(self, hf, model, ids, side, checkpointing):
+        mask = torch.ones(2, 24, dtype=torch.long)
+        mask[1, :9] = 0
+        mask = {"none": None, "left": mask, "right": mask.flip(1)}[side]
+        labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+        if side == "left":
+            labels = labels.index_fill(1, torch.tensor([9]), -100)  # else the padding would have to predict it
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        inputs = dict(attention_mask=mask, position_ids=positions, labels=labels, output_router_logits=True)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train().config.router_jitter_noise = 0.0
+            for layer in model.decoder.layers:
+                layer.mlp.jitter_noise = 0.0
+        expected, output = hf(ids, **inputs), model(ids, **inputs)
+        tokens = torch.ones(48, dtype=torch.bool) if mask is None else mask.bool().flatten()
+        assert len(output.router_logits) == len(expected.router_logits) == 2
+        for found, wanted in zip(output.router_logits, expected.router_logits, strict=True):
+            assert found.shape == (48, 6) and relative(found[tokens], wanted[tokens]) < LOGITS
+        for name in ("aux_loss", "loss"):
+            assert abs(output[name] - expected[name]) < LOGITS * expected[name], name
+        plain = model(ids, mask, positions, labels)
+        assert plain.aux_loss is plain.router_logits is None
+        assert abs(output.loss - plain.loss - 0.2 * output.aux_loss) < LOGITS * output.loss
+        assert output.aux_loss > 2.05  # it is 2 for balanced experts: its part of the gradients is no rounding error
+        output.loss.backward()
+        expected.loss.backward()
+        check_gradients(hf, model, named_on_disk)
 
-
-@pytest.fixture
-def model(folder):
-    return ligermodels.Mixtral.from_hub(folder, progress=False)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 97, (2, 24))
-
-
-# The balancing loss
-
-
-def padded(side):
-    mask = torch.ones(2, 24, dtype=torch.long)
-    mask[1, :9] = 0
-    return {"none": None, "left": mask, "right": mask.flip(1)}[side]
-
-
-@pytest.mark.parametrize(("side", "checkpointing"), [("none", False), ("left", True), ("right", False)])
-def test_the_balancing_loss_is_that_of_transformers(hf, model, ids, side, checkpointing):
-    mask = padded(side)
-    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
-    if side == "left":
-        labels = labels.index_fill(1, torch.tensor([9]), -100)  # else the padding would have to predict it
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = dict(attention_mask=mask, position_ids=positions, labels=labels, output_router_logits=True)
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        model.train().config.router_jitter_noise = 0.0
-        for layer in model.decoder.layers:
-            layer.mlp.jitter_noise = 0.0
-    expected, output = hf(ids, **inputs), model(ids, **inputs)
-    tokens = torch.ones(48, dtype=torch.bool) if mask is None else mask.bool().flatten()
-    assert len(output.router_logits) == len(expected.router_logits) == 2
-    for found, wanted in zip(output.router_logits, expected.router_logits, strict=True):
-        assert found.shape == (48, 6) and relative(found[tokens], wanted[tokens]) < LOGITS
-    for name in ("aux_loss", "loss"):
-        assert abs(output[name] - expected[name]) < LOGITS * expected[name], name
-    plain = model(ids, mask, positions, labels)
-    assert plain.aux_loss is plain.router_logits is None
-    assert abs(output.loss - plain.loss - 0.2 * output.aux_loss) < LOGITS * output.loss
-    assert output.aux_loss > 2.05  # it is 2 for balanced experts: its part of the gradients is no rounding error
-    output.loss.backward()
-    expected.loss.backward()
-    check_gradients(hf, model, named_on_disk)
-
-
-# Jitter
-
-
-def test_jitter_is_drawn_as_transformers_draws_it(hf, model, ids):
-    found = []
-    for one in (hf, model):
-        torch.manual_seed(7)
-        found.append(one.train()(ids).logits)
-    assert relative(found[1], found[0]) < LOGITS
-    assert relative(model.eval()(ids).logits, found[0]) > 100 * LOGITS
-    torch.manual_seed(8)
-    assert relative(model.train()(ids).logits, found[0]) > 100 * LOGITS
+    def test_jitter_is_drawn_as_transformers_draws_it(self, hf, model, ids):
+        found = []
+        for one in (hf, model):
+            torch.manual_seed(7)
+            found.append(one.train()(ids).logits)
+        assert relative(found[1], found[0]) < LOGITS
+        assert relative(model.eval()(ids).logits, found[0]) > 100 * LOGITS
+        torch.manual_seed(8)
+        assert relative(model.train()(ids).logits, found[0]) > 100 * LOGITS

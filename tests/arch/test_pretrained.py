@@ -18,11 +18,9 @@ from ligermodels import CheckpointError, ConfigError, HubError, InputError, Llam
 from ligermodels.arch import placement
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.weights import same_bits
+from tests.sizes import SIZES
 
-SIZES = dict(
-    vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, initializer_range=0.2,
-)  # fmt: skip
+LAYERS = dict(num_hidden_layers=3, initializer_range=0.2)
 FAMILIES = {
     "llama": dict(tie_word_embeddings=True),
     "qwen2": dict(tie_word_embeddings=False),
@@ -40,7 +38,7 @@ def folders(tmp_path_factory):
     for family, own in FAMILIES.items():
         made[family] = tmp_path_factory.mktemp(family)
         torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(family, **SIZES, **own)
+        config = transformers.AutoConfig.for_model(family, **{**SIZES, **LAYERS, **own})
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(made[family])
     return made
 

@@ -102,10 +102,10 @@ def test_what_a_block_saves_per_token(device):
         num_key_value_heads=2,
     )  # fmt: skip
     block = ARCHS["llama"].from_config(config, dtype=torch.float16, device=device).model.layers[0]
-    cos, sin = L.RotaryEmbedding(hidden // heads)(torch.arange(length, device=device)[None])
-    batch = L.Batch(cos=cos, sin=sin)
+    tables = L.RotaryEmbedding(hidden // heads)(torch.arange(length, device=device)[None])
+    batch = L.Batch(rotary={"full": tables})
     x, residual = torch.randn(2, 2, length, hidden, dtype=torch.float16, device=device)
-    given = {t.untyped_storage().data_ptr() for t in (*block.parameters(), batch.cos, batch.sin)}
+    given = {t.untyped_storage().data_ptr() for t in (*block.parameters(), *tables)}
     _, saved = saved_by(lambda: block(x.requires_grad_(), residual.requires_grad_(), batch))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     found = sum(size for pointer, size in storages.items() if pointer not in given)

@@ -15,19 +15,11 @@ from ligermodels.arch.fusion import short_names
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import linear
 from ligermodels.layers.linear import obstacle
+from tests.sizes import SIZES
 
 attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
 
-CONFIG = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
+CONFIG = dict(SIZES, num_hidden_layers=3, tie_word_embeddings=True)
 
 
 class Adapter(nn.Module):

@@ -10,11 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from ligermodels.arch import ARCHS
 from ligermodels.parallel import Checkpoints
 from ligermodels.training import AdamW
+from tests.sizes import SIZES
 
-CONFIG = dict(
-    model_type="llama", vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
-)  # fmt: skip
+CONFIG = dict(SIZES, model_type="llama", initializer_range=0.2)
 
 
 class Data:

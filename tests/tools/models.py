@@ -11,19 +11,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import ligermodels
+from tests import sizes
 
-SIZES = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=44,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    initializer_range=0.2,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=3,
+SIZES = sizes.SIZES | dict(
+    max_position_embeddings=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=3
 )
 OWN = {
     "llama": dict(tie_word_embeddings=True),

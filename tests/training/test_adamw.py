@@ -1,6 +1,5 @@
 import copy
 import functools
-import io
 
 import pytest
 import torch
