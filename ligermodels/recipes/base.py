@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import losses
 from ligermodels.recipes import formats, masking
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.options import TextOptions, TrainOptions
 from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
 from ligermodels.recipes.rows import Rows
 from ligermodels.text import Tokenizer
@@ -35,8 +35,6 @@ class Recipe:
     Options: ClassVar[type[TrainOptions]]
     splits: ClassVar[bool] = False
     """A text that is longer than max_length becomes several examples, and is not cut."""
-    captured = False
-    """Steps are CUDA graphs."""
     adds_modules = False
     """`prepare` adds modules to the model."""
     trains_model = True
@@ -49,6 +47,7 @@ class Recipe:
     def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
         self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
         self.from_scratch = self.starts_from_scratch(options)
+        self.captured = isinstance(options, TextOptions) and options.capture
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     @classmethod

@@ -15,58 +15,65 @@ import os
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError, TokenizerError
-from ligermodels.recipes.formats import format_of, mixed
-from ligermodels.recipes.masking import IGNORED
+from ligermodels.recipes.formats import format_of
 from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.rows import Joined, Rows, open_rows
 from ligermodels.recipes.workers import Workers
 from ligermodels.text.chat import TemplateError
 
-_WINDOW, _WINDOW_OF_IMAGES = 1000, 64
+WINDOW, WINDOW_OF_IMAGES = 1000, 64
 """Rows that are encoded and packed at a time: an image of a million pixels takes 24 MB."""
-_CHUNK = 50
+CHUNK = 50
 """Rows that a worker process encodes at a time."""
-_NAMED = 3
-"""Rows that a warning or an error names."""
-_ENOUGH = 100
+MAX_UNTRAINED = 0.1
+"""The share of rows without a trained token above which the data is refused."""
+_SHOWN = 3
+"""Rows that a warning or an error shows."""
+_ROWS_TO_STOP = 100
 """Rows after which it is an error if none of them trains a stop token."""
-_REASONS = ("untrained", "cut_away", "truncated")
-_T = TypeVar("_T")
 
 
 class BadRowError(InputError):
     """A row that cannot be read or encoded, which --skip-bad leaves out."""
 
 
-class Outcome(NamedTuple):
-    """What a row gives: its examples, several for a long text that is split, and what is counted."""
-
-    examples: list[Any]
-    counts: Mapping[str, int]
+# ---- encoding ----
 
 
 class Size(NamedTuple):
-    """In place of an example whose tokens nobody needs."""
+    """An example without its tokens."""
 
     size: int
 
 
+class Outcome(NamedTuple):
+    """What a row gives: examples (several of a long text that is split) and counts.
+
+    cut, dropped: of a row that is cut or dropped, its place and its size or the reason.
+    """
+
+    examples: list[Any]
+    counts: Mapping[str, int]
+    cut: str = ""
+    dropped: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """Encodes the rows of one data set, by their indices. It is sent to worker processes.
+    """Makes examples of rows, by their indices. It is sent to worker processes.
 
     process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
-    text becomes several examples; else the example is cut. sizes_only: of each example, only its size.
+    text becomes several examples; else the example is cut. sizes_only: gives the sizes of examples in their place.
     """
 
     rows: Rows
@@ -79,40 +86,36 @@ class Encoder:
 
     def __call__(self, index: int) -> Outcome:
         """Raises BadRowError, which names the row."""
+        where = self.rows.where(index)
         try:
             row = self.rows[index]
             if self.format is not None and (name := format_of(row)) != self.format[0]:
-                raise InputError(mixed(name, self.format))
+                raise InputError(
+                    f"the row is in the format {name!r}, but {self.format[1]} is in {self.format[0]!r}. Next step: "
+                    "train on rows of one format, in files of their own"
+                )
             example = self.process(row)
-            cut = example.cut(self.length)
+            parts = example.split(self.length) if self.split else [example.cut(self.length)]
         except (InputError, TokenizerError) as error:
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
-            text = f"{self.rows.where(index)}: {error}".removesuffix(".") + "."
             advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
-            raise BadRowError(text + advice) from error
+            raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
         if not example.trained:
-            return Outcome([], {"rows": 1, "untrained": 1})
-        counts = {"rows": 1}
-        found = self._split(example) if self.split else [cut]
-        if not self.split and example.size > cut.size:
-            counts |= {"truncated": 1, "tokens_cut": example.size - cut.size}
-        if not (found := [part for part in found if part.trained]):
-            return Outcome([], counts | {"cut_away": 1})
+            reason = "nothing in it is to be trained (no answer, an empty one, or train false)"
+            return Outcome([], {"rows": 1, "untrained": 1}, dropped=f"{where}: {reason}")
+        counts, cut = {"rows": 1}, ""
+        if tokens_cut := example.size - sum(part.size for part in parts):
+            counts |= {"truncated": 1, "tokens_cut": tokens_cut}
+            cut = f"{where} has {example.size:,} tokens"
+        if not (parts := [part for part in parts if part.trained]):
+            reason = f"nothing before --max-length {self.length}, where it is cut, is to be trained"
+            return Outcome([], counts | {"cut_away": 1}, dropped=f"{where}: {reason}")
         if example.ends is not None:
-            ends = bool(example.ends if self.split else cut.ends)
-            counts |= {"asked": 1, "ends": int(ends), "ends_cut": int(example.ends and not ends)}
-        counts |= {"tokens": sum(one.size for one in found), "trained": sum(one.trained for one in found)}
-        return Outcome([Size(one.size) for one in found] if self.sizes_only else found, counts)
-
-    def _split(self, example: Any) -> list[Any]:
-        """A long text in parts of at most `length` tokens; images, which are never cut, belong to the first."""
-        starts = range(0, example.size, self.length)
-        parts = [(example.ids[n : n + self.length], example.labels[n : n + self.length]) for n in starts]
-        return [
-            dataclasses.replace(example, ids=ids, labels=[IGNORED, *labels[1:]], images=None if n else example.images)
-            for n, (ids, labels) in enumerate(parts)
-        ]
+            ends = any(part.ends for part in parts)
+            counts |= {"with_end": 1, "ends": int(ends), "ends_cut": int(example.ends and not ends)}
+        counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
+        return Outcome([Size(part.size) for part in parts] if self.sizes_only else parts, counts, cut)
 
     def encode_many(self, indices: Sequence[int]) -> list[Outcome | LigermodelsError]:
         """The outcomes of rows; an error in place of a row that raises it."""
@@ -125,51 +128,113 @@ class Encoder:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """The batches of some rows, each a list of examples, and where the next window begins.
+class Counts:
+    """What became of the rows: numbers by name, and the first rows that are cut or dropped."""
 
-    named: by reason, the first rows that were cut or left out, with their tokens.
-    """
+    def __init__(self, encoder: Encoder) -> None:
+        self.total, self.length = len(encoder.rows), encoder.length
+        self.numbers, self.cut, self.dropped = collections.Counter[str](), list[str](), list[str]()
+
+    def report(self) -> dict[str, int]:
+        """Numbers by name.
+
+        rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
+        tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none;
+        bad: rows that --skip-bad left out.
+        """
+        names = ("rows", "tokens", "trained", "truncated", "tokens_cut", "untrained", "cut_away", "bad")
+        return {name: self.numbers[name] for name in names}
+
+    def add(self, outcomes: Sequence[Outcome]) -> None:
+        """Raises InputError if too few rows are trained, or no stop token."""
+        number = self.numbers
+        for outcome in outcomes:
+            number.update(outcome.counts)
+        self.cut = [*self.cut, *(outcome.cut for outcome in outcomes if outcome.cut)][:_SHOWN]
+        self.dropped = [*self.dropped, *(outcome.dropped for outcome in outcomes if outcome.dropped)][:_SHOWN]
+        dropped = number["untrained"] + number["cut_away"]
+        if dropped > MAX_UNTRAINED * (number["rows"] - number["bad"]):
+            raise InputError(
+                f"{dropped} of {number['rows']} rows have no token to train: in {number['untrained']} there is none, "
+                f"in {number['cut_away']} none before --max-length {self.length}, where they are cut."
+                + "".join(f"\n  {text}" for text in self.dropped)
+                + "\n  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
+            )
+        if number["rows"] == number["bad"] >= self.total:
+            raise InputError(
+                f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
+            )
+        if number["with_end"] and not number["ends"] and number["rows"] >= min(_ROWS_TO_STOP, self.total):
+            never = f"none of {number['with_end']} rows trains a token that stops the model, which would never stop"
+            if number["ends_cut"]:
+                raise InputError(
+                    f"{never}: {number['ends_cut']} have one, and are cut before it at --max-length {self.length}. "
+                    f"Next step: raise --max-length. {', '.join(self.cut)}"
+                )
+            raise InputError(
+                f"{never}. Likely cause: the chat template's {{% generation %}} ends before the end of the turn, or "
+                "the template ends turns with a token that is none of the model's eos tokens. Next step: "
+                "--chat-template FILE, one that has it"
+            )
+
+    def warnings(self) -> dict[str, str]:
+        """Warnings of rows that are cut, and of rows that are dropped, by kind."""
+        found = {}
+        if self.cut:
+            found["cut"] = (
+                f"rows are cut at --max-length {self.length}, such as: {', '.join(self.cut)}. What comes after is not "
+                "trained, nor the token that ends the answer. To train them whole, raise --max-length"
+            )
+        if self.dropped:
+            lines = "".join(f"\n  {text}" for text in self.dropped)
+            found["dropped"] = f"rows are left out, since no token of them is trained, such as{lines}"
+        return found
+
+
+# ---- batches ----
+
+
+class Window(NamedTuple):
+    """The rows of an epoch from `row` on, encoded, and the batches of them, each a list of examples."""
 
     epoch: int
     row: int
-    next_row: int
-    batches: list[list[Any]]
-    counts: Mapping[str, int]
-    named: Mapping[str, list[tuple[int, int]]]
+    outcomes: Sequence[Outcome] = ()
+    batches: Sequence[Sequence[Any]] = ()
 
 
 class Batches(Iterator[Batch]):
     """Batches of CPU tensors, the arguments of a model's forward, which continue exactly after `load_state_dict`.
 
-    collate: makes a batch of examples. capacity: tokens of a packed batch; or rows of a batch, without packing.
-    sequences: per example, each of up to encoder.length tokens. epochs: after these the iteration ends. shuffle: False
-    for the order of the rows. digest: of the files; a state with another one does not load. workers: processes that
-    encode rows, started at the first batch. max_untrained: the share of rows without a trained token above which
-    InputError is raised. inspect: called once with the batches of the first window, to warn of what is odd in them.
+    recipe: encodes rows and collates examples, as `base.Recipe` does. format: that of all rows, or None. epochs: the
+    iteration ends after these. shuffle: False for the order of the rows. window: rows that are packed together.
+    workers: processes that encode rows. digest: of the files; a state with another one does not load.
     """
 
     def __init__(
-        self, encoder: Encoder, collate: Callable[[Sequence[Any]], Batch], *, capacity: int, packing: bool = True,
-        sequences: int = 1, seed: int = 0, epochs: int | None = None, shuffle: bool = True, window: int = _WINDOW,
-        workers: int = 0, digest: int = 0, max_untrained: float = 0.1,
-        inspect: Callable[[Sequence[Sequence[Any]]], None] | None = None,
+        self, recipe: Any, rows: Rows, format: tuple[str, str] | None = None, *, evaluates: bool = False,
+        epochs: int | None = None, shuffle: bool = True, window: int = WINDOW, workers: int = 0, digest: int = 0,
     ) -> None:  # fmt: skip
-        self.encoder, self.collate, self.capacity, self.packing = encoder, collate, capacity, packing
-        self.sequences, self.seed, self.epochs, self.shuffle = sequences, seed, epochs, shuffle
-        self.window, self.workers, self.digest, self.inspect = window, workers, digest, inspect
-        self.max_untrained = max_untrained
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._named: dict[str, list[tuple[str, int]]] = {}
-        self._warned: set[str] = set()
-        self._rows_without_batch = 0
+        o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
+        self.packing, self.capacity = recipe.batch_size(evaluates)
+        self.collate = recipe.collate_evaluation if evaluates else recipe.collate
+        process = recipe.process_evaluation if evaluates else recipe.process
+        split = recipe.splits and self.packing
+        self.encoder = Encoder(rows, process, o.max_length, format, split, o.skip_bad)
+        self._inspect = None if evaluates else recipe.inspect  # called once, with the batches of the first window
+        self._warned = set[str]()
+        self._settings = {
+            "rows": len(rows), "seed": o.seed, "length": o.max_length, "batch_size": self.capacity,
+            "packing": int(self.packing), "window": window, "digest": digest,
+        }  # fmt: skip
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
-        self._windows = _Prefetch[Window](self._make_windows(epoch, row))
-        self._window = Window(epoch, row, row, [], {}, {})
-        self._batch = 0  # of the window, that comes next
+        self.counts = Counts(self.encoder)
+        self._window, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
+        self._windows = self._make_windows(self.encoder, epoch, row)
+        self._thread = ThreadPoolExecutor(1, "encode")  # encodes the next window meanwhile
+        self._next: Future[Window | None] | None = None
 
     def __next__(self) -> Batch:
         while self._batch == len(self._window.batches):
@@ -178,38 +243,35 @@ class Batches(Iterator[Batch]):
         return self.collate(self._window.batches[self._batch - 1])
 
     def _next_window(self) -> None:
-        window = next(self._windows, None)
-        if window is None:
+        future = self._next or self._thread.submit(next, self._windows, None)
+        self._next = None
+        if (window := future.result()) is None:
             raise StopIteration
+        self._next = self._thread.submit(next, self._windows, None)
         self._window, self._batch = window, 0
-        self._count(window)
-        if int(os.environ.get("RANK", "0")) == 0:
-            self._warn()
+        self.counts.add(window.outcomes)
+        if int(os.environ.get("RANK", "0")):
+            return
+        for kind, text in self.counts.warnings().items():
+            if kind not in self._warned:
+                warnings.warn(text, stacklevel=3)
+                self._warned.add(kind)
+        if self._inspect is not None:
+            self._inspect(window.batches)
+            self._inspect = None
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Ends the thread and the worker processes."""
+        self._thread.shutdown()
         self._windows.close()
-
-    # ---- state ----
 
     def state_dict(self) -> dict[str, int]:
         """The position after the batch that was taken last, and the settings for which it means the same."""
-        return {"epoch": self._window.epoch, "row": self._window.row, "batch": self._batch, **self._settings()}
-
-    def _settings(self) -> dict[str, int]:
-        return {
-            "rows": len(self.encoder.rows),
-            "seed": self.seed,
-            "length": self.encoder.length,
-            "batch_size": self.capacity,
-            "packing": int(self.packing),
-            "window": self.window,
-            "digest": self.digest,
-        }
+        return {"epoch": self._window.epoch, "row": self._window.row, "batch": self._batch, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues after the batch after which `state_dict` was called. Raises InputError if a setting differs."""
-        own = self._settings()
+        own, rows = self._settings, len(self.rows)
         if missing := sorted({"epoch", "row", "batch", *own} - state.keys()):
             raise InputError(f"this is not a state of the data: it lacks {missing}")
         if differ := [name for name in own if own[name] != state[name]]:
@@ -219,12 +281,9 @@ class Batches(Iterator[Batch]):
                 "Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or start "
                 "a new run with another --output-dir"
             )
-        if not 0 <= state["row"] < len(self.encoder.rows) or state["batch"] < 0 or state["epoch"] < 0:
-            raise InputError(f"this is not a position in {len(self.encoder.rows)} rows: {dict(state)}")
+        if not 0 <= state["row"] < rows or state["batch"] < 0 or state["epoch"] < 0:
+            raise InputError(f"this is not a position in {rows} rows: {dict(state)}")
         self.close()
-        self._counts.clear()
-        self._named.clear()
-        self._rows_without_batch = 0
         self._start(int(state["epoch"]), int(state["row"]))
         if state["batch"]:
             self._next_window()
@@ -232,253 +291,114 @@ class Batches(Iterator[Batch]):
                 raise InputError("the rows have changed since the checkpoint: there are fewer batches of them")
             self._batch = int(state["batch"])
 
-    # ---- windows ----
+    def count(self) -> dict[str, int]:
+        """The report of a pass over the data, and the number of its "batches", none of which is made."""
+        number, counts = 0, Counts(self.encoder)
+        with contextlib.closing(self._make_windows(dataclasses.replace(self.encoder, sizes_only=True), 0, 0)) as found:
+            for window in found:
+                if window.epoch:
+                    break
+                counts.add(window.outcomes)
+                number += len(window.batches)
+        return {"batches": number, **counts.report()}
 
-    def _make_windows(self, epoch: int, row: int) -> Iterator[Window]:
-        """The windows from a row of an epoch on. Runs in a thread."""
-        encoder = self.encoder
-        indices = self._indices(epoch, row)
-        outcomes = iter(_in_processes(encoder, indices, self.workers) if self.workers else map(encoder, indices))
-        needed, pending = 1 if self.packing else self.capacity, collections.deque[Outcome]()
+    def _make_windows(self, encoder: Encoder, epoch: int, row: int) -> Generator[Window]:
+        """The windows from a row of an epoch on."""
+        outcomes = self._encode(encoder, epoch, row)
         while self.epochs is None or epoch < self.epochs:
-            found: list[Outcome] = []
-            number, left = 0, len(encoder.rows) - row
-            while len(found) < left and (len(found) < self.window or number < needed):
-                found.append(pending.popleft() if pending else next(outcomes))
-                number += len(found[-1].examples)
-            examples = [example for outcome in found for example in outcome.examples]
+            found, examples = list[Outcome](), list[Any]()
+            # A window without packing has full batches, unless the epoch ends.
+            while row + len(found) < len(self.rows) and (
+                len(found) < self._settings["window"] or (not self.packing and len(examples) % self.capacity)
+            ):
+                found.append(next(outcomes))
+                examples += found[-1].examples
             if self.packing:
                 bins = best_fit([example.size for example in examples], self.capacity)
                 if self.shuffle:
                     bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
+                batches = [[examples[n] for n in bin] for bin in bins]
             else:
-                bins = [[*range(n, min(n + needed, number))] for n in range(0, number, needed)]
-                if len(found) < left and number % needed:  # the next window begins with the examples of the last bin
-                    places = [n for n, outcome in enumerate(found) if outcome.examples]
-                    first = places[bins.pop()[0]]
-                    pending.extendleft(reversed(found[first:]))
-                    found = found[:first]
-            yield self._window_of(epoch, row, found, [[examples[n] for n in bin] for bin in bins])
+                batches = [examples[n : n + self.capacity] for n in range(0, len(examples), self.capacity)]
+            yield Window(epoch, row, found, batches)
             row += len(found)
-            if row == len(encoder.rows):
+            if row == len(self.rows):
                 epoch, row = epoch + 1, 0
 
-    def _window_of(self, epoch: int, row: int, found: list[Outcome], batches: list[list[Any]]) -> Window:
-        counts: collections.Counter[str] = collections.Counter()
-        named: dict[str, list[tuple[int, int]]] = {}
-        order = self._order(epoch) if any(set(_REASONS) & outcome.counts.keys() for outcome in found) else []
-        for n, (_, count) in enumerate(found):
-            counts.update(count)
-            reason = next((reason for reason in _REASONS if reason in count), None)
-            if reason and counts[reason] <= _NAMED:
-                tokens = count.get("tokens", 0) + count.get("tokens_cut", 0)
-                named.setdefault(reason, []).append((int(order[row + n]), tokens))
-        return Window(epoch, row, row + len(found), batches, counts, named)
+    def _encode(self, encoder: Encoder, epoch: int, row: int) -> Iterator[Outcome]:
+        """The outcomes of rows, in processes if there are workers. Raises the error of the first row with one."""
+        indices = self._indices(epoch, row)
+        if not self.workers:
+            yield from map(encoder, indices)
+            return
+        chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
+        with contextlib.closing(Workers(encoder.encode_many, chunks, self.workers)) as found:
+            for outcome in itertools.chain.from_iterable(found):
+                if isinstance(outcome, LigermodelsError):
+                    raise outcome
+                yield outcome
 
     def _indices(self, epoch: int, row: int) -> Iterator[int]:
         """The rows from a place of an epoch on."""
+        rows = len(self.rows)
         for number in itertools.count(epoch):
             if self.epochs is not None and number >= self.epochs:
                 return
-            yield from map(int, self._order(number)[row if number == epoch else 0 :])
-
-    def _order(self, epoch: int) -> Any:
-        rows = len(self.encoder.rows)
-        return self._random(epoch, 0).permutation(rows) if self.shuffle else np.arange(rows)
+            order = self._random(number, 0).permutation(rows) if self.shuffle else np.arange(rows)
+            yield from map(int, order[row if number == epoch else 0 :])
 
     def _random(self, epoch: int, part: int) -> np.random.RandomState:
         """RandomState, because its streams never change with numpy's version: a run may be resumed after an update."""
-        return np.random.RandomState([self.seed % 2**32, epoch, part])
-
-    # ---- counts, warnings and errors ----
-
-    def report(self) -> dict[str, int]:
-        """Counts of the windows since this object was made or resumed.
-
-        rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
-        tokens_cut; untrained: rows left out because no token of them is trained, cut_away: because truncation left
-        none; bad: rows that --skip-bad left out.
-        """
-        names = ("rows", "tokens", "trained", "truncated", "tokens_cut", "untrained", "cut_away", "bad")
-        return {name: self._counts[name] for name in names}
-
-    def count(self) -> dict[str, int]:
-        """The `report` of a pass over the data, and the number of its "batches", none of which is made."""
-        number, encoder = 0, self.encoder
-        self.encoder = dataclasses.replace(encoder, sizes_only=True)
-        windows = _Prefetch[Window](self._make_windows(0, 0))
-        try:
-            for window in windows:
-                if window.epoch:
-                    break
-                self._count(window)
-                number += len(window.batches)
-        finally:
-            windows.close()
-        self.encoder = encoder
-        return {"batches": number, **self.report()}
-
-    def _count(self, window: Window) -> None:
-        """Adds the counts of a window. Raises InputError if too few rows are trained, or no stop token."""
-        counts, length, rows = self._counts, self.encoder.length, self.encoder.rows
-        counts.update(window.counts)
-        for reason, found in window.named.items():
-            names = self._named.setdefault(reason, [])
-            names += [(rows.where(index), tokens) for index, tokens in found[: _NAMED - len(names)]]
-        left_out = counts["untrained"] + counts["cut_away"]
-        if left_out > self.max_untrained * (counts["rows"] - counts["bad"]):
-            raise InputError(
-                f"{left_out} of {counts['rows']} rows have no token to train: in {counts['untrained']} there is none, "
-                f"in {counts['cut_away']} none before --max-length {length}, where they are cut.{self._left_out()}\n"
-                "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
-            )
-        if counts["asked"] and not counts["ends"] and counts["rows"] >= min(_ENOUGH, len(rows)):
-            if counts["ends_cut"]:
-                raise InputError(
-                    f"none of {counts['asked']} rows trains a token that stops the model, which would never stop: "
-                    f"{counts['ends_cut']} have one, and are cut before it at --max-length {length}. Next step: raise "
-                    f"--max-length. {self._cut_rows()}".removesuffix(". ")
-                )
-            raise InputError(
-                f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
-                "cause: the chat template's {% generation %} ends before the end of the turn, or the template ends "
-                "turns with a token that is none of the model's eos tokens. Next step: --chat-template FILE, one "
-                "that has it"
-            )
-        self._rows_without_batch = 0 if window.batches else self._rows_without_batch + window.next_row - window.row
-        if self._rows_without_batch >= len(rows):
-            raise InputError(
-                f"none of the {len(rows)} rows can be trained: {counts['bad']} cannot be read, {left_out} have no "
-                "token to train. Next step: without --skip-bad the first of them is named"
-            )
-
-    def _left_out(self) -> str:
-        """The first rows that are left out, and why; "" without any."""
-        why = {
-            "untrained": "nothing in it is to be trained (no answer, an empty one, or train false)",
-            "cut_away": f"nothing before --max-length {self.encoder.length}, where it is cut, is to be trained",
-        }
-        return "".join(f"\n  {row}: {why[reason]}" for reason in why for row, _ in self._named.get(reason, ()))
-
-    def _cut_rows(self) -> str:
-        """The first rows that are cut, with their tokens; "" without any."""
-        each = f" in {self.sequences} sequences" * (self.sequences > 1)
-        return ", ".join(f"{row} has {tokens:,} tokens{each}" for row, tokens in self._named.get("truncated", ()))
-
-    def _warn(self) -> None:
-        """Warns once of rows that are cut, once of rows that are left out, and calls `inspect`."""
-        found = {}
-        if rows := self._cut_rows():
-            found["cut"] = (
-                f"rows are cut at --max-length {self.encoder.length}, such as: {rows}. What comes after is not "
-                "trained, nor the token that ends the answer. To train them whole, raise --max-length"
-            )
-        if rows := self._left_out():
-            found["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
-        for reason in found.keys() - self._warned:
-            warnings.warn(found[reason], stacklevel=4)
-        self._warned |= found.keys()
-        if self.inspect is not None:
-            self.inspect(self._window.batches)
-            self.inspect = None
+        return np.random.RandomState([self._settings["seed"] % 2**32, epoch, part])
 
 
-class _Prefetch(Iterator[_T]):
-    """The items of a generator, the next of which is made in a thread meanwhile."""
+def encoding_workers(rows: int, counts: bool = False) -> int:
+    """The number of processes that encode rows, for a run or to count; 0 where starting them takes longer.
 
-    def __init__(self, items: Any) -> None:
-        self._items = items
-        self._next: Any = None
-        self._executor = ThreadPoolExecutor(1, "encode")
-
-    def __next__(self) -> _T:
-        future: Any = self._next or self._executor.submit(next, self._items, None)
-        self._next = None
-        if (item := future.result()) is None:
-            raise StopIteration
-        self._next = self._executor.submit(next, self._items, None)
-        return item  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """Ends the thread, and the processes that the generator uses."""
-        self._executor.shutdown()
-        self._items.close()
-
-
-# ---- worker processes ----
-
-
-def workers_for(rows: int, most: int) -> int:
-    """The number of processes that encode rows, one per core; 0 where starting them takes longer than the rows."""
-    if rows < 2000:  # one process encodes as many in a second
+    None during a run on a CPU, whose steps need the cores.
+    """
+    if rows < 2000 or not (counts or torch.cuda.is_available()):  # one process encodes 2000 in a second
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(most, cores) if cores > 1 else 0
+    return min(16 if counts else 4, cores) if cores > 1 else 0
 
 
-def encoding_workers(rows: int) -> int:
-    """The processes that encode rows during a run: none on a CPU, whose steps need the cores."""
-    return workers_for(rows, 4) if torch.cuda.is_available() else 0
-
-
-def _in_processes(encoder: Encoder, indices: Iterator[int], workers: int) -> Iterator[Outcome]:
-    """The outcomes of rows, in their order, encoded ahead in processes. Raises the error of the first row with one."""
-    chunks = iter(lambda: list(itertools.islice(indices, _CHUNK)), [])
-    recipe = getattr(encoder.process, "__self__", encoder.process)
-    modules = (getattr(recipe, "__module__", __name__), "tokenizers")
-    with contextlib.closing(Workers(encoder.encode_many, chunks, workers, modules)) as found:
-        for outcome in itertools.chain.from_iterable(found):
-            if isinstance(outcome, LigermodelsError):
-                raise outcome
-            yield outcome
-
-
-# ---- a run's data ----
+# ---- the data of a run ----
 
 
 class Data:
-    """The training and evaluation data of a run.
+    """The training and evaluation data of a run. train: the batches, without end."""
 
-    recipe: checks the rows, encodes and collates them (`base.Recipe`). train: the batches, without end.
-    """
+    eval_rows: Rows | None = None
+    eval_format: tuple[str, str] | None = None
 
     def __init__(self, options: Any, recipe: Any) -> None:
         self.options, self.recipe = options, recipe
-        rows, evaluation = mixed_rows(options.data, options.seed), None
+        self.rows = join_sources(options.data, options.seed)
         if options.max_samples is not None:
-            rows = Joined([rows], range(min(options.max_samples, len(rows))))
+            self.rows = Joined([self.rows], range(min(options.max_samples, len(self.rows))))
         if options.eval_data is not None:
-            evaluation = open_rows(options.eval_data)
+            self.eval_rows = open_rows(options.eval_data)
         elif options.eval_share:
-            rows, evaluation = held_out(rows, options.eval_share, options.seed)
-        self.rows, self.eval_rows = rows, evaluation
-        self.digest = digest([*rows.files, *(() if evaluation is None else evaluation.files)])
-        self.format = recipe.check_rows(rows)
-        self.eval_format = None if evaluation is None else recipe.check_rows(evaluation, is_evaluation=True)
-        self.train = self._batches(workers=encoding_workers(len(rows)))
-
-    def _batches(self, *, evaluates: bool = False, **more: Any) -> Batches:
-        o, recipe = self.options, self.recipe
-        rows: Any
-        rows, format = (self.eval_rows, self.eval_format) if evaluates else (self.rows, self.format)
-        packing, capacity = recipe.batch_size(evaluates)
-        if not evaluates:
-            more |= dict(inspect=recipe.inspect)
+            self.rows, self.eval_rows = held_out(self.rows, options.eval_share, options.seed)
+        self.format = recipe.check_rows(self.rows)
+        if self.eval_rows is not None:
+            self.eval_format = recipe.check_rows(self.eval_rows, is_evaluation=True)
         config = recipe.tokenizer.files.folder / "config.json"
-        if config.is_file() and "vision_config" in files.read_json(config):
-            more |= dict(window=_WINDOW_OF_IMAGES, workers=0)
-        split = recipe.splits and o.packing
-        process = recipe.process_evaluation if evaluates else recipe.process
-        encoder = Encoder(rows, process, o.max_length, format, split, o.skip_bad)
-        return Batches(
-            encoder, recipe.collate_evaluation if evaluates else recipe.collate, capacity=capacity, packing=packing,
-            sequences=recipe.options.sequences, seed=o.seed, digest=self.digest, **more,
-        )  # fmt: skip
+        self._has_images = config.is_file() and "vision_config" in files.read_json(config)
+        paths = [*self.rows.files, *(() if self.eval_rows is None else self.eval_rows.files)]
+        self.train = self._batches(workers=encoding_workers(len(self.rows)), digest=digest(paths))
+
+    def _batches(self, *, evaluates: bool = False, workers: int = 0, **how: Any) -> Batches:
+        rows, format = (self.eval_rows, self.eval_format) if evaluates else (self.rows, self.format)
+        if self._has_images:
+            workers, how["window"] = 0, WINDOW_OF_IMAGES
+        return Batches(self.recipe, rows, format, evaluates=evaluates, workers=workers, **how)  # type: ignore[arg-type]
 
     def count(self) -> dict[str, int]:
         """The counts of a pass over the training data, as `Batches.count`."""
-        return self._batches(epochs=1, workers=workers_for(len(self.rows), 16)).count()
+        return self._batches(epochs=1, workers=encoding_workers(len(self.rows), counts=True)).count()
 
     def evaluation(self) -> list[Batch]:
         """The batches of one pass over the evaluation data."""
@@ -500,7 +420,7 @@ class Data:
             yield f"{self.rows.where(index)}:{text}"
 
 
-def mixed_rows(sources: Sequence[str], seed: int) -> Rows:
+def join_sources(sources: Sequence[str], seed: int) -> Rows:
     """The rows of several sources. A weight after a source, FILE*1.5, takes all rows once, and half of them again."""
     parts, indices, start = [], list[int](), 0
     for number, source in enumerate(sources):
@@ -510,8 +430,8 @@ def mixed_rows(sources: Sequence[str], seed: int) -> Rows:
         whole, rest = divmod(round(weight * len(rows)), len(rows))
         if not whole and not rest:
             raise InputError(f"data={source}: a weight of {weight:g} leaves none of its {len(rows)} rows")
-        again = random.Random(f"{seed} {number}").sample(range(len(rows)), rest)
-        indices += [start + n for n in [*range(len(rows))] * whole + sorted(again)]
+        repeated = random.Random(f"{seed} {number}").sample(range(len(rows)), rest)
+        indices += [start + n for n in [*range(len(rows))] * whole + sorted(repeated)]
         parts.append(rows)
         start += len(rows)
     return parts[0] if len(parts) == 1 and len(indices) == start else Joined(parts, indices)

@@ -15,27 +15,17 @@ The first line of the table that fits is the format; other keys of a row are ign
 missing, because `datasets` and CSV files give all rows the same keys.
 """
 
-import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import InputError
 from ligermodels.recipes import images
-from ligermodels.recipes.rows import Rows
+from ligermodels.recipes.rows import Rows, parse_json
 
 Message = dict[str, Any]
-KEYS = {
-    "pairs": ("chosen", "rejected"),
-    "unpaired": ("prompt", "completion", "label"),
-    "tokens": ("input_ids",),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt-completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
 _ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "function_call": "function_call"}
 _ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant")
 _ROLES |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
@@ -87,55 +77,37 @@ class Answers:
 Item = Conversation | Text | Tokens | Answers
 
 
-def detect(rows: Rows, sample: int = 100) -> tuple[str, str]:
-    """The format of the first row, and where that is. Raises InputError if one of the first `sample` rows has another.
+def detect(rows: Rows) -> tuple[str, str]:
+    """The format of the first row that can be read, and where that is.
 
-    A row that cannot be read, or has no known format, raises when it is read, or here if all of them are so.
+    Raises the InputError of the first row if none of the first 100 can be read.
     """
-    found: tuple[str, str] | None = None
-    problem: InputError | None = None
-    for index in range(min(sample, len(rows))):
+    first: InputError | None = None
+    for index in range(min(100, len(rows))):
         try:
-            name = format_of(rows[index])
+            return format_of(rows[index]), rows.where(index)
         except InputError as error:
-            problem = problem or InputError(f"{rows.where(index)}: {error}")
-            continue
-        found = found or (name, rows.where(index))
-        if name != found[0]:
-            raise InputError(f"{rows.where(index)}: {mixed(name, found)}")
-    if found is None:
-        raise problem or InputError("there are no rows")
-    return found
+            first = first or InputError(f"{rows.where(index)}: {error}")
+    raise first or InputError("there are no rows")
 
 
 def format_of(row: Mapping[str, Any]) -> str:
     """The format of a row. Raises InputError where no format has its keys."""
-    if row.get("conversation") is not None and row.get("conversations") is None:
-        return "sharegpt"
     present = {key for key, value in row.items() if value is not None}
-    for name, keys in KEYS.items():
-        if present.issuperset(keys):
+    for name, (keys, _) in FORMATS.items():
+        if present.issuperset(keys) or (name == "sharegpt" and "conversation" in present):
             return name
-    for name, keys in KEYS.items():
+    for name, (keys, _) in FORMATS.items():
         if row.keys() >= set(keys):
             null = ", ".join(key for key in keys if row[key] is None)
             raise InputError(f"{null} is null; rows in the format {name!r} have {', '.join(keys)}")
-    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in KEYS.items())
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
     raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
-
-
-def mixed(name: str, expected: tuple[str, str]) -> str:
-    """The error for a row in another format than that which `detect` found."""
-    return (
-        f"the row is in the format {name!r}, but {expected[1]} is in {expected[0]!r}. Next step: train on rows of one "
-        "format, in files of their own"
-    )
 
 
 def read(row: Mapping[str, Any]) -> Item:
     """The row as its format is read. Raises InputError that names the field, but not the row."""
-    name = format_of(row)
-    folder = getattr(row, "folder", None)
+    name, folder = format_of(row), getattr(row, "folder", None)
     row = {key: value for key, value in row.items() if value is not None}
     for key in ("videos", "audio", "audios"):
         if row.get(key):
@@ -144,10 +116,10 @@ def read(row: Mapping[str, Any]) -> Item:
         raise InputError("images, image: give one of the two")
     given = row.get("images") or row.get("image") or None
     if isinstance(given, str) and given.lstrip().startswith("["):  # a list in a CSV file; a path stays as it is
-        given = _json(given, "images")
+        given = _list(given, "images")
     if "chat_template_kwargs" in row:
         raise InputError("chat_template_kwargs: variables of the chat template cannot be set for a row; leave them out")
-    item = _READERS[name](row)
+    item = FORMATS[name][1](row)
     if isinstance(item, Conversation):
         messages, found = images.place(item.messages, given, folder)
         return replace(item, messages=messages, images=found)
@@ -159,39 +131,40 @@ def read(row: Mapping[str, Any]) -> Item:
 
 def with_system(item: Any, text: str | None) -> Any:
     """The item with a system message, if there is a text and its messages begin without one. Raises InputError."""
-    messages = item.messages if isinstance(item, Conversation) else getattr(item, "prompt", "")
     if text is None:
         return item
+    name = "messages" if isinstance(item, Conversation) else "prompt"
+    messages = getattr(item, name, None)
     if not isinstance(messages, list):
         raise InputError("system_prompt: it is for chats, and the row has none; leave it out")
-    if messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": text}, *messages]
-    return replace(item, **{"messages" if isinstance(item, Conversation) else "prompt": messages})
+    return item if messages[0]["role"] == "system" else replace(item, **{name: _system(text) + messages})
 
 
 # ---- one reader for each format ----
 
 
 def _read_pairs(row: dict[str, Any]) -> Answers:
-    chosen, rejected = (_text_or_messages(row, key) for key in ("chosen", "rejected"))
+    chosen, rejected, prompt = (_text_or_messages(row, key) for key in ("chosen", "rejected", "prompt"))
     if isinstance(chosen, str) is not isinstance(rejected, str):
         raise InputError("chosen, rejected: one is a text, the other a list of messages")
     if chosen == rejected:
         raise InputError("chosen, rejected: both are the same, so that nothing can be preferred")
-    prompt = _text_or_messages(row, "prompt") if "prompt" in row else None
-    if isinstance(chosen, str) and isinstance(rejected, str):
+    if isinstance(chosen, str):
         if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
         elif prompt is None:
-            prompt = _shared_text(chosen, rejected)
+            prompt = chosen[: shared_length(chosen, rejected)]
+            if not all(text[len(prompt) :][:1].isspace() for text in (chosen, rejected)):
+                prompt = re.sub(r"\S*$", "", prompt)  # back to the end of a word
+            prompt = prompt.rstrip(" ")  # the space before an answer is the answer's
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
-        shared = _shared_messages(chosen, rejected)  # type: ignore[arg-type]
-        own = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        prompt = own
+        number = shared_length(chosen[:-1], rejected[:-1])
+        shared = chosen[:number]
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # Many data sets give the prompt, and repeat it at the beginning of both conversations.
-        if own is None or (shared and [_said(m) for m in shared[-len(own) :]] == [_said(m) for m in own]):
-            prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
+        if prompt is None or (shared and _role_and_content(shared[-len(prompt) :]) == _role_and_content(prompt)):
+            prompt, chosen, rejected = shared, chosen[number:], rejected[number:]
         elif shared and shared[0]["role"] != "assistant":
             raise InputError("prompt: it is not what chosen and rejected begin with")
     if not prompt:
@@ -202,19 +175,29 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
     return Answers(prompt, (chosen, rejected), tools=_tools(row))
 
 
+def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """The number of items that both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _role_and_content(messages: list[Message]) -> list[tuple[Any, Any]]:
+    return [(message["role"], message.get("content")) for message in messages]
+
+
 def _read_unpaired(row: dict[str, Any]) -> Answers:
     prompt, completion = _prompt_and_completion(row)
     label = row["label"]
     texts = {"true": True, "false": False, "1": True, "0": False}  # in CSV files
     value = texts.get(label.strip().lower()) if isinstance(label, str) else label
     if value not in (True, False):
-        raise InputError(f"label: expected true or false, not {short(label)}")
+        raise _wrong("label", "true or false", label)
     return Answers(prompt, (completion,), bool(value), _tools(row))
 
 
 def _read_tokens(row: dict[str, Any]) -> Tokens:
-    ids = _integers(row, "input_ids")
-    labels = _integers(row, "labels") if "labels" in row else list(ids)
+    row = {"labels": row["input_ids"], **row}
+    ids, labels = _integers(row, "input_ids"), _integers(row, "labels")
     mask = _integers(row, "attention_mask") if "attention_mask" in row else [1] * len(ids)
     if not len(ids) == len(labels) == len(mask):
         raise InputError(f"input_ids, labels, attention_mask: their lengths differ: {len(ids), len(labels), len(mask)}")
@@ -239,25 +222,21 @@ def _read_messages(row: dict[str, Any]) -> Conversation:
 def _read_sharegpt(row: dict[str, Any]) -> Conversation:
     key = "conversations" if "conversations" in row else "conversation"
     turns = _list(row[key], key)
-    if turns and isinstance(turns[0], Mapping) and "role" in turns[0]:  # some sets have OpenAI's keys under this name
+    if not turns or (isinstance(turns[0], Mapping) and "role" in turns[0]):  # some sets have OpenAI's keys here
         messages = _messages(turns, key)
     else:
         messages = [_turn(turn, f"{key}[{n}]") for n, turn in enumerate(turns)]
-        if not messages:
-            raise InputError(f"{key}: it is empty")
-    return Conversation(_system(row) + messages, _tools(row))
+    return Conversation(_system(_text(row, "system", "")) + messages, _tools(row))
 
 
 def _turn(turn: Any, field: str) -> Message:
     if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-        raise InputError(f"{field}: expected the keys from and value, not {short(turn)}")
-    role, value = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None, turn["value"]
-    if role is None:
-        raise InputError(f"{field}.from: {short(turn['from'])} is none of {', '.join(_ROLES)}")
-    if not isinstance(value, str):
-        raise InputError(f"{field}.value: expected a text, not {type(value).__name__}")
-    message: Message = {"role": role, "content": value}
-    if role == "function_call":
+        raise _wrong(field, "the keys from and value", turn)
+    name, value = turn["from"], _text(turn, "value", field=f"{field}.value")
+    if not isinstance(name, str) or name not in _ROLES:
+        raise InputError(f"{field}.from: {short(name)} is none of {', '.join(_ROLES)}")
+    message: Message = {"role": _ROLES[name], "content": value}
+    if name == "function_call":
         calls = _json(value, f"{field}.value")
         calls = calls if isinstance(calls, list) else [calls]
         message = {"role": "assistant", "content": "", "tool_calls": _calls(calls, f"{field}.value")}
@@ -283,15 +262,15 @@ def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _read_alpaca(row: dict[str, Any]) -> Conversation:
-    messages = _system(row)
+    messages = _system(_text(row, "system", ""))
     for n, pair in enumerate(_list(row.get("history", []), "history")):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise InputError(f"history[{n}]: expected [instruction, answer], not {short(pair)}")
+            raise _wrong(f"history[{n}]", "[instruction, answer]", pair)
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    asked = "\n\n".join(text for text in (_text(row, "instruction"), _text(row, "input", default="")) if text)
-    if not asked:
+    question = "\n\n".join(text for text in (_text(row, "instruction"), _text(row, "input", "")) if text)
+    if not question:
         raise InputError("instruction: it is empty")
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output")}]
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
     return Conversation(messages)
 
 
@@ -301,14 +280,24 @@ def _read_text(row: dict[str, Any]) -> Text:
     return Text(text)
 
 
-_READERS: dict[str, Any] = {
-    "pairs": _read_pairs, "unpaired": _read_unpaired, "tokens": _read_tokens, "messages": _read_messages,
-    "sharegpt": _read_sharegpt, "prompt-completion": _read_prompt_completion, "alpaca": _read_alpaca,
-    "text": _read_text,
-}  # fmt: skip
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Item]]] = {
+    "pairs": (("chosen", "rejected"), _read_pairs),
+    "unpaired": (("prompt", "completion", "label"), _read_unpaired),
+    "tokens": (("input_ids",), _read_tokens),
+    "messages": (("messages",), _read_messages),
+    "sharegpt": (("conversations",), _read_sharegpt),
+    "prompt-completion": (("prompt", "completion"), _read_prompt_completion),
+    "alpaca": (("instruction", "output"), _read_alpaca),
+    "text": (("text",), _read_text),
+}
+"""The keys that each format needs, and its reader."""
 
 
 # ---- fields ----
+
+
+def _wrong(field: str, expected: str, value: Any) -> InputError:
+    return InputError(f"{field}: expected {expected}, not {short(value)}")
 
 
 def _json(value: Any, field: str) -> Any:
@@ -316,50 +305,47 @@ def _json(value: Any, field: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{field}: a text that is not valid JSON ({error}): {short(value)}") from error
+        return parse_json(value)
+    except InputError as error:
+        raise InputError(f"{field}: {error}: {short(value)}") from error
 
 
 def _list(value: Any, field: str) -> list[Any]:
     value = _json(value, field)
     if not isinstance(value, list):
-        raise InputError(f"{field}: expected a list, not {type(value).__name__}")
+        raise _wrong(field, "a list", value)
     return value
 
 
-def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
+def _text(row: Mapping[str, Any], key: str, default: str | None = None, field: str = "") -> str:
     value = row.get(key, default)
     if not isinstance(value, str):
-        raise InputError(f"{key}: expected a text, not {type(value).__name__}")
+        raise _wrong(field or key, "a text", value)
     return value
 
 
-def _text_or_messages(row: Mapping[str, Any], key: str) -> str | list[Message]:
-    value = row[key]
-    return value if isinstance(value, str) else _messages(value, key)
+def _text_or_messages(row: Mapping[str, Any], key: str) -> Any:
+    value = row.get(key)
+    return value if value is None or isinstance(value, str) else _messages(value, key)
 
 
 def _integers(row: Mapping[str, Any], key: str) -> list[int]:
     values = _list(row[key], key)
     for n, value in enumerate(values):
         if type(value) is not int:
-            raise InputError(f"{key}: expected a list of integers; at {n} there is {short(value)}")
+            raise _wrong(f"{key}[{n}]", "an integer", value)
     return values
 
 
-def _system(row: Mapping[str, Any]) -> list[Message]:
-    system = _text(row, "system", default="")
-    return [{"role": "system", "content": system}] if system else []
+def _system(text: str) -> list[Message]:
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    if row.get("tools") in (None, "", []):
-        return None
-    tools = _list(row["tools"], "tools")
+    tools = _list(row.get("tools") or [], "tools")
     if not all(isinstance(tool, Mapping) for tool in tools):
-        raise InputError(f"tools: expected a list of JSON schemas, not {short(tools)}")
-    return tools
+        raise _wrong("tools", "a list of JSON schemas", tools)
+    return tools or None
 
 
 def _messages(value: Any, field: str) -> list[Message]:
@@ -371,7 +357,7 @@ def _messages(value: Any, field: str) -> list[Message]:
 
 def _message(message: Any, field: str) -> Message:
     if not isinstance(message, Mapping):
-        raise InputError(f"{field}: expected a dict with role and content, not {short(message)}")
+        raise _wrong(field, "a dict with role and content", message)
     found = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
     role = found.get("role")
     if not isinstance(role, str) or not role:
@@ -384,7 +370,7 @@ def _message(message: Any, field: str) -> Message:
         for n, part in enumerate(content):
             _check_part(part, f"{field}.content[{n}]")
     elif content is not None and not isinstance(content, str):
-        raise InputError(f"{field}.content: expected a text, not {type(content).__name__}")
+        raise _wrong(f"{field}.content", "a text", content)
     if found.get("tool_calls"):
         found["tool_calls"] = _calls(_list(found["tool_calls"], f"{field}.tool_calls"), f"{field}.tool_calls")
     if content is None and not found.get("tool_calls") and not any(found.get(key) for key in _REASONING):
@@ -398,7 +384,7 @@ def _check_part(part: Any, field: str) -> None:
     if kind in ("video", "audio", "input_audio"):
         raise InputError(f"{field}: it is of the type {kind}; recipes train on texts and images only")
     if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
-        raise InputError(f'{field}: expected {{"type": "text", "text": ...}}, not {short(part)}')
+        raise _wrong(field, '{"type": "text", "text": ...}', part)
 
 
 def _calls(calls: list[Any], field: str) -> list[Message]:
@@ -407,10 +393,10 @@ def _calls(calls: list[Any], field: str) -> list[Message]:
     for n, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise InputError(f'{field}[{n}]: expected {{"function": {{"name", "arguments"}}}}, not {short(call)}')
+            raise _wrong(f"{field}[{n}]", '{"function": {"name", "arguments"}}', call)
         arguments = _json(function.get("arguments", {}), f"{field}[{n}].arguments")
         if not isinstance(arguments, Mapping):
-            raise InputError(f"{field}[{n}].arguments: expected a JSON object, not {short(arguments)}")
+            raise _wrong(f"{field}[{n}].arguments", "a JSON object", arguments)
         outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
         found.append({"type": "function", **outer, "function": {**function, "arguments": arguments}})
     return found
@@ -421,29 +407,7 @@ def _train(message: Mapping[str, Any], role: str, field: str) -> Message:
     flags = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
     for key, flag in flags.items():
         if flag not in (0, 1):
-            raise InputError(f"{field}.{key}: expected true or false, not {short(flag)}")
+            raise _wrong(f"{field}.{key}", "true or false", flag)
         if flag and role != "assistant":
             raise InputError(f"{field}.{key}: only messages of the assistant can be trained, not those of {role!r}")
     return {"train": False} if role == "assistant" and not all(flags.values()) else {}
-
-
-def _said(message: Message) -> tuple[Any, Any]:
-    return message["role"], message.get("content")
-
-
-def _shared_messages(first: list[Message], second: list[Message]) -> list[Message]:
-    """The messages that both begin with; the last of each is never among them."""
-    shared = 0
-    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
-        shared += 1
-    return first[:shared]
-
-
-def _shared_text(first: str, second: str) -> str:
-    """The text that both begin with, up to the end of a word: the space before the first other word is the answer's."""
-    shared = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    if shared is None:  # one begins with the other
-        shared = min(len(first), len(second))
-    while shared and not first[shared : shared + 1].isspace() and not first[shared - 1].isspace():
-        shared -= 1
-    return first[:shared].rstrip(" ")

@@ -150,13 +150,10 @@ def add(
         images = Images(token, prepare(sources, [f"image {n + 1}" for n in range(len(sources))]))
         sizes = [prepare.num_tokens(grid) for grid in images.tensors["image_grid_thw"]]
     counts = iter(sizes)
-    repeats = [next(counts) if index == token else 1 for index in ids]
-    trained = [0 if index == token else bit for index, bit in zip(ids, mask, strict=True)]
-    return _repeated(ids, repeats), _repeated(trained, repeats), images
-
-
-def _repeated(values: Sequence[int], repeats: Sequence[int]) -> list[int]:
-    return [value for value, times in zip(values, repeats, strict=True) for _ in range(times)]
+    # Of each token the id, whether it is trained, and how often it stands there.
+    tokens = [(x, 0, next(counts)) if x == token else (x, bit, 1) for x, bit in zip(ids, mask, strict=True)]
+    ids = [index for index, _, times in tokens for _ in range(times)]
+    return ids, [bit for _, bit, times in tokens for _ in range(times)], images
 
 
 def shorten(text: str, token: str) -> str:

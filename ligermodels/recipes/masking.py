@@ -16,16 +16,17 @@ answer is what follows the tokens that they share.
 """
 
 import dataclasses
+import functools
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.recipes.formats import Answers, Conversation, Item, Text, Tokens
+from ligermodels.recipes.formats import Answers, Conversation, Item, Text, Tokens, shared_length
 from ligermodels.recipes.images import Images, add, processor_of, shorten
 from ligermodels.text import Tokenizer, sandbox
+from ligermodels.text.batch import mask_of
 from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
@@ -71,6 +72,18 @@ class Example:
             )
         return dataclasses.replace(self, ids=self.ids[:length], labels=self.labels[:length])
 
+    def split(self, length: int) -> "list[Example]":
+        """Examples of at most `length` tokens each. Images, which are never cut, belong to the first."""
+        return [
+            dataclasses.replace(
+                self,
+                ids=self.ids[start : start + length],
+                labels=[IGNORED, *self.labels[start + 1 : start + length]],
+                images=None if start else self.images,
+            )
+            for start in range(0, self.size, length)
+        ]
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -102,31 +115,37 @@ class Comparison:
 
 
 def encode(item: Item, tokenizer: Tokenizer, *, every_message: bool = False, template: str | None = None) -> Example:
-    """The ids and labels of a conversation, a text or tokens.
+    """The ids and labels of a conversation, a text or tokens. Raises InputError, TokenizerError.
 
     every_message: train all messages, and of a prompt with a completion both; else what the assistant says. template:
     in place of the tokenizer's chat template. A text ends with the tokenizer's eos token.
-    Raises InputError, TokenizerError.
     """
-    if isinstance(item, Conversation):
-        processor = processor_of(tokenizer.files.folder) if item.images else None
-        if processor is not None and template is None:
-            template = processor.chat_template
-        ids, mask = _encode_conversation(item, tokenizer, every_message, template)
-        images = None
-        if processor is not None:
-            ids, mask, images = add(ids, mask, item.images, processor)
-        return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=images)
-    if isinstance(item, Text):
-        ids, mask = _encode_text(item, tokenizer)
-        if every_message:
-            mask = [1] * len(ids)
-        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
+    if isinstance(item, Answers):
+        raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
         return Example(item.ids, [IGNORED, *item.labels[1:]])
-    raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
+    if isinstance(item, Text):
+        whole, eos = item.prompt + item.text, _eos(tokenizer)
+        if item.prompt and not every_message:
+            ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
+        else:
+            ids = tokenizer.encode(whole)
+            mask = [1] * len(ids)
+        if ids[-1:] == [eos]:
+            mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
+        else:
+            ids, mask = [*ids, eos], [*mask, 1]
+        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
+    processor = processor_of(tokenizer.files.folder) if item.images else None
+    if processor is not None and template is None:
+        template = processor.chat_template
+    ids, mask = _encode_conversation(item, tokenizer, every_message, template)
+    images = None
+    if processor is not None:
+        ids, mask, images = add(ids, mask, item.images, processor)
+    return _example(ids, mask, tokenizer.chat_stop_ids, images)
 
 
 def encode_answers(item: Answers, tokenizer: Tokenizer, template: str | None = None) -> Comparison:
@@ -139,27 +158,27 @@ def encode_answers(item: Answers, tokenizer: Tokenizer, template: str | None = N
         prompt, wholes = tokenizer.encode(item.prompt), [tokenizer.encode(item.prompt + text) for text in item.answers]
         wholes = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in wholes]
     else:
+        stops = tokenizer.chat_stop_ids
         names = ("chosen", "rejected") if item.label is None else ("completion",)
-        for name, messages in zip(names, item.answers, strict=True):
-            _check_answer(name, messages)
+        for name, answer in zip(names, item.answers, strict=True):
+            _check_answer(name, answer)
         messages = _without_flags(item.prompt)
         how: dict[str, Any] = dict(tools=item.tools, chat_template=template, tokenize=False)
-        asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **how)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **how)
         texts = [tokenizer.apply_chat_template(messages + answer, **how) for answer in item.answers]
-        if not all(text.startswith(_NO_THOUGHT.sub("", asked)) for text in texts):
+        if not all(whole.startswith(_NO_THOUGHT.sub("", text)) for whole in texts):
             raise InputError(
                 "prompt: the chat template changes it once there is an answer, so that the tokens to train are not "
                 "known. Next step: --chat-template FILE, one that only adds to what it wrote before"
             )
-        prompt, *wholes = [tokenizer.encode(text, add_special_tokens=False) for text in (asked, *texts)]
-        stops = tokenizer.chat_stop_ids
-    start = min(_shared(prompt, whole) for whole in wholes)
+        prompt, *wholes = [tokenizer.encode(one, add_special_tokens=False) for one in (text, *texts)]
+    start = min(shared_length(prompt, whole) for whole in wholes)
     masks = [[0] * start + [1] * (len(whole) - start) for whole in wholes]
     sequences = tuple(_example(whole, mask, stops) for whole, mask in zip(wholes, masks, strict=True))
     return Comparison(sequences, start, item.label)
 
 
-def _check_answer(name: str, messages: Any) -> None:
+def _check_answer(name: str, messages: Sequence[dict[str, Any]]) -> None:
     """Raises InputError for an answer with messages that the model does not write."""
     for n, message in enumerate(messages, 1):
         if message["role"] != "assistant":
@@ -171,16 +190,12 @@ def _check_answer(name: str, messages: Any) -> None:
             raise InputError(f"{name}: message {n} after the prompt is not to be trained, but answers are compared")
 
 
-def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of ids that both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _example(ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None) -> Example:
+def _example(
+    ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None, images: Images | None = None
+) -> Example:
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
     labels[:1] = [IGNORED] * len(labels[:1])
-    return Example(ids, labels, stops)
+    return Example(ids, labels, stops, images)
 
 
 # ---- texts ----
@@ -192,38 +207,12 @@ def _eos(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_token_id
 
 
-def _encode_text(item: Text, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    eos, whole = _eos(tokenizer), item.prompt + item.text
-    if item.prompt:
-        ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
-    else:
-        ids = tokenizer(whole)["input_ids"]
-        mask = [1] * len(ids)
-    if ids[-1:] != [eos]:
-        return [*ids, eos], [*mask, 1]
-    mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
-    return ids, mask
-
-
 def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
     """The ids of the text, and 1 for each that has a character of the spans."""
     found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    return found["input_ids"], _mask_of(found["offset_mapping"], spans)
-
-
-def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
-    """As text.batch.mask_of, which looks at each token, in half the time: spans are few, and offsets ascend."""
-    end = len(offsets)
-    while end and offsets[end - 1] == (0, 0):  # special tokens that were added after the text
-        end -= 1
-    mask = [0] * len(offsets)
-    for start, stop in spans:
-        first = bisect_right(offsets, start, hi=end, key=lambda token: max(token[1], token[0] + 1))
-        last = bisect_left(offsets, stop, hi=end, key=lambda token: token[0])
-        mask[first:last] = [1] * (last - first)
-    return mask
+    return found["input_ids"], mask_of(found["offset_mapping"], spans)
 
 
 # ---- conversations ----
@@ -239,25 +228,15 @@ def _encode_conversation(
     said = [n for n, message in enumerate(item.messages) if message.get("role") == "assistant"]
     trained = [n for n in said if item.messages[n].get("train", True)]
     messages = _without_flags(item.messages)
-    options: dict[str, Any] = {"tools": item.tools, "chat_template": template}
-
-    def render(messages: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
-
+    apply = functools.partial(tokenizer.apply_chat_template, tools=item.tools, chat_template=template)
+    render = functools.partial(apply, tokenize=False)
     if every_message:
         if trained != said:
             raise InputError("every message is trained (--no-assistant-only-loss), but one has train false")
         ids = tokenizer.encode(render(messages), add_special_tokens=False)
         return ids, [1] * len(ids)
     if _has_marks(tokenizer, template, item.tools is not None):
-        found = tokenizer.apply_chat_template(
-            messages,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **options,
-        )
+        found = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = found["input_ids"], found["assistant_masks"]
         return ids, mask if trained == said else _only(mask, said, trained)
     text = render(messages)
@@ -297,37 +276,32 @@ def _spans(
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
             prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
-        if not text.startswith(prompt):
-            raise _rewritten(n)
-        if n == len(messages) - 1:
-            spans.append((len(prompt), len(text)))
-            continue
-        upto = render(messages[: n + 1])
-        if not upto.startswith(prompt):
-            raise _rewritten(n)
-        spans.append((len(prompt), len(prompt) + _length_of_turn(upto[len(prompt) :], text[len(prompt) :], eos, n)))
+        upto, start, length = text if n == len(messages) - 1 else render(messages[: n + 1]), len(prompt), None
+        if text.startswith(prompt) and upto.startswith(prompt):
+            length = _length_of_turn(upto[start:], text[start:], eos)
+        if length is None:
+            raise InputError(
+                f"the chat template changes the conversation up to messages[{n}] once there are messages after it, so "
+                "that the tokens to train are not known. Likely cause: a system prompt or tools, which some templates "
+                "write beside the last message only. Next step: put the system prompt into the first message, or give "
+                "a template that marks the assistant's text by {% generation %} ... {% endgeneration %} "
+                "(--chat-template FILE)"
+            )
+        spans.append((start, start + length))
     return spans
 
 
-def _length_of_turn(turn: str, rest: str, eos: str, n: int) -> int:
+def _length_of_turn(turn: str, rest: str, eos: str) -> int | None:
     """The number of characters at the beginning of `rest` that are the turn, which was rendered as the last one."""
+    if turn == rest:
+        return len(rest)
     for said in (turn, turn.removesuffix(eos)) if eos else (turn,):
         if said and rest.startswith(said):
             return len(said)
-        without_thought = _THOUGHT.sub("", said, count=1).lstrip()
-        after_space = rest.lstrip()
+        without_thought, after_space = _THOUGHT.sub("", said, count=1).lstrip(), rest.lstrip()
         if without_thought and after_space.startswith(without_thought):
             return len(rest) - len(after_space) + len(without_thought)
-    raise _rewritten(n)
-
-
-def _rewritten(n: int) -> InputError:
-    return InputError(
-        f"the chat template changes the conversation up to messages[{n}] once there are messages after it, so that the "
-        "tokens to train are not known. Likely cause: a system prompt or tools, which some templates write beside the "
-        "last message only. Next step: put the system prompt into the first message, or give a template that marks the "
-        "assistant's text by {% generation %} ... {% endgeneration %} (--chat-template FILE)"
-    )
+    return None
 
 
 # ---- an example as text ----

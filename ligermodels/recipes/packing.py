@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ligermodels.recipes import images
 from ligermodels.recipes.masking import IGNORED, Example
@@ -93,16 +94,18 @@ def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
 
     Without examples there is one row of padding, whose attention mask is 1: no row may be without a token.
     """
-    width = max((len(example.ids) for example in examples), default=1)
+    ids = [example.ids for example in examples] or [[pad_id] * multiple]
+    labels = [example.labels for example in examples] or [[IGNORED] * multiple]
+    width = max(map(len, ids))
     width += -width % multiple
-    shape = max(1, len(examples)), width
-    ids, labels, mask = torch.full(shape, pad_id), torch.full(shape, IGNORED), torch.zeros(shape, dtype=torch.int64)
-    if not examples:
-        mask[:] = 1
-    for row, example in enumerate(examples):
-        size = len(example.ids)
-        ids[row, :size] = torch.tensor(example.ids)
-        labels[row, :size] = torch.tensor(example.labels)
-        mask[row, :size] = 1
-    pixels = images.batch([example.images for example in examples] or [None], ids, packed=False)
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask, **pixels}
+
+    def padded(rows: Sequence[list[int]], value: int) -> Tensor:
+        return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+
+    input_ids = padded(ids, pad_id)
+    return {
+        "input_ids": input_ids,
+        "labels": padded(labels, IGNORED),
+        "attention_mask": padded([[1] * len(row) for row in ids], 0),
+        **images.batch([example.images for example in examples], input_ids, packed=False),
+    }

@@ -116,9 +116,8 @@ class Reporter:
         o, progress = trainer.options, trainer.progress
         facts = dict(trainer.plan)
         facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
-        facts["tokens seen"] = (
-            f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(trainer.data.train.report())}"
-        )
+        counts = trainer.data.train.counts.report()
+        facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(counts)}"
         facts["time"] = f"{clock(progress.seconds)} in steps"
         facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
         facts["peak memory"] = f"{self.gib:.2f} GiB ({self.memory})"
@@ -187,7 +186,7 @@ def say(text: str) -> None:
 
 
 def left_out(counts: Mapping[str, int]) -> str:
-    """The rows that were cut or left out, of the counts of `Batches.report`."""
+    """The rows that were cut or left out, of the counts of `Counts.report`."""
     names = {
         "truncated": "rows cut at --max-length",
         "untrained": "rows left out without a token to train",

@@ -35,10 +35,6 @@ class SFTOptions(TextOptions):
 class SFT(Recipe):
     Options = SFTOptions
 
-    def __init__(self, options: SFTOptions, *more: Any) -> None:
-        super().__init__(options, *more)
-        self.captured = options.capture
-
     def process(self, row: Mapping[str, Any]) -> Any:
         return masking.encode(self.read(row), self.tokenizer, every_message=not self.options.assistant_only_loss)
 
@@ -89,10 +85,6 @@ class PretrainOptions(TextOptions):
 class Pretrain(Recipe):
     Options = PretrainOptions
     splits = True
-
-    def __init__(self, options: PretrainOptions, *more: Any) -> None:
-        super().__init__(options, *more)
-        self.captured = options.capture
 
     @classmethod
     def starts_from_scratch(cls, options: PretrainOptions) -> bool:

@@ -1,13 +1,10 @@
 """Worker processes that apply a function to items, ahead of their use and in the order of the items.
 
-torch's DataLoader is not used: after `kill -9` of a run its processes live on under forkserver (torch 2.13), since they
-keep the server alive that they watch; here a process ends when its pipe is closed, however the run ends.
-
-The processes are no forks of the run, whose threads (of tokenizers, torch, CUDA) do not survive in a fork, but of a
-server that multiprocessing starts (forkserver; "spawn" on Windows), which imports what is needed once. Measured on two
-cores with torch 2.13: the server starts in 1.1 s, and each process after it in 5 ms; by "spawn" each takes 1.2 s. As
-everywhere in multiprocessing, what is sent must be picklable, and a script must start its work under
-`if __name__ == "__main__":`. The command `ligermodels` does.
+They are no forks of the run, whose threads (of tokenizers, torch, CUDA) do not survive in a fork, but of a server that
+multiprocessing starts (forkserver; "spawn" on Windows): as everywhere in multiprocessing, what is sent must be
+picklable, and a script must start its work under `if __name__ == "__main__":`. torch's DataLoader is not used: it does
+not say how a process died, and after `kill -9` of a run its processes live on under forkserver (torch 2.13), since they
+keep the server alive that they watch. Here a process ends when its pipe is closed, however the run ends.
 """
 
 import collections
@@ -15,7 +12,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -32,13 +29,10 @@ _AHEAD = 2
 class Workers(Iterator[Any]):
     """work(item) for each item, in the order of the items.
 
-    modules: those that `work` needs, for the server to import. Raises InputError if `work` cannot be pickled,
-    TrainingError if a process dies.
+    Raises InputError if `work` cannot be pickled, TrainingError if a process dies.
     """
 
-    def __init__(
-        self, work: Callable[[Any], Any], items: Iterator[Any], number: int, modules: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, work: Callable[[Any], Any], items: Iterator[Any], number: int) -> None:
         try:
             pickled = pickle.dumps(work)
         except Exception as error:  # many kinds, of what is in it
@@ -52,7 +46,7 @@ class Workers(Iterator[Any]):
         self.close = Finalize(self, _end, (self._workers,), exitpriority=0)
         context: Any = multiprocessing.get_context(_METHOD)
         if _METHOD == "forkserver":
-            context.set_forkserver_preload([__name__, *modules])
+            context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all
         # Ctrl-C and a scheduler's SIGTERM come to all processes, and the run decides: here they are blocked.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS) if hasattr(signal, "pthread_sigmask") else None
         try:
@@ -73,11 +67,11 @@ class Workers(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._busy:
             raise StopIteration
-        worker = self._busy.popleft()
+        worker = process, connection = self._busy.popleft()
         try:
-            result = worker[1].recv()
+            result = connection.recv()
         except (EOFError, OSError):
-            raise self._death(worker[0]) from None
+            raise self._death(process) from None
         self._give(worker)
         return result
 
@@ -87,10 +81,11 @@ class Workers(Iterator[Any]):
             self._busy.append(worker)
 
     def _send(self, worker: tuple[Any, Any], data: bytes) -> None:
+        process, connection = worker
         try:
-            worker[1].send_bytes(data)
+            connection.send_bytes(data)
         except OSError:
-            raise self._death(worker[0]) from None
+            raise self._death(process) from None
 
     def _death(self, process: Any) -> TrainingError:
         process.join(5)
@@ -123,8 +118,8 @@ def _serve(connection: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     torch.set_num_threads(1)
     try:
-        work = pickle.loads(connection.recv_bytes())
+        work = connection.recv()
         while True:
-            connection.send(work(pickle.loads(connection.recv_bytes())))
+            connection.send(work(connection.recv()))
     except (EOFError, OSError):
         return

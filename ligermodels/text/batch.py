@@ -4,6 +4,7 @@ A batch is a dict of columns, {"input_ids": [[1, 5], [1]], "attention_mask": ...
 is imported only where tensors are made.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +88,15 @@ def as_tensors(columns: Columns) -> BatchEncoding:
 def mask_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
     """1 for each token that has a character of one of the spans, 0 for the others.
 
-    offsets, spans: (start, end) in the text, each in order. A token without characters counts as the next one.
+    offsets, spans: (start, end) in the text, each in order. A token without characters counts as the next one,
+    and as 0 at the end.
     """
-    mask, remaining = [], list(reversed(spans))
-    for start, end in offsets:
-        while remaining and remaining[-1][1] <= start:
-            remaining.pop()
-        mask.append(int(bool(remaining) and max(end, start + 1) > remaining[-1][0]))
+    end = len(offsets)
+    while end and offsets[end - 1] == (0, 0):  # special tokens that were added after the text
+        end -= 1
+    mask = [0] * len(offsets)
+    for start, stop in spans:
+        first = bisect_right(offsets, start, hi=end, key=lambda token: max(token[1], token[0] + 1))
+        last = bisect_left(offsets, stop, hi=end, key=lambda token: token[0])
+        mask[first:last] = [1] * (last - first)
     return mask

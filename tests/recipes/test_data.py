@@ -7,7 +7,7 @@ import json
 import os
 import random
 import signal
-import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ligermodels.errors import InputError, TrainingError
-from ligermodels.recipes.data import Batches, Encoder, mixed_rows
+from ligermodels.recipes import data
+from ligermodels.recipes.data import Batches, join_sources
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import Row, open_rows
 from tests.recipes.runs import data_of, recipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --max-length")
+SHARE = data.MAX_UNTRAINED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def any_share():
+    """Rows without a trained token are counted, however many they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "MAX_UNTRAINED", 1.0)
+        yield
 
 
 class Lengths:
@@ -40,20 +50,24 @@ class Lengths:
         return f"lengths:{index + 1}"
 
 
-def encode(row):
-    """A row of one token has nothing to train; one of no token is bad."""
+def encode(row, first=1, end=None):
+    """A row of one token has nothing to train; one of no token is bad. first: the first label; end: a stop token."""
     if not row["length"]:
         raise InputError("length: it is 0")
-    ids = [row["id"]] * row["length"]
-    return Example(ids, [IGNORED, *ids[1:]], (row["id"],))
+    ids = [row["id"]] * row["length"] + [end] * (end is not None)
+    return Example(ids, [IGNORED] * first + ids[first:], (end or row["id"],))
 
 
-def batches_of(rows, process=encode, *, length, packing=True, per_batch=1, split=False, skip_bad=False, **options):
+def batches_of(
+    lengths, process=encode, *, length, packing=True, per_batch=1, split=False, skip_bad=False, seed=0, **how
+):
     """per_batch: rows of a batch, or of a packed one so many times the length."""
-    encoder = Encoder(rows, process, length, split=split, skip_bad=skip_bad)
-    capacity = length * per_batch if packing else per_batch
-    collate = packed_batch if packing else padded_batch
-    return Batches(encoder, collate, capacity=capacity, packing=packing, **options)
+    recipe = SimpleNamespace(
+        options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
+        collate=packed_batch if packing else padded_batch, inspect=lambda batches: None,
+        batch_size=lambda evaluates: (packing, length * per_batch if packing else per_batch),
+    )  # fmt: skip
+    return Batches(recipe, Lengths(lengths), **how)
 
 
 def lengths(number, low=1, high=12, seed=0):
@@ -61,8 +75,9 @@ def lengths(number, low=1, high=12, seed=0):
     return [draw.randint(low, high) for _ in range(number)]
 
 
-def plain(batch):
-    return {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+def plain(batches):
+    """What can be compared with ==."""
+    return [{name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in one.items()} for one in batches]
 
 
 def documents(batch):
@@ -71,24 +86,25 @@ def documents(batch):
         ids, edges = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()
         rows = [ids[start:end] for start, end in itertools.pairwise(edges)]
     else:
-        rows = [
-            row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-        ]
+        pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        rows = [row[mask.bool()].tolist() for row, mask in pairs]
     assert all(len(set(row)) == 1 for row in rows)
     return [(row[0], len(row)) for row in rows if row[0]]
+
+
+def reported(batches):
+    """What was counted, without zeros."""
+    return {name: number for name, number in batches.counts.report().items() if number}
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.builds(lengths, st.integers(1, 80), st.integers(0, 5), st.integers(5, 15), st.integers(0, 99)),
-    packing=st.booleans(),
-    window=st.integers(1, 30),
-    per_batch=st.integers(1, 4),
-    shuffle=st.booleans(),
+    packing=st.booleans(), window=st.integers(1, 30), per_batch=st.integers(1, 4), shuffle=st.booleans(),
     split=st.booleans(),
-)
+)  # fmt: skip
 def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, split):
-    rows, length, split = Lengths(sizes), 8, split and packing
+    length, split = 8, split and packing
     if max(sizes) < 2:
         return
     expected = collections.Counter()
@@ -96,80 +112,46 @@ def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, spl
         parts = [min(length, size - at) for at in range(0, size, length)] if split else [min(size, length)]
         expected.update((n, part) for part in parts if size >= 2 and part > 1)
     epochs = [collections.Counter(), collections.Counter()]
-    batches = batches_of(
-        rows, length=length, packing=packing, per_batch=per_batch, window=window, shuffle=shuffle, split=split,
-        epochs=2, skip_bad=True, max_untrained=1.0,
-    )  # fmt: skip
+    how = dict(packing=packing, per_batch=per_batch, window=window, shuffle=shuffle, split=split)
+    batches = batches_of(sizes, length=length, epochs=2, skip_bad=True, **how)
+    sizes_of_batches = [[], []]
     for batch in batches:
-        epochs[batches.state_dict()["epoch"]].update(documents(batch))
+        epoch, found = batches.state_dict()["epoch"], documents(batch)
+        epochs[epoch].update(found)
+        sizes_of_batches[epoch].append(len(found))
+        assert batch["input_ids"].shape[1] <= length * (per_batch if packing else 1)
         if packing:
-            assert batch["input_ids"].shape[1] <= length * per_batch
             assert (batch["labels"][0, batch["cu_seqlens"][:-1].long()] == IGNORED).all()
-        else:
-            assert batch["input_ids"].shape[0] <= per_batch and batch["input_ids"].shape[1] <= length
         real = batch["labels"] != IGNORED
         assert (batch["labels"] == batch["input_ids"])[real].all()
-        assert real.sum() == sum(size - 1 for _, size in documents(batch))
-    report = batches.report()
-    assert (report["rows"], report["bad"], report["untrained"]) == (
-        2 * len(sizes),
-        2 * sizes.count(0),
-        2 * sizes.count(1),
-    )
-    assert report["tokens"] == 2 * sum(size * count for (_, size), count in expected.items())
-    assert report["trained"] == 2 * sum((size - 1) * count for (_, size), count in expected.items())
+        assert real.sum() == sum(size - 1 for _, size in found)
     assert epochs == [expected, expected]
+    assert packing or all({*of_one[:-1]} <= {per_batch} and of_one[-1] <= per_batch for of_one in sizes_of_batches)
+    report = batches.counts.report()
+    assert [report[name] for name in ("rows", "bad", "untrained", "tokens", "trained")] == [
+        2 * len(sizes), 2 * sizes.count(0), 2 * sizes.count(1),
+        *(2 * sum((size - less) * count for (_, size), count in expected.items()) for less in (0, 1)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_worker_processes_change_nothing(packing):
-    """Windows of 15 rows, chunks of 50: over the ends of windows and epochs, and from the middle on."""
-    rows = Lengths(lengths(117, low=0))
-    options = dict(length=10, per_batch=2, packing=packing, window=15, seed=3, skip_bad=True, max_untrained=1.0)
-    here, there = (batches_of(rows, epochs=3, workers=workers, **options) for workers in (0, 2))
-    for n, (mine, theirs) in enumerate(zip(here, there, strict=True)):
-        assert plain(mine) == plain(theirs) and here.state_dict() == there.state_dict()
-        if n == 20:
-            state = there.state_dict()
-    assert here.report() == there.report()
-    for batches in (here, there):
-        batches.load_state_dict(state)
-    assert [plain(batch) for batch in here] == [plain(batch) for batch in there]
-
-
-class WithTokenizer:
-    """An encoder whose tokenizer splits many texts at once, in threads where it may."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __call__(self, row):
-        example = encode(row)
-        ids = self.tokenizer([f"text {row['id']}"] * 50)["input_ids"][-1]
-        return Example(example.ids + ids, example.labels + ids, example.stops)
-
-
-def test_processes_are_started_beside_busy_threads(byte_level, monkeypatch):
-    """Of tokenizers and of torch, from a thread: what a fork would die of, or wait for without end."""
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    rows, options = Lengths(lengths(60, low=2)), dict(length=30, per_batch=2, epochs=1)
-    expected = [plain(batch) for batch in batches_of(rows, WithTokenizer(byte_level), **options)]
-    found, done = [], threading.Event()
-
-    def busy():
-        while not done.is_set():
-            byte_level(["the threads exist", "from now on"] * 50)
-            torch.ones(64, 64) @ torch.ones(64, 64)
-
-    def work():
-        found.extend(plain(batch) for batch in batches_of(rows, WithTokenizer(byte_level), workers=2, **options))
-
-    threads = [threading.Thread(target=run, daemon=True) for run in (busy, work)]
-    for thread in threads:
-        thread.start()
-    threads[1].join(60)
-    done.set()
-    assert found == expected and len(found) > 10
+def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
+    """Over the ends of windows, of chunks that a process gets, and of epochs."""
+    sizes, how = lengths(117, low=0), dict(length=10, per_batch=2, packing=packing, window=15, seed=3, skip_bad=True)
+    here, there = (batches_of(sizes, epochs=3, workers=workers, **how) for workers in (0, 2))
+    states, expected = [here.state_dict()], []
+    for mine, theirs in zip(here, there, strict=True):
+        expected += plain([mine])
+        states.append(here.state_dict())
+        assert plain([theirs]) == expected[-1:] and there.state_dict() == states[-1]
+    assert reported(here) == reported(there) and states[-1]["epoch"] == 2
+    for at in range(0, len(expected), 7):
+        for resumed in (here, batches_of(sizes, epochs=3, **how)):
+            resumed.load_state_dict(json.loads(json.dumps(states[at])))
+            assert resumed.state_dict() == states[at]
+            assert plain(itertools.islice(resumed, 4)) == expected[at : at + 4]
+    there.load_state_dict(states[20])
+    assert plain(there) == expected[20:]
 
 
 def ends_itself(row, how):
@@ -187,188 +169,134 @@ def ends_itself(row, how):
     ],
 )
 def test_a_process_that_dies_is_named(how, message):
-    process = functools.partial(ends_itself, how=how)
-    batches = batches_of(Lengths([5] * 60), process, length=8, workers=2, shuffle=False)
+    batches = batches_of([5] * 60, functools.partial(ends_itself, how=how), length=8, workers=2, shuffle=False)
     with pytest.raises(TrainingError, match=message):
         list(batches)
 
 
 def test_rows_that_cannot_be_pickled():
     with pytest.raises(InputError, match=r"must be picklable for worker processes: .*lambda"):
-        next(batches_of(Lengths([5] * 60), lambda row: encode(row), length=8, workers=2))
+        next(batches_of([5] * 60, lambda row: encode(row), length=8, workers=2))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_resume_at_any_point(packing):
-    rows = Lengths(lengths(57, low=0))
+def test_the_order_is_drawn_from_seed_and_epoch():
+    def order(seed, epochs=2, **how):
+        batches = batches_of([4] * 12, length=4, packing=False, seed=seed, epochs=epochs, **how)
+        return [documents(batch)[0][0] for batch in batches]
 
-    def make():
-        return batches_of(
-            rows, length=10, per_batch=2, packing=packing, window=20, seed=3, skip_bad=True, max_untrained=1.0
-        )
-
-    undisturbed, states, expected = make(), [], []
-    for _ in range(60):
-        states.append(undisturbed.state_dict())
-        expected.append(plain(next(undisturbed)))
-    assert states[-1]["epoch"] >= 2
-    used = make()
-    for at in range(0, 56, 5):
-        for resumed in (make(), used):
-            resumed.load_state_dict(json.loads(json.dumps(states[at])))
-            assert resumed.state_dict() == states[at]
-            assert [plain(next(resumed)) for _ in range(4)] == expected[at : at + 4]
-
-
-def test_epochs_and_seeds_differ_and_repeat():
-    rows = Lengths(lengths(50, low=2))
-
-    def order(seed, epoch, **options):
-        batches = batches_of(rows, length=12, packing=False, seed=seed, epochs=epoch + 1, **options)
-        return [documents(batch)[0][0] for batch in batches][50 * epoch :]
-
-    assert sorted(order(0, 0)) == list(range(1, 51))
-    assert order(0, 0) == order(0, 0) != order(0, 1)
-    assert order(0, 0) != order(1, 0)
-    assert order(5, 1, shuffle=False) == list(range(1, 51))
-
-
-def test_the_order_is_the_same_in_all_versions():
-    batches = batches_of(Lengths([4] * 12), length=4, packing=False, seed=7)
-    assert [documents(next(batches))[0][0] for _ in range(12)] == [3, 8, 2, 4, 6, 11, 10, 7, 1, 5, 12, 9]
+    assert order(7)[:12] == [3, 8, 2, 4, 6, 11, 10, 7, 1, 5, 12, 9]  # in all versions of all libraries
+    assert order(7)[12:] != order(7)[:12] != order(0)[:12] and sorted(order(7)[12:]) == [*range(1, 13)]
+    assert order(5, 1, shuffle=False) == [*range(1, 13)]
 
 
 def test_packed_windows_are_full():
-    batches = batches_of(Lengths(lengths(3000, 10, 600)), length=600, per_batch=3, epochs=1)
+    batches = batches_of(lengths(3000, 10, 600), length=600, per_batch=3, epochs=1)
     sizes = [batch["input_ids"].shape[1] for batch in batches]
     assert sum(sizes) / len(sizes) > 0.98 * 1800 and max(sizes) <= 1800
 
 
-def test_cut_and_split():
-    cut = batches_of(Lengths([10]), length=4, epochs=1)
+def test_a_long_row_is_cut_or_split():
+    cut = batches_of([10], length=4, epochs=1)
     text = "rows are cut at --max-length 4, such as: lengths:1 has 10 tokens. What"
     with pytest.warns(UserWarning, match=text) as warned:
         assert [documents(batch) for batch in cut] == [[(1, 4)]]
-    assert len(warned) == 1
-    assert {k: v for k, v in cut.report().items() if v} == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
-    split = batches_of(Lengths([10]), length=4, per_batch=3, split=True, epochs=1)
+    assert len(warned) == 1 and reported(cut) == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
+    split = batches_of([10], length=4, per_batch=3, split=True, epochs=1)
     assert [documents(batch) for batch in split] == [[(1, 4), (1, 4), (1, 2)]]
-    assert {k: v for k, v in split.report().items() if v} == dict(rows=1, tokens=10, trained=7)
+    assert reported(split) == dict(rows=1, tokens=10, trained=7)
 
 
-def test_a_row_cut_to_nothing_is_counted():
-    def late(row):
-        ids = [row["id"]] * row["length"]
-        return Example(ids, [IGNORED] * 5 + ids[5:], (row["id"],))
-
-    batches = batches_of(Lengths([9] * 19 + [6]), late, length=7, epochs=1)
-    assert sum(len(documents(batch)) for batch in batches) == 20
-    batches = batches_of(Lengths([9, 9]), late, length=5, epochs=1)
-    with pytest.raises(InputError, match=r"2 of 2 rows have no token to train: in 0 .*in 2 none before --max-length 5"):
-        next(batches)
-    batches = batches_of(Lengths([9, 9]), late, length=5, epochs=1, max_untrained=1.0)
-    with pytest.raises(InputError, match=r"none of the 2 rows can be trained: 0 cannot be read, 2 have no token"):
-        next(batches)
-
-
-def test_a_share_of_rows_without_trained_tokens():
-    options = dict(length=8, epochs=1, shuffle=False)
-    batches = batches_of(Lengths([5] * 3 + [1] * 10 + [5] * 87), encode, **options)
-    named = "".join(rf"\n  lengths:{n}: nothing in it is to be trained \(no answer[^\n]*" for n in (4, 5, 6))
-    with pytest.warns(UserWarning, match=f"^rows are left out.*{named}$"):
-        assert sum(len(documents(batch)) for batch in batches) == 90 and batches.report()["untrained"] == 10
-    with pytest.raises(
-        InputError, match=f"11 of 100 rows have no token to train: in 11 there is none.*{named}\n  Next"
-    ):
-        next(batches_of(Lengths([5] * 3 + [1] * 11 + [5] * 86), encode, **options))
+LATE, STOPS = functools.partial(encode, first=5), functools.partial(encode, end=999)
+UNTRAINED = "".join(rf"\n  lengths:{n}: nothing in it is to be trained \(no answer[^\n]*" for n in (90, 91, 92))
+CUT = r"trains a token that stops the model.*: {} have one, and are cut before it at --max-length 7\. Next step: raise "
+TOO_LITTLE = {  # sizes, process, length, the error or None
+    "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
+    "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*in 11 there is none.*{UNTRAINED}\n  Ne"),
+    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*in 0 .*in 2 none before --max-length 5.*\n  lengths:1: nothing"),
+    "cut": ([9] * 19 + [6], LATE, 7, None),
+    "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
+    "one stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (row["id"] + 1,)), 8, None),
+    "ids of the author's own": ([9, 9], lambda row: Example([1, 2], [IGNORED, 2]), 8, None),
+    "stops cut": ([7] * 299 + [6], STOPS, 7, f"none of 100 rows {CUT.format(100)}--max-length. lengths:1 has 8"),
+    "stops of few cut": ([7] * 8, STOPS, 7, f"none of 8 rows {CUT.format(8)}"),
+    "a stop in a later window": ([7] * 50 + [6] + [7] * 249, STOPS, 7, None),
+    "only bad": ([0, 0], encode, 5, "none of the 2 rows can be read. Next step: without --skip-bad"),
+}  # fmt: skip
 
 
-def test_no_stop_token():
-    def endless(row):
-        return Example([1, 2], [IGNORED, 2], None if row["length"] > 7 else (2 if row["id"] == 3 else 9,))
-
-    with pytest.raises(InputError, match="none of 2 rows trains a token that stops the model"):
-        next(batches_of(Lengths([5, 5]), endless, length=8))
-    next(batches_of(Lengths([5, 5, 5]), endless, length=8))
-    next(batches_of(Lengths([9, 9]), endless, length=8))  # ids of the author's own
-
-
-def test_every_stop_token_is_cut_away():
-    """One row of 300 that is whole is enough, as is its place behind the first window of 10."""
-
-    def late(row):
-        ids = [row["id"]] * row["length"]
-        return Example([*ids, 999], [IGNORED, *ids[1:], 999], (999,))
-
-    told = (
-        r"none of 100 rows trains a token that stops the model.*: 100 have one, and are cut before it at --max-length 7"
-    )
-    options = dict(length=7, window=10, shuffle=False, epochs=1)
-    with pytest.raises(InputError, match=told + r". Next step: raise --max-length. lengths:1 has 8 tokens, lengths:2"):
-        list(batches_of(Lengths([7] * 299 + [6]), late, **options))
-    list(batches_of(Lengths([7] * 50 + [6] + [7] * 249), late, **options))
-    with pytest.raises(InputError, match=r"none of 8 rows .* 8 have one"):
-        batches_of(Lengths([7] * 8), late, **options).count()
+@pytest.mark.parametrize("case", TOO_LITTLE)
+def test_too_little_to_train(case, monkeypatch):
+    sizes, process, length, error = TOO_LITTLE[case]
+    monkeypatch.setattr(data, "MAX_UNTRAINED", SHARE)
+    for use in (list, Batches.count):
+        batches = batches_of(sizes, process, length=length, window=50, shuffle=False, skip_bad=True, epochs=1)
+        if error is None:
+            use(batches)
+        else:
+            with pytest.raises(InputError, match=f"(?s){error}"):
+                use(batches)
 
 
-def test_bad_rows(write):
-    recipe = recipe_of("sft")
-    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    lines = [json.dumps(good)] * 4
-    for bad, message in (
-        ("{", r"a\.jsonl:3: not valid JSON .*skip-bad"),
-        (json.dumps({"text": "a"}), r"a\.jsonl:3: the row is in the format 'text', but .*a\.jsonl:1 is in 'messages'"),
-        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"a\.jsonl:3: the text has a lone surrogate"),
-        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content is missing"),
-    ):
-        path = write("a.jsonl", "\n".join([*lines[:2], bad, *lines[2:]]))
-        for skip_bad in (False, True):
-            encoder = Encoder(open_rows(path), recipe.process, 64, ("messages", f"{path}:1"), skip_bad=skip_bad)
-            batches = Batches(encoder, recipe.collate, capacity=64, epochs=1)
-            if not skip_bad:
-                with pytest.raises(InputError, match=message):
-                    list(batches)
-        assert sum(len(batch["cu_seqlens"]) - 1 for batch in batches) == 4
-        assert (batches.report()["rows"], batches.report()["bad"]) == (5, 1)
+def test_rows_without_trained_tokens_are_named_once():
+    with pytest.warns(UserWarning, match=f"^rows are left out.*{UNTRAINED}$") as warned:
+        list(batches_of([5] * 89 + [1] * 9 + [5] * 9 + [1], length=8, epochs=1, shuffle=False, window=100))
+    assert len(warned) == 1
 
 
-def test_another_state_is_refused():
-    rows = Lengths(lengths(40, low=2))
-    batches = batches_of(rows, length=12, per_batch=2)
-    next(batches)
-    state = batches.state_dict()
-    with pytest.raises(InputError, match="rows was 40, now it is 39, length was 12, now it is 11"):
-        batches_of(Lengths(lengths(39, low=2)), length=11).load_state_dict(state)
-    with pytest.raises(InputError, match=r"lacks \['row'\]"):
-        batches.load_state_dict({name: value for name, value in state.items() if name != "row"})
-    with pytest.raises(InputError, match="not a position in 40 rows"):
-        batches.load_state_dict(state | {"row": 40})
-    with pytest.raises(InputError, match="the rows have changed"):
-        batches_of(Lengths([2] * 40), length=12, per_batch=2).load_state_dict(state | {"batch": 9})
-
-
-@pytest.mark.parametrize("options", [{}, {"packing": False, "per_batch": 3}, {"split": True}])
-def test_counts_are_those_of_the_batches(options):
-    rows, random_numbers = Lengths(lengths(230, low=0, high=30)), torch.get_rng_state()
-    options = dict(length=16, epochs=1, skip_bad=True, window=40, seed=3) | options
-    made = batches_of(rows, **options)
-    number = sum(1 for _ in made)
+@pytest.mark.parametrize("how", [{}, {"packing": False, "per_batch": 3}, {"split": True}])
+def test_counts_are_those_of_the_batches(how):
+    sizes, random_numbers = lengths(230, low=0, high=30), torch.get_rng_state()
+    how = dict(length=16, epochs=1, skip_bad=True, window=40, seed=3) | how
+    made = batches_of(sizes, **how)
+    expected = {"batches": sum(1 for _ in made), **made.counts.report()}
     for workers in (0, 2):
-        assert batches_of(rows, workers=workers, **options).count() == {"batches": number, **made.report()}
+        assert batches_of(sizes, workers=workers, **how).count() == expected
     assert torch.equal(torch.get_rng_state(), random_numbers)
-
-
-def test_counting_names_the_row_that_is_bad():
-    rows = Lengths([*[5] * 120, 0, *[5] * 120])
     with pytest.raises(InputError, match="lengths:121: length: it is 0"):
-        batches_of(rows, length=8, shuffle=False, workers=2).count()
-    with pytest.raises(InputError, match=r"240 of 240 rows have no token to train"):
-        batches_of(Lengths([1] * 240), length=8, workers=2).count()
+        batches_of([*[5] * 120, 0, *[5] * 120], length=8, shuffle=False, workers=2).count()
 
 
 def said(*texts):
     roles = ("user", "assistant")
     return [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{", r"a\.jsonl:3: not valid JSON .*skip-bad"),
+        ('{"text": "a"}', r"a\.jsonl:3: the row is in the format 'text', but .*a\.jsonl:1 is in 'messages'"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"a\.jsonl:3: the text has a lone surrogate"),
+        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content is missing"),
+    ],
+)
+def test_bad_rows_are_named_or_skipped(write, bad, message):
+    good = json.dumps({"messages": said("a", "b")})
+    path = write("a.jsonl", "\n".join([good, good, bad, good, good]))
+    batches, skipping = (
+        Batches(recipe_of("sft", skip_bad=skip_bad), open_rows(path), ("messages", f"{path}:1"), epochs=1)
+        for skip_bad in (False, True)
+    )
+    with pytest.raises(InputError, match=message):
+        list(batches)
+    assert sum(len(batch["cu_seqlens"]) - 1 for batch in skipping) == 4
+    assert (reported(skipping)["rows"], reported(skipping)["bad"]) == (5, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "change", "message"),
+    [
+        (lengths(39, low=2), 11, {}, "rows was 40, now it is 39, length was 12, now it is 11"),
+        (lengths(40, low=2), 12, {"row": None}, r"lacks \['row'\]"),
+        (lengths(40, low=2), 12, {"row": 40}, "not a position in 40 rows"),
+        (lengths(40, low=2), 12, {"digest": 1}, "its files have changed"),
+        ([2] * 40, 12, {"batch": 9}, "the rows have changed"),
+    ],
+)
+def test_another_state_is_refused(sizes, length, change, message):
+    state = batches_of(lengths(40, low=2), length=12, per_batch=2).state_dict() | change
+    with pytest.raises(InputError, match=message):
+        batches_of(sizes, length=length, per_batch=2).load_state_dict({k: x for k, x in state.items() if x is not None})
 
 
 def test_several_sets_with_weights(write):
@@ -377,39 +305,29 @@ def test_several_sets_with_weights(write):
         write(f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(number)])
     folder = write("c.txt", "c\n\nc").parent
     sources = [f"{folder}/a.jsonl*2", f"{folder}/b.jsonl*0.5", f"{folder}/c.txt"]
-    rows = mixed_rows(sources, 0)
+    rows, again = join_sources(sources, 0), join_sources(sources, 0)
     texts = [rows[n]["text"] for n in range(len(rows))]
-    assert (
-        texts[:6] == ["a0", "a1", "a2"] * 2 and set(texts[6:8]) < {"b0", "b1", "b2", "b3"} and texts[8:] == ["c\n\nc"]
-    )
-    again = mixed_rows(sources, 0)
+    assert texts[:6] == ["a0", "a1", "a2"] * 2 and {*texts[6:8]} < {"b0", "b1", "b2", "b3"} and texts[8:] == ["c\n\nc"]
     assert [again.where(n) for n in range(9)] == [rows.where(n) for n in range(9)] and rows.where(8).endswith("c.txt:1")
-    assert {str(mixed_rows(sources, seed)[6]) for seed in range(9)} > {str(rows[6])}
+    assert {str(join_sources(sources, seed)[6]) for seed in range(9)} > {str(rows[6])}
     with pytest.raises(InputError, match=r"a weight of 0.1 leaves none of its 3 rows"):
-        mixed_rows([f"{folder}/a.jsonl*0.1"], 0)
-    data = data_of("pretrain", recipe_of("pretrain").tokenizer, data=sources, max_samples=4)
-    assert len(data.rows) == 4 and data.rows[3]["text"] == "a0"
+        join_sources([f"{folder}/a.jsonl*0.1"], 0)
+    few = data_of("pretrain", recipe_of("pretrain").tokenizer, data=sources, max_samples=4)
+    assert len(few.rows) == 4 and few.rows[3]["text"] == "a0"
 
 
-def test_system_prompt_and_loss_on_every_token(write):
-    given, own = {"messages": said("a", "b")}, {"messages": [{"role": "system", "content": "own"}, *said("a", "b")]}
+def test_system_prompt(write):
+    own = {"messages": [{"role": "system", "content": "own"}, *said("a", "b")]}
     recipe = recipe_of("sft", system_prompt="Be brief.", assistant_only_loss=False)
-    example = recipe.process(given)
-    text = recipe.tokenizer.decode(example.ids)
-    assert "Be brief." in text and example.trained == example.size - 1
+    example = recipe.process({"messages": said("a", "b")})
+    assert "Be brief." in recipe.tokenizer.decode(example.ids) and example.trained == example.size - 1
     assert "Be brief." not in recipe.tokenizer.decode(recipe.process(own).ids)
     pair = {"prompt": said("a"), "chosen": said("c", "b")[1:], "rejected": said("c", "d")[1:]}
-    for name, row in (("dpo", pair), ("grpo", {"prompt": said("a")})):
-        more = (
-            {"reward_funcs": (str(write("r.py", "def reward(completions):\n    return [1.0]")),)}
-            if name == "grpo"
-            else {}
-        )
-        found = recipe_of(name, system_prompt="Be brief.", max_completion_length=9, **more) if more else recipe_of(
-            name, system_prompt="Be brief."
-        )  # fmt: skip
-        found.chat = True
-        made = found.process(row)
-        assert "Be brief." in found.tokenizer.decode(made.ids if more else made.sequences[0].ids)
+    made = recipe_of("dpo", system_prompt="Be brief.").process(pair)
+    assert "Be brief." in recipe.tokenizer.decode(made.sequences[0].ids)
+    rewards = str(write("r.py", "def reward(completions):\n    return [1.0]"))
+    sampling = recipe_of("grpo", system_prompt="Be brief.", max_completion_length=9, reward_funcs=(rewards,))
+    sampling.set_chat(True)
+    assert "Be brief." in recipe.tokenizer.decode(sampling.process({"prompt": said("a")}).ids)
     with pytest.raises(InputError, match="system_prompt: it is for chats"):
         recipe.process({"text": "a"})

@@ -10,14 +10,15 @@ import transformers
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.recipes.data import Batches, Encoder
+from ligermodels.recipes import find
+from ligermodels.recipes.data import Batches
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import IGNORED, encode, show
 from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import open_rows
 from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
-from tests.recipes.runs import metrics, train
+from tests.recipes.runs import metrics, options_of, train
 from tests.vision import folders, test_use
 from tests.vision.test_processor import MllamaImageProcessorPil, Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
 
@@ -79,7 +80,7 @@ def rows_of(home, *rows, name="data.jsonl"):
     return open_rows(home / name)
 
 
-def encoder_of(home, rows):
+def encoder_of(home):
     """row -> example"""
     tokenizer = Tokenizer.from_folder(home / "model")
     return lambda row: encode(read(row), tokenizer)
@@ -87,8 +88,9 @@ def encoder_of(home, rows):
 
 def padded(home, rows, length, *, skip_bad=False):
     """Batches of one row, in order."""
-    encoder = Encoder(rows, encoder_of(home, rows), length, skip_bad=skip_bad)
-    return Batches(encoder, padded_batch, capacity=1, packing=False, shuffle=False, epochs=1)
+    options = options_of("sft", max_length=length, batch_tokens=length, packing=False, skip_bad=skip_bad)
+    recipe = find("sft")(options, Tokenizer.from_folder(home / "model"))
+    return Batches(recipe, rows, shuffle=False, epochs=1)
 
 
 def data_uri(path):
@@ -123,7 +125,7 @@ def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs):
     end = "<|im_end|>" if "im_end" in text else "<|eot_id|>"
     for number, row in enumerate(forms(home)):
         rows = rows_of(home, row)
-        example = encoder_of(home, rows)(rows[0])
+        example = encoder_of(home)(rows[0])
         batch = padded_batch([example])
         assert example.ids == whole["input_ids"][0].tolist(), row
         trained = [index if label != IGNORED else -1 for index, label in zip(example.ids, example.labels, strict=True)]
@@ -138,7 +140,7 @@ def test_without_a_mark_images_stand_before_the_first_question(home, theirs):
     """As TRL places them."""
     messages = [{"role": "user", "content": "why"}, said("the cat")]
     rows = rows_of(home, {"messages": messages, "images": NAMES[:2]})
-    example = encoder_of(home, rows)(rows[0])
+    example = encoder_of(home)(rows[0])
     expected = theirs(
         text=theirs.apply_chat_template([asked(HERE, HERE, "why"), said("the cat")], tokenize=False),
         images=[transformers.image_utils.load_image(str(home / name)) for name in NAMES[:2]],
@@ -162,7 +164,7 @@ def mixed(home):
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_batch_has_the_losses_of_transformers_row_by_row(home, packed):
     rows = mixed(home)
-    examples = [encoder_of(home, rows)(row) for row in (rows[0], rows[1], rows[2], rows[3])]
+    examples = [encoder_of(home)(row) for row in (rows[0], rows[1], rows[2], rows[3])]
     token = examples[0].images.token
     assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
     if packed and home.name.startswith("mllama"):
@@ -214,7 +216,7 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
         with pytest.raises(InputError, match=rf"data.jsonl:2: .*{message}"):
             list(padded(home, rows, 400))
         batches = padded(home, rows, 400, skip_bad=True)
-        assert sum(len(batch["input_ids"]) for batch in batches) == 1 and batches.report()["bad"] == 1
+        assert sum(len(batch["input_ids"]) for batch in batches) == 1 and batches.counts.report()["bad"] == 1
 
 
 def test_a_cut_goes_through_no_image(home):
@@ -223,7 +225,7 @@ def test_a_cut_goes_through_no_image(home):
         next(padded(home, rows, 24))
     long, short = ({"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * n)]} for n in (30, 1))
     rows = rows_of(home, long, short)
-    whole = encoder_of(home, rows)(rows[0])
+    whole = encoder_of(home)(rows[0])
     batch = next(padded(home, rows, len(whole.ids) - 9))
     assert batch["input_ids"].tolist() == [whole.ids[:-9]] and "pixel_values" in batch
 
@@ -238,12 +240,12 @@ def test_rows_with_images_need_a_model_with_eyes(home, tmp_path):
         encode(read(rows[0]), Tokenizer.from_folder(tmp_path / "text"))
     pairs = rows_of(home, {"chosen": TWO[:2], "rejected": [TWO[0], said("x")], "images": list(NAMES[:2])})
     with pytest.raises(InputError, match="images: rows of pairs train on text only"):
-        encoder_of(home, pairs)(pairs[0])
+        encoder_of(home)(pairs[0])
 
 
 def test_show_counts_the_tokens_of_an_image(home):
     rows = mixed(home)
-    tokenizer, example = Tokenizer.from_folder(home / "model"), encoder_of(home, rows)(rows[0])
+    tokenizer, example = Tokenizer.from_folder(home / "model"), encoder_of(home)(rows[0])
     text = show(example, tokenizer)
     assert len(text) < 900 and "[a cat<|" in text.replace("[ ", "[")
     if home.name.startswith("qwen"):
@@ -285,16 +287,16 @@ def test_images_of_a_data_set_are_pil_images_or_bytes(home, tmp_path):
     datasets = pytest.importorskip("datasets")
     values = {"messages": [[{"role": "user", "content": "why"}, said("a cat")]], "images": [[str(home / NAMES[0])]]}
     rows = rows_of(home, {"messages": values["messages"][0], "images": [NAMES[0]]})
-    expected = encoder_of(home, rows)(rows[0])
+    expected = encoder_of(home)(rows[0])
     features = datasets.Features({
         "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
         "images": datasets.List(datasets.Image()),
     })  # fmt: skip
     datasets.Dataset.from_dict(values, features=features).to_parquet(tmp_path / "rows.parquet")
     found = open_rows(tmp_path / "rows.parquet")
-    example = encoder_of(home, found)(found[0])
+    example = encoder_of(home)(found[0])
     assert example.ids == expected.ids
     assert torch.equal(example.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])
     stored = io.BytesIO((home / NAMES[0]).read_bytes()).getvalue()
-    raw = encoder_of(home, rows)({"messages": values["messages"][0], "images": [{"bytes": stored, "path": None}]})
+    raw = encoder_of(home)({"messages": values["messages"][0], "images": [{"bytes": stored, "path": None}]})
     assert torch.equal(raw.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])

@@ -1,15 +1,13 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
-import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes import masking
 from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
 from ligermodels.recipes.masking import IGNORED, Example, encode, show
 from ligermodels.text import Tokenizer
@@ -240,19 +238,21 @@ def test_what_cannot_be_trained(byte_level, tmp_path):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_masks_are_those_of_looking_at_each_token(data):
-    sizes = data.draw(st.lists(st.integers(0, 3), max_size=20))
-    offsets, at = [(0, 0)] if data.draw(st.booleans()) else [], 0
-    for size in sizes:
-        start = max(0, at - data.draw(st.integers(0, 1)))  # tokens of one character share its offsets
-        at = start + size
-        offsets.append((start, at))
-    edges = sorted(data.draw(st.lists(st.integers(0, at + 1), unique=True)))
-    spans = list(zip(edges[::2], edges[1::2], strict=False))
-    ascends = all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(offsets))
-    if ascends and (not offsets or offsets[-1] != (0, 0)):
-        assert masking._mask_of(offsets, spans) == mask_of(offsets, spans)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=20), st.lists(st.integers(0, 40), unique=True)
+)
+def test_tokens_with_a_character_of_a_span_are_trained(steps, edges):
+    """A token without characters counts as the next one; tokens of one character share its offsets."""
+    offsets, at = [], 0
+    for back, size in steps:
+        if (max(0, at - back), max(0, at - back) + size) >= (offsets[-1] if offsets else (0, 0)):
+            offsets.append((max(0, at - back), max(0, at - back) + size))
+            at = max(at, offsets[-1][1])
+    spans = list(zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False))
+    characters = [set(range(start, max(end, start + 1))) for start, end in offsets]
+    expected = [int(any(each & set(range(*span)) for span in spans)) for each in characters]
+    assume(not offsets or offsets[-1] != (0, 0))
+    assert mask_of([*offsets, (0, 0)], spans) == [*expected, 0]  # the last is a special token after the text
 
 
 def test_show(byte_level):

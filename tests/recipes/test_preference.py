@@ -144,7 +144,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     found = data._batches(epochs=1)
     texts = {text for batch in found for text in text_of(batch, tokenizer)}
     assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
-    report = found.report()
+    report = found.counts.report()
     assert report["truncated"] == 2 and report["cut_away"] == 1 and report["tokens_cut"] == 61 - 24 + 3 + 3
 
 

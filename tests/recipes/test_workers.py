@@ -31,7 +31,7 @@ def folder(home):
 
 @pytest.fixture(autouse=True)
 def two_processes(monkeypatch):
-    monkeypatch.setattr(data, "encoding_workers", lambda rows: 2)
+    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 2)
 
 
 def started(folder, out, status=0, group=False):
@@ -102,7 +102,7 @@ def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, nu
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatch, capfd):
-    monkeypatch.setattr(data, "_CHUNK", 5)  # so that little is ready when it is killed
+    monkeypatch.setattr(data, "CHUNK", 5)  # so that little is ready when it is killed
     monkeypatch.setitem(data.Batches.__init__.__kwdefaults__, "window", 20)
     child, encoding, all_of_it = started(folder, folder / "one killed", 3)
     os.kill(encoding[0], signal.SIGKILL)
@@ -118,10 +118,10 @@ def test_a_row_that_is_wrong_is_told_as_without_processes_and_the_command_ends(f
     (folder / "wrong.jsonl").write_text("\n".join(lines))
     flags = ["train", "sft", folder / "model", "--data", folder / "wrong.jsonl", "--out", folder / "wrong", *FLAGS[:4]]
     flags = [str(flag) for flag in (*flags, "--steps", "50", "--show", "0")]
-    code = "import sys; from ligermodels.recipes import data; data.encoding_workers = lambda rows: 2; "
+    code = "import sys; from ligermodels.recipes import data; data.encoding_workers = lambda *_, **__: 2; "
     code += "from ligermodels.cli import main; sys.exit(main(sys.argv[1:]))"
     with_them = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
-    monkeypatch.setattr(data, "encoding_workers", lambda rows: 0)
+    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 0)
     assert train(folder, "wrong", *FLAGS[:4], "--steps", "50", data="wrong.jsonl") == 3 == with_them.returncode
     error = capsys.readouterr().err.splitlines()[-1]
     assert with_them.stderr.splitlines()[-1] == error and "wrong.jsonl:101: messages: expected a list" in error
