@@ -363,6 +363,6 @@ def checked_prompt(
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(
             f"row {row} of {source} ends in padding, which would separate the continuation from its prompt: "
-            "pad on the left (zeros first in attention_mask), as Tokenizer.encode_batch does by default"
+            "pad on the left (zeros first in attention_mask), as a tokenizer does with padding_side='left'"
         )
     return None if shortest == mask.shape[1] else mask, longest, bool(pads_left)

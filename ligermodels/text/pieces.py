@@ -14,6 +14,7 @@ orders them by score (runs of spaces). Checked against SentencePiece 0.2 and Lla
 """
 
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def convert(path: Path, files: TokenizerFiles) -> Converted:
 
 def _convert(data: bytes, files: TokenizerFiles) -> Converted:
     import tokenizers
-    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+    from tokenizers import decoders, normalizers, pre_tokenizers
 
     fields = list(protobuf_fields(data))
     entries = [dict(protobuf_fields(value)) for number, value in fields if number == 1]
@@ -76,16 +77,27 @@ def _convert(data: bytes, files: TokenizerFiles) -> Converted:
 
     names = {name: text for name, text in named.items() if name not in files.config} | dict(files.named)
     added = {token.content: token.id for token in files.added}
-    special = []
-    for name, default in (("bos", True), ("eos", False)):
-        text = names.get(f"{name}_token") if files.config.get(f"add_{name}_token", default) else None
-        index = None if text is None else added.get(text, made.token_to_id(text))
-        if index is not None:
-            special.append({"id": name, "ids": [index], "tokens": [text]})
-    before, after = ([name] if any(token["id"] == name for token in special) else [] for name in ("bos", "eos"))
-    one, other = ([*before, part, *after] for part in ("$A", "$B:1"))
-    made.post_processor = processors.TemplateProcessing(single=one, pair=one + other, special_tokens=special)
+    flags = {"bos": files.config.get("add_bos_token", True), "eos": files.config.get("add_eos_token", False)}
+    tokens = {end: names.get(f"{end}_token") for end, is_added in flags.items() if is_added}
+    ids = {
+        end: (token, added.get(token, made.token_to_id(token))) for end, token in tokens.items() if token is not None
+    }
+    # A token without an id is refused where all named tokens are checked.
+    made.post_processor = special_tokens_around({end: pair for end, pair in ids.items() if pair[1] is not None})
     return Converted(made, named)
+
+
+def special_tokens_around(ends: Mapping[str, tuple[str, int]]) -> Any:
+    """The post-processor that adds BOS before a text and EOS after it.
+
+    ends: {"bos": (token, id), "eos": (token, id)} of those that are added.
+    """
+    from tokenizers import processors
+
+    before, after = ([end] if end in ends else [] for end in ("bos", "eos"))
+    one, other = ([*before, text, *after] for text in ("$A", "$B:1"))
+    tokens = [{"id": end, "ids": [index], "tokens": [token]} for end, (token, index) in ends.items()]
+    return processors.TemplateProcessing(single=one, pair=one + other, special_tokens=tokens)
 
 
 def _model(trainer: dict[int, Any], entries: list[dict[int, Any]], texts: list[str], types: list[int]) -> Any:

@@ -17,17 +17,16 @@ tokens/tokenizers/tekken.py of mistral-common 1.13; TikTokenConverter of transfo
 """
 
 import base64
-import dataclasses
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ligermodels.checkpoint.gguf.tokenizer import LLAMA_3_PATTERN
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import Converted, TokenizerFiles, read_bytes, read_text
+from ligermodels.text.pieces import special_tokens_around
 
 
 def _reserved(numbers: Iterable[int]) -> tuple[str, ...]:
@@ -46,43 +45,22 @@ _TEKKEN_SPECIAL = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(NamedTuple):
     """A vocabulary. tokens: by rank. special: the special tokens, with the ids before or after those of `tokens`.
 
     named: {"bos_token": "<s>", ...}. stops: the special tokens that end a text or a turn.
     """
 
-    tokens: tuple[bytes, ...] = ()
+    tokens: Sequence[bytes]
     pattern: str
-    special: tuple[str, ...]
-    special_first: bool = False
+    special: Sequence[str]
+    special_first: bool
     named: Mapping[str, str]
     stops: tuple[str, ...] = ()
-
-    @property
-    def first(self) -> int:
-        """The id of the first of `tokens`."""
-        return len(self.special) if self.special_first else 0
-
-    @property
-    def first_special(self) -> int:
-        return 0 if self.special_first else len(self.tokens)
 
 
 LLAMA_3_SIZE = 128000
 """The number of tokens of Llama 3's tiktoken file."""
-_LLAMA_3 = Ranks(
-    pattern=LLAMA_3_PATTERN,
-    special=_LLAMA_3_SPECIAL,
-    named={
-        "bos_token": "<|begin_of_text|>",
-        "eos_token": "<|end_of_text|>",
-        "pad_token": "<|finetune_right_pad_id|>",
-    },
-    stops=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
-)
-"""What the file of Llama 3 does not say."""
 
 
 def is_tiktoken(data: bytes) -> bool:
@@ -93,8 +71,13 @@ def is_tiktoken(data: bytes) -> bool:
 def convert(path: Path, files: TokenizerFiles) -> Converted:
     """Raises TokenizerError for a damaged file, or one of another model."""
     ranks = _read_tekken(path) if path.suffix == ".json" else _read_tiktoken(path)
-    ranks = _renamed(ranks, {token.id: token.content for token in files.added})
-    return Converted(_build(ranks, path), ranks.named, ranks.stops)
+    first = 0 if ranks.special_first else len(ranks.tokens)
+    own = {token.id: token.content for token in files.added}
+    names = {token: own.get(index, token) for index, token in enumerate(ranks.special, first)}
+    special = [names[token] for token in ranks.special]
+    named = {name: names[token] for name, token in ranks.named.items()}
+    native = _build(ranks._replace(special=special, named=named), path)
+    return Converted(native, named, tuple(names[token] for token in ranks.stops))
 
 
 def _read_tiktoken(path: Path) -> Ranks:
@@ -113,7 +96,9 @@ def _read_tiktoken(path: Path) -> Ranks:
             "not say its special tokens. Next step: if it is Llama 3's, download it again; else take tokenizer.json "
             "from the Hugging Face version of this checkpoint."
         )
-    return dataclasses.replace(_LLAMA_3, tokens=tokens)
+    begin, end = _LLAMA_3_SPECIAL[:2]
+    named = {"bos_token": begin, "eos_token": end, "pad_token": "<|finetune_right_pad_id|>"}
+    return Ranks(tokens, LLAMA_3_PATTERN, _LLAMA_3_SPECIAL, False, named, (end, "<|eom_id|>", "<|eot_id|>"))
 
 
 def _read_tekken(path: Path) -> Ranks:
@@ -136,9 +121,9 @@ def _read_tekken(path: Path) -> Ranks:
             raise ValueError("special_tokens has no <s>")
         named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return Ranks(
-            tokens=tuple(base64.b64decode(entry["token_bytes"], validate=True) for entry in entries),
+            tokens=[base64.b64decode(entry["token_bytes"], validate=True) for entry in entries],
             pattern=config["pattern"],
-            special=(*special, *(f"<SPECIAL_{number}>" for number in range(len(special), count))),
+            special=[*special, *(f"<SPECIAL_{number}>" for number in range(len(special), count))],
             special_first=True,
             named={name: token for name, token in named.items() if token in special},
         )
@@ -149,32 +134,21 @@ def _read_tekken(path: Path) -> Ranks:
         ) from error
 
 
-def _renamed(ranks: Ranks, names: Mapping[int, str]) -> Ranks:
-    """`ranks` with special tokens of the `names` {id: token}."""
-    special = tuple(names.get(index, token) for index, token in enumerate(ranks.special, ranks.first_special))
-    renamed = dict(zip(ranks.special, special, strict=True))
-    return dataclasses.replace(
-        ranks,
-        special=special,
-        named={name: renamed[token] for name, token in ranks.named.items()},
-        stops=tuple(renamed[token] for token in ranks.stops),
-    )
-
-
 def _build(ranks: Ranks, path: Path) -> Any:
     """The `tokenizers.Tokenizer`."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, processors
 
-    vocab = {token: index for index, token in enumerate(map(_spelled, ranks.tokens), ranks.first)}
-    special = {token: index for index, token in enumerate(ranks.special, ranks.first_special)}
-    if not vocab.keys() >= set(_ALPHABET.values()) or len(vocab | special) != len(ranks.tokens) + len(ranks.special):
+    tokens, special = list(map(_spelled, ranks.tokens)), list(ranks.special)
+    every = [*special, *tokens] if ranks.special_first else [*tokens, *special]
+    vocab = {token: index for index, token in enumerate(every)}
+    if not set(tokens) >= set(_ALPHABET.values()) or len(vocab) != len(every):
         raise TokenizerError(
             f"{path} lacks one of the 256 bytes, or has a token twice. Likely cause: a damaged or edited file."
         )
-    native = tokenizers.Tokenizer(
-        models.BPE(vocab | special if ranks.special_first else vocab, _merges(vocab), ignore_merges=True)
-    )
+    own = vocab if ranks.special_first else {token: vocab[token] for token in tokens}
+    merges = _merges({token: vocab[token] for token in tokens})
+    native = tokenizers.Tokenizer(models.BPE(own, merges, ignore_merges=True))
     try:
         split = pre_tokenizers.Split(tokenizers.Regex(ranks.pattern), "isolated")
     except Exception as error:
@@ -184,9 +158,7 @@ def _build(ranks: Ranks, path: Path) -> Any:
     native.decoder = decoders.ByteLevel()
     native.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in special])
     bos = ranks.named["bos_token"]
-    template = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special[bos])]
-    )
+    template = special_tokens_around({"bos": (bos, vocab[bos])})
     native.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return native
 
@@ -195,12 +167,9 @@ def _merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every split of each token into two tokens, in the order of the tokens; see the module."""
     merges: list[tuple[str, str]] = []
     for token in vocab:
-        splits = []
-        for at in range(1, len(token)):
-            left, right = token[:at], token[at:]
-            if left in vocab and right in vocab:
-                splits.append((vocab[left], vocab[right], left, right))
-        merges += [(left, right) for _, _, left, right in sorted(splits)]
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in splits if pair[0] in vocab and pair[1] in vocab]
+        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     return merges
 
 

@@ -118,7 +118,7 @@ class Tokenizer(Vocabulary):
         if isinstance(text, list | tuple):
             raise InputError(
                 "encode takes one text, not a list. Next step: tokenizer(texts)['input_ids'] for lists of ids, or "
-                "encode_batch(texts) for tensors with padding."
+                "tokenizer(texts, padding=True, return_tensors='pt') for tensors with padding."
             )
         return self(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
@@ -210,22 +210,6 @@ class Tokenizer(Vocabulary):
         if return_tensors:
             return batch.as_tensors(columns)
         return BatchEncoding(columns if is_batch else {name: rows[0] for name, rows in columns.items()})
-
-    def encode_batch(
-        self, texts: Sequence[str], padding_side: str = "left", add_special_tokens: bool = True
-    ) -> "tuple[Tensor, Tensor]":
-        """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens.
-
-        Pads with `padding_id`, which needs no pad token.
-        """
-        if isinstance(texts, str) or not isinstance(texts, Iterable) or padding_side not in ("left", "right"):
-            raise InputError(
-                "encode_batch takes a list of texts and padding_side 'left' or 'right', "
-                f"not {type(texts).__name__} and {short(padding_side)}."
-            )
-        rows = [row.ids for row in self._encode(list(texts), add_special_tokens)]
-        found = batch.padded(rows, padding_side, self.padding_id)
-        return found.input_ids, found.attention_mask
 
     def _encode(self, texts: list[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
         for text in texts:
