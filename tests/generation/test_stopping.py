@@ -11,7 +11,7 @@ from ligermodels.generation import generate
 from ligermodels.generation.stopping import StopText
 from tests.cli.commands import write_checkpoint
 from tests.generation.models import llama
-from tests.text import folders
+from tests.text import families, folders
 
 
 class Letters:
@@ -68,7 +68,7 @@ def test_stop_strings_with_the_tokenizers_of_anyone(checkpoint):
             assert torch.equal(found, expected), (type(tokenizer), stop)
 
 
-@pytest.mark.parametrize("make", [folders.byte_level, folders.byte_fallback], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [folders.byte_level, families.FAMILIES["llama 2"].build], ids=lambda f: f.__name__)
 def test_a_stop_string_is_seen_with_the_token_that_completes_it(make, tmp_path):
     """Whatever a token is, such as a part of a character. A token of a long text costs no more than of a short one."""
     tokenizer = ligermodels.Tokenizer.from_folder(make(tmp_path / "tokenizer"))
@@ -95,7 +95,7 @@ def test_a_stop_string_is_seen_with_the_token_that_completes_it(make, tmp_path):
 
 def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(tmp_path):
     """The decoder takes the space off the beginning of a text, and new text is none."""
-    tokenizer = ligermodels.Tokenizer.from_folder(folders.byte_fallback(tmp_path / "tokenizer"))
+    tokenizer = ligermodels.Tokenizer.from_folder(families.FAMILIES["llama 2"].build(tmp_path / "tokenizer"))
     prompt, whole = tokenizer.encode("the"), tokenizer.encode("the cat")
     coming = whole[len(prompt) :]
     assert whole[: len(prompt)] == prompt and tokenizer.decode(coming)[0] != " "

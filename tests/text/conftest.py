@@ -9,11 +9,6 @@ def byte_level_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def byte_fallback_folder(tmp_path_factory):
-    return folders.byte_fallback(tmp_path_factory.mktemp("byte_fallback"))
-
-
-@pytest.fixture(scope="session")
 def sentencepiece_model():
     return folders.sentencepiece_model()
 

@@ -101,34 +101,6 @@ def byte_level(folder: Path) -> Path:
     return folder
 
 
-def byte_fallback(folder: Path) -> Path:
-    """In the manner of Llama 2's tokenizer.json."""
-    native = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    native.normalizer = space = normalizers.Replace(" ", "▁")
-    special = [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))],
-        show_progress=False,
-    )
-    # English only: every other script is spelled in bytes.
-    native.train_from_iterator([f" {word}" for text in CORPUS[:2] for word in text.split()], trainer)
-    native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
-    native.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    native.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    # The trainer marks the byte tokens special; a published file has them as plain vocabulary.
-    state = json.loads(native.to_str())
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < 3]
-    write(folder, "tokenizer.json", state)
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "legacy": True, "chat_template": LLAMA2}
-    decoder = {str(index): added(token) for index, token in enumerate(("<unk>", "<s>", "</s>"))}
-    config |= {"added_tokens_decoder": decoder, "tokenizer_class": "PreTrainedTokenizerFast"}
-    write(folder, "tokenizer_config.json", config)
-    return folder
-
-
 def sentencepiece_model(**options: Any) -> bytes:
     """A trained .model, by default as Llama 2's: BPE, byte fallback, dummy prefix, no normalisation."""
     writer = io.BytesIO()

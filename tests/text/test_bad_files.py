@@ -15,8 +15,8 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 @pytest.fixture
-def folder(byte_fallback_folder, tmp_path):
-    Tokenizer.from_folder(byte_fallback_folder).save(tmp_path / "json")
+def folder(folder_of, tmp_path):
+    Tokenizer.from_folder(folder_of("mistral 0.3")).save(tmp_path / "json")
     return tmp_path / "json"
 
 
@@ -39,7 +39,7 @@ def refused(folder, message):
         ("tokenizer_config.json", {"extra_special_tokens": "<x>"}, "must be a list, not '<x>'"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "eos_token is '<end>', which has no id"),
         ("tokenizer_config.json", {"padding_side": "top"}, "sides must be"),
-        ("config.json", {"text_config": {"vocab_size": 300}}, "400 ids, the model's embedding 300 rows"),
+        ("config.json", {"text_config": {"vocab_size": 300}}, "1190 ids, the model's embedding 300 rows"),
         ("generation_config.json", {"eos_token_id": [2, "x"]}, "eos_token_id in .* must be an integer"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
     ],
@@ -55,9 +55,9 @@ def test_a_bad_file(folder, name, content, message):
 def test_added_tokens_json_counts_where_the_config_has_none(folder):
     folders.write(folder, "tokenizer_config.json", {"bos_token": "<s>"})
     folders.write(folder, "added_tokens.json", {"<x>": 5000})
-    refused(folder, "the added token '<x>' the id 400")
-    folders.write(folder, "added_tokens.json", {"<x>": 400})
-    assert Tokenizer.from_folder(folder).encode("<x>")[-1] == 400
+    refused(folder, "the added token '<x>' the id 1190")
+    folders.write(folder, "added_tokens.json", {"<x>": 1190})
+    assert Tokenizer.from_folder(folder).encode("<x>")[-1] == 1190
 
 
 def test_links_that_leave_the_folder(folder):
@@ -89,10 +89,10 @@ def test_a_panic_of_the_library(folder):
     """Its Strip decoder reads before the beginning of an empty token."""
     content = json.loads((folder / "tokenizer.json").read_text())
     content["decoder"] = {"type": "Strip", "content": " ", "start": 0, "stop": 2}
-    content["model"]["vocab"][""] = 400
+    content["model"]["vocab"][""] = 1190
     folders.write(folder, "tokenizer.json", content)
     with pytest.raises(TokenizerError, match="tokenizers library"):
-        Tokenizer.from_folder(folder).decode([400])
+        Tokenizer.from_folder(folder).decode([1190])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
-from tests.text import folders
+from tests.text import families, folders
 
 
 @pytest.fixture(scope="module", params=["byte level", "byte fallback", "sentencepiece"])
@@ -17,7 +17,7 @@ def tokenizer(request, tmp_path_factory):
         case "byte level":
             folders.byte_level(folder)
         case "byte fallback":
-            folders.byte_fallback(folder)
+            families.FAMILIES["llama 2"].build(folder)
         case "sentencepiece":
             decoder = {"420": folders.added("<|user|>"), "421": folders.added("a b é", special=False)}
             folders.sentencepiece_folder(folder, added_tokens_decoder=decoder)

@@ -10,6 +10,11 @@ from ligermodels.text import Tokenizer
 from tests.text import folders
 
 
+@pytest.fixture
+def mistral(folder_of):
+    return folder_of("mistral 0.3")
+
+
 def copy(source, target, **config):
     Tokenizer.from_folder(source).save(target)
     merged = json.loads((target / "tokenizer_config.json").read_text()) | config
@@ -17,15 +22,15 @@ def copy(source, target, **config):
     return target
 
 
-def test_eos_ids_are_a_union(byte_fallback_folder, tmp_path):
-    folder = copy(byte_fallback_folder, tmp_path)
-    state = {"vocab_size": 1000, "eos_token_id": 7, "text_config": {"eos_token_id": [8, 2]}}
+def test_eos_ids_are_a_union(mistral, tmp_path):
+    folder = copy(mistral, tmp_path)
+    state = {"vocab_size": 2000, "eos_token_id": 7, "text_config": {"eos_token_id": [8, 2]}}
     folders.write(folder, "config.json", state)
     folders.write(folder, "generation_config.json", {"eos_token_id": [9, 7]})
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.eos_token_ids, tokenizer.eos_token_id) == ((9, 7, 8, 2), 2)
     # Without a name of its own the tokenizer takes the first id; a token that is set is one more.
-    copy(byte_fallback_folder, tmp_path, eos_token=None)
+    copy(mistral, tmp_path, eos_token=None)
     folders.write(folder, "config.json", {"eos_token_id": None})
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.eos_token_id == 9
@@ -33,8 +38,8 @@ def test_eos_ids_are_a_union(byte_fallback_folder, tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, (9, 7, 1))
 
 
-def test_generation_config_as_llama_3_2_published_it(byte_fallback_folder, tmp_path):
-    folder = copy(byte_fallback_folder, tmp_path)
+def test_generation_config_as_llama_3_2_published_it(mistral, tmp_path):
+    folder = copy(mistral, tmp_path)
     folders.write(folder, "generation_config.json", '{\n  "eos_token_id": [5, 6]\n  "do_sample": true,\n}')
     assert Tokenizer.from_folder(folder).eos_token_ids == (5, 6, 2)
     folders.write(folder, "generation_config.json", '{"eos_token_id": ')
@@ -42,25 +47,25 @@ def test_generation_config_as_llama_3_2_published_it(byte_fallback_folder, tmp_p
         Tokenizer.from_folder(folder)
 
 
-def test_what_tokenizer_json_says_of_a_call(byte_fallback_folder, tmp_path):
+def test_what_tokenizer_json_says_of_a_call(mistral, tmp_path):
     """Its post-processor decides whether there is a BOS; its truncation is switched off."""
-    folder = copy(byte_fallback_folder, tmp_path)
+    folder = copy(mistral, tmp_path)
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     state = json.loads((folder / "tokenizer.json").read_text())
     folders.write(folder, "tokenizer.json", state | {"post_processor": None, "truncation": truncation})
     ids = Tokenizer.from_folder(folder).encode("<s><s>the cat sat")
-    assert ids == Tokenizer.from_folder(byte_fallback_folder).encode("<s><s>the cat sat", add_special_tokens=False)
+    assert ids == Tokenizer.from_folder(mistral).encode("<s><s>the cat sat", add_special_tokens=False)
     assert ids[:2] == [1, 1]
 
 
-def test_config_adds_tokens_and_flags(byte_fallback_folder, tmp_path):
-    size = Tokenizer.from_folder(byte_fallback_folder).vocab_size
-    config = json.loads((byte_fallback_folder / "tokenizer_config.json").read_text())
+def test_config_adds_tokens_and_flags(mistral, tmp_path):
+    size = Tokenizer.from_folder(mistral).vocab_size
+    config = json.loads((mistral / "tokenizer_config.json").read_text())
     decoder = config["added_tokens_decoder"] | {
         str(size): folders.added("<|user|>", rstrip=True),
         str(size + 1): folders.added("<note>", special=False),
     }
-    folder = copy(byte_fallback_folder, tmp_path, added_tokens_decoder=decoder, eos_token="<note>")
+    folder = copy(mistral, tmp_path, added_tokens_decoder=decoder, eos_token="<note>")
     folders.write(folder, "special_tokens_map.json", {"eos_token": "<s>"})  # not read beside such a config
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     for text in ("<|user|> \n the cat<note>", "<note> <|user|>"):
