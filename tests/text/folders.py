@@ -9,7 +9,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 WORDS = (
     "the cat sat on the mat and the dog ran under the old tree while rain fell softly over green hills",
