@@ -250,5 +250,8 @@ class Decoder(BaseModel):
 
 
 def _pads_only_after(mask: Tensor) -> bool:
-    """True if no row of mask [B, S] has a token after a gap. Synchronises."""
-    return bool((mask[:, 1:] <= mask[:, :-1]).all())
+    """True if every row of mask [B, S] begins with a token, and none has one after a gap. Synchronises.
+
+    A row without tokens is the left padding of a prompt in chunks, which a recurrent mixer must not take for tokens.
+    """
+    return bool((mask[:, 1:] <= mask[:, :-1]).all() & mask[:, 0].all())

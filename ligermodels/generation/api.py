@@ -57,20 +57,9 @@ class GenerateOutput(Attributes):
 
 
 def generate(
-    model: nn.Module,
-    inputs: Tensor | None = None,
-    generation_config: Any = None,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    *,
-    input_ids: Tensor | None = None,
-    inputs_embeds: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    streamer: Streamer | None = None,
-    tokenizer: Any = None,
-    **options: Any,
-) -> Tensor | GenerateOutput:
+    model: nn.Module, inputs: Tensor | None = None, generation_config: Any = None, logits_processor: Any = None,
+    stopping_criteria: Any = None, *, streamer: Streamer | None = None, **options: Any,
+) -> Tensor | GenerateOutput:  # fmt: skip
     """Continues each row of the prompt. The same call gives the same text as transformers' `generate`.
 
     Each option takes its value from the first that sets it: the keyword, `generation_config`, `model.generation_config`
@@ -108,15 +97,14 @@ def generate(
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
         temperature: logits are divided by it; default 1.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
-        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
-        min_p: draw among tokens at least min_p times as likely as the likeliest, in [0, 1].
-        typical_p: draw among the tokens whose information is nearest to the entropy, up to typical_p of the
-            probability, in (0, 1].
+        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p.
+        min_p: draw among tokens at least min_p times as likely as the likeliest.
+        typical_p: draw among the tokens whose information is nearest to the entropy, up to this probability.
         epsilon_cutoff, eta_cutoff: draw among tokens of at least this probability, and the likeliest; eta_cutoff
             lowers the bound where the entropy is high.
         seed: draws use a generator of their own; None: torch's global one.
-        repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, in greedy
-            decoding too.
+        repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also in greedy
+            decoding.
         no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
         suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new token.
         bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
@@ -128,24 +116,20 @@ def generate(
         renormalize_logits: scores are log probabilities.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
-            no generation_config.json.
-        pad_token_id: fills rows that finished early; default the first stop id.
+            no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
         max_time: seconds after which no further token is computed.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
-        kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory, with a scale for each token and key
-            head (docs/operations.md has the error). The prompt attends to its own unrounded keys, later tokens to the
-            rounded ones. None or "auto": the dtype of the model, exactly.
-        prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory that a long prompt
-            needs; None: all of them.
+        kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory (docs/operations.md has the error). The
+            prompt attends to its own unrounded keys, later tokens to the rounded ones. Default: the model's dtype.
+        prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory of a long prompt.
         disable_compile: True decodes without a CUDA graph. By default each step on CUDA is one. The graph's memory,
             most of it the KV cache, is kept for the next call; `model.release()` frees it.
-        prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, the tokens that followed
-            the first occurrence of the last max_matching_ngram_size tokens (default 2), or fewer of them. For text
-            that copies, such as edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a
-            seed, are the same as without it, up to ties: a forward pass of several tokens rounds differently, which in
-            bf16 decides between tokens that are about equally likely. Each guess reads the cache once more.
-        medusa: heads, such as `training.load_medusa(model, folder)`, that guess one token each, verified in that way.
+        prompt_lookup_num_tokens: K, at most 128: each step verifies up to K proposed tokens, those that followed the
+            first occurrence of the last max_matching_ngram_size tokens (default 2). For text that copies, such as
+            edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a seed, are the same as
+            without it, up to ties: a forward pass of several tokens rounds differently.
+        medusa: heads, such as `training.load_medusa(model, folder)`, that propose one token each, verified likewise.
         return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
         are inputs of the model's forward for the prompt, such as pixel_values; unknown ones raise.
@@ -158,11 +142,7 @@ def generate(
         InputError: arguments that are out of range, contradictory or not supported; padding on the right; ids outside
             the vocabulary; NaN logits.
     """
-    request = Request.checked(
-        model, inputs, generation_config, logits_processor, stopping_criteria, input_ids=input_ids,
-        inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values,
-        tokenizer=tokenizer, **options,
-    )  # fmt: skip
+    request = Request.checked(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
     engine, first = PaddedEngine(request, to_host=streamer is not None or request.can_stop), request.without_ids
     if streamer is not None:
         streamer.put(engine.ids[:, first : engine.length].cpu())
@@ -191,11 +171,7 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
 
 
 def generate_many(
-    model: nn.Module,
-    prompts: Sequence[Tensor | Sequence[int]],
-    *,
-    batch_size: int = 32,
-    **options: Any,
+    model: nn.Module, prompts: Sequence[Tensor | Sequence[int]], *, batch_size: int = 32, **options: Any
 ) -> list[Tensor]:
     """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
 
@@ -222,11 +198,7 @@ def generate_many(
 
 
 def generate_many_iter(
-    model: Any,
-    prompts: Sequence[Tensor | Sequence[int]],
-    *,
-    batch_size: int = 32,
-    **options: Any,
+    model: Any, prompts: Sequence[Tensor | Sequence[int]], *, batch_size: int = 32, **options: Any
 ) -> Iterator[tuple[int, Tensor]]:
     """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
 

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.generation import engine
 from ligermodels.generation.engine import Engine, Row, Step
+from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
 from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
@@ -64,10 +65,7 @@ class ContinuousEngine(Engine):
                     yield row.index, torch.tensor(row.ids)
 
     def prefill(self) -> None:
-        self.by_host = self.options.disable_compile or self.device.type not in engine.DEVICES
-        if not self.by_host and (reason := engine.obstacle_to_capture(self.model)) is not None:
-            engine.warn_uncaptured(reason)
-            self.by_host = True
+        self.by_host = not self.can_capture()
         rows, kind = len(self.rows), self.options.kv_cache_dtype
         self.kept = self.model.kept_caches.take(self.model, rows, self.capacity, kind)
         self.cache = self.kept[1]
@@ -96,7 +94,7 @@ class ContinuousEngine(Engine):
         """A free row begins again, so that it stays shorter than the others."""
         ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
         self.cache.length = max(ends)
-        step.place(0, self.to_device(ends, torch.int32))
+        step.place(0, to_device(ends, self.device, torch.int32))
 
     def step(self) -> None:
         step: Any = self.captured
@@ -125,9 +123,9 @@ class ContinuousEngine(Engine):
                 least, most = self.options.min_columns(len(prompt)) - len(prompt), self.limits[index // self.copies]
                 self.rows[b] = Row(len(prompt), least, most, text, index)
             self.left -= count
-            taken, rows = self.to_device(sources), self.to_device(into)
+            taken, rows = to_device(sources, self.device), to_device(into, self.device)
             self.cache.put(ready.cache, taken, rows, ready.lengths[taken])
-            ids = self.to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"))
+            ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
             self.ids[rows] = _EMPTY_ID
             self.ids[rows, self.length - ids.shape[1] : self.length] = ids
             self.logits = self.logits.index_put((rows,), ready.logits[taken])
@@ -140,7 +138,8 @@ class ContinuousEngine(Engine):
         count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
         chosen = [self.waiting.popleft() for _ in range(count)]
         prompts = [self.prompts[i] for i in chosen]
-        ids, lengths = self.to_device(pad_sequence(prompts, True)), self.to_device([len(ids) for ids in prompts])
+        ids = to_device(pad_sequence(prompts, True), self.device)
+        lengths = to_device([len(prompt) for prompt in prompts], self.device)
         cache = self.model.new_cache(count, width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
         hidden, chunk = torch.empty(0), self.options.prefill_chunk_size or width
         with self.model.decoder.rotary_emb.of_length(width):

@@ -15,7 +15,7 @@ where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.generation.processors import draw, make_processors, to_device
+from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels._triton import as_if_capturing, cdiv
@@ -220,6 +220,15 @@ class Engine:
     to_host: the host reads each token. mask [B, columns]: True at tokens; None: no padding.
     """
 
+    prefill: Callable[[], None]
+    """Allocates the cache; where all rows start together, runs the prompts."""
+    admit: Callable[[], bool]
+    """Acts on the rows that ended in the last turn; returns whether any row decodes."""
+    step: Callable[[], None]
+    """Sets `logits` to those after the last token of each row."""
+    place: Callable[[Step], None]
+    """Sets the columns of a step to those of the rows in the cache."""
+
     def __init__(self, request: Request, rows: int, columns: int, *, to_host: bool, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
@@ -239,22 +248,6 @@ class Engine:
             self.generator = torch.Generator(self.device).manual_seed(int(options.seed))
         self.finished: Tensor | None = None  # bool [B], the rows that get pad ids
         self.broken = self.ids.new_zeros(rows)  # 1 where no token could be chosen
-
-    def prefill(self) -> None:
-        """Allocates the cache; where all rows start together, runs the prompts."""
-        raise NotImplementedError
-
-    def admit(self) -> bool:
-        """Acts on the rows that ended in the last turn. Returns whether any row decodes."""
-        raise NotImplementedError
-
-    def step(self) -> None:
-        """Sets `logits` to those after the last token of each row."""
-        raise NotImplementedError
-
-    def place(self, step: Step) -> None:
-        """Sets the columns of `step` to those of the rows in the cache."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def decode(self) -> Iterator[Tensor | None]:
@@ -326,6 +319,15 @@ class Engine:
             row.done = found or asked[b] or values[b] in self.request.eos_ids or row.new == row.most
         return new
 
+    def can_capture(self, *reasons: Any) -> bool:
+        """Whether steps can be graphs. Where not, warns with the first of the reasons, or what the model has."""
+        if self.options.disable_compile or self.device.type not in DEVICES:
+            return False
+        reason = next(filter(None, reasons), None) or obstacle_to_capture(self.model)
+        if reason is not None:
+            _warn_uncaptured(reason)
+        return reason is None
+
     def run(self, step: Step) -> None:
         """Runs `step`; by the host from now on, with a warning, where it cannot be captured."""
         length = self.cache.length
@@ -334,7 +336,10 @@ class Engine:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or self.by_host or self.cache.length != length:
                 raise
-            warn_uncaptured(f"its step cannot be captured, {_first_cause(error)}")
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            _warn_uncaptured(f"its step cannot be captured, {str(first).partition(chr(10))[0] or type(first).__name__}")
             self.by_host = step.by_host = True
             self.place(step)
             step.run(self.model, self.cache)
@@ -343,9 +348,6 @@ class Engine:
         """Keeps the cache for the next call, unless the caller gets it."""
         if self.kept is not None and not self.options.return_dict_in_generate:
             self.model.kept_caches.keep(self.kept)
-
-    def to_device(self, values: Sequence[Any] | Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-        return to_device(values, self.device, dtype)
 
 
 class AsyncToHost:
@@ -397,18 +399,12 @@ def obstacle_to_capture(model: Any) -> str | None:
     return None
 
 
-def warn_uncaptured(reason: str) -> None:
+def _warn_uncaptured(reason: str) -> None:
     warn_once(
         f"uncaptured: {reason}",
         f"generate launches every kernel from the host, which limits its speed: {reason}. The tokens are the same, to "
         "within rounding; disable_compile=True asks for this and does not warn",
     )
-
-
-def _first_cause(error: BaseException) -> str:
-    while error.__context__ is not None:
-        error = error.__context__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _nan_logits() -> InputError:

@@ -13,6 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import engine
 from ligermodels.generation.drafters import Drafter, Medusa, PromptLookup
 from ligermodels.generation.engine import Engine, Row, Step
+from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText
 from ligermodels.layers.state import TransformersCache, as_cache
@@ -62,10 +63,17 @@ class PaddedEngine(Engine):
     def prefill(self) -> None:
         prompt, kind = self.request.input_ids, self.options.kv_cache_dtype
         capacity = self.end + self.guesses  # a captured step writes all of its guesses
-        self.can_capture = self._can_capture()
-        self.runs_ahead = self.can_capture and self.drafter is None
+        crosses = bool(getattr(self.model.decoder.config, "cross_attention_layers", ()))
+        self.captures = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
+            self.is_adapted and ADAPTED,
+            isinstance(self.cache, TransformersCache)
+            and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
+            not self.request.pads_left and "attention_mask has gaps between tokens",
+            self.drafter is not None and crosses and "speculation does not capture cross-attention",
+        )  # fmt: skip
+        self.runs_ahead = self.captures and self.drafter is None
         if self.use_cache and self.cache is None and not self.is_adapted:
-            if self.can_capture:
+            if self.captures:
                 self.kept = self.model.kept_caches.take(self.model, len(self.rows), capacity, kind)
                 self.cache = self.kept[1]
             else:
@@ -77,7 +85,7 @@ class PaddedEngine(Engine):
     def admit(self) -> bool:
         done = [row.done for row in self.rows if row is not None]
         if done.count(True) > self.finished_rows and not all(done):
-            self.finished, self.finished_rows = self.to_device(done, torch.bool), done.count(True)
+            self.finished, self.finished_rows = to_device(done, self.device, torch.bool), done.count(True)
         return not all(done)
 
     def read(self, reading: Any) -> Tensor | None:
@@ -108,7 +116,7 @@ class PaddedEngine(Engine):
             most = min(self.end - self.length - 1, rotary.tokens_left(longest), drafter.count) if past else 0
             hidden = self.hidden[self.verified : self.verified + 1]
             self.tokens = [self.last, *(drafter.propose(hidden)[: int(most)] if most else ())]
-        if self.can_capture and past == self.length - 1 and not is_prompt:
+        if self.captures and past == self.length - 1 and not is_prompt:
             self._captured_step()
         else:
             self._forward(longest)
@@ -141,7 +149,7 @@ class PaddedEngine(Engine):
             return
         repeated = [max(0, i + 1 - len(self.tokens)) for i in range(step.tokens)]
         tokens = [self.tokens[i - n] for i, n in enumerate(repeated)]
-        ids, starts, ends = self.to_device([tokens, repeated, list(range(past, past + step.tokens))])
+        ids, starts, ends = to_device([tokens, repeated, list(range(past, past + step.tokens))], self.device)
         step.ids.copy_(ids[:, None])
         step.place(starts, ends)
 
@@ -224,24 +232,3 @@ class PaddedEngine(Engine):
     def close(self) -> None:
         self._drop(self.length - 1)
         super().close()
-
-    def _can_capture(self) -> bool:
-        request = self.request
-        if (
-            self.device.type not in engine.DEVICES or not self.use_cache or request.max_new_tokens == 1
-            or self.options.disable_compile
-        ):  # fmt: skip
-            return False
-        if self.is_adapted:
-            reason: str | None = ADAPTED
-        elif isinstance(request.cache, TransformersCache):
-            reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
-        elif not request.pads_left:
-            reason = "attention_mask has gaps between tokens"
-        elif self.drafter is not None and bool(getattr(self.model.decoder.config, "cross_attention_layers", ())):
-            reason = "speculation does not capture cross-attention"
-        else:
-            reason = engine.obstacle_to_capture(self.model)
-        if reason is not None:
-            engine.warn_uncaptured(reason)
-        return reason is None

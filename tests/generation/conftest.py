@@ -1,7 +1,24 @@
 import pytest
 
+from ligermodels.generation import engine
+
 
 @pytest.fixture(autouse=True)
 def _warns_again(monkeypatch):
     """What warns once in a process warns once in each test."""
     monkeypatch.setattr("ligermodels.errors._warned", set())
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """Every device decodes by `Step`, as a CUDA graph on a GPU; the list has an entry for each of its runs."""
+    seen, run = [], engine.Step.run
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(self), run(self, *a))[1])
+    return seen
+
+
+@pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
+def captured(request, monkeypatch):
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else set())
+    return request.param

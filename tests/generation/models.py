@@ -3,6 +3,7 @@
 import torch
 
 import ligermodels
+from tests.tiny import FAMILIES, TINY
 
 VOCAB = 97
 LONGROPE = {
@@ -22,17 +23,37 @@ ROPES = {
 }
 
 
-def llama(windows=(None, None), rope="default", positions=512):
-    """windows: of each layer. The model has no special tokens but the pad id 0."""
-    model = ligermodels.Llama.from_config({
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+def config(rope="default", positions=512, **changes):
+    """The config of a small Llama without special tokens but the pad id 0."""
+    return {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]},
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
-    }).requires_grad_(False)  # fmt: skip
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3, **changes,
+    }  # fmt: skip
+
+
+def llama(windows=(None, None), rope="default", positions=512):
+    """windows: of each layer."""
+    model = ligermodels.Llama.from_config(config(rope, positions)).requires_grad_(False)
     for layer, window in zip(model.model.layers, windows, strict=True):
         layer.self_attn.window = window
     return model
+
+
+def with_large_weights(model):
+    """Text that varies, so that positions, windows and caps decide."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.3 if "norm" not in name else 0.1)
+            if "norm" in name and not model.config.model_type.startswith("gemma"):
+                parameter.add_(1.0)
+    return model.requires_grad_(False).eval()
+
+
+def family(name, **changes):
+    values = {**TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
+    return with_large_weights(ligermodels.ARCHS[name].from_config(values))
 
 
 def prompt(rows=1, length=5):

@@ -4,14 +4,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ligermodels.errors import InputError
+from ligermodels import LlamaVision
 from ligermodels.generation import engine, generate, generate_many
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.state import Cache, KeyValues
-from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision
-from tests.generation.models import llama, padded, prompt
-from tests.generation.test_graph import family
+from tests.generation.models import family, llama, padded, prompt, with_large_weights
 
 FP8 = {"kv_cache_dtype": "fp8"}
 
@@ -42,12 +40,6 @@ def by_hand(model, ids, mask, steps):
         new = logits[:, -1:].argmax(-1)
         ids, mask = torch.cat([ids, new], 1), torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     return ids
-
-
-@pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
-def captured(request, monkeypatch):
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else {"cuda"})
-    return request.param
 
 
 @pytest.mark.parametrize("windows", [(None, None), (4, None), (1, 9)], ids=str)
@@ -116,20 +108,13 @@ def test_guesses_change_nothing(captured):
 
 def test_keys_of_images_stay_as_they_are(captured):
     config = llama_vision.tiny()
-    model = family_of_images(config)
+    model = with_large_weights(LlamaVision.from_config(config))
     ids, _, inputs = llama_vision.images(config, [[(2, 3)], [(5, 1)]], length=12, seed=3)
     out = generate(model, ids, max_new_tokens=12, eos_token_id=(), return_dict_in_generate=True, **FP8, **inputs)
     dtypes = {type(state).__name__: state.tensors()[0].dtype for state in out.past_key_values}
     assert dtypes == {"ImageKeyValues": torch.float32, "KeyValues": torch.uint8}
     other = generate(model, ids, max_new_tokens=12, eos_token_id=(), disable_compile=True, **FP8, **inputs)
     assert torch.equal(out.sequences, other)
-
-
-def family_of_images(config):
-    from ligermodels import LlamaVision
-    from tests.generation.test_graph import with_large_weights
-
-    return with_large_weights(LlamaVision.from_config(config))
 
 
 def make(windows, rows=2, **options):
@@ -204,25 +189,3 @@ def test_memory_is_half(device):
             sizes.append(sum(x.nbytes for x in state.tensors()))
         assert sizes[1] == 2 * 3 * 100 * 4 * size * dtype.itemsize
         assert sizes[0] == 2 * 3 * 100 * 4 * (size + 2)
-
-
-def test_what_cannot_be_is_said(captured):
-    model, ids = llama(), prompt()
-    fp8, plain = model.new_cache(1, 20, **FP8), model.new_cache(1, 20)
-    for options, message in [
-        (dict(kv_cache_dtype="int8"), "'auto', the dtype of the model, or 'fp8'"),
-        (dict(kv_cache_dtype=torch.float8_e4m3fn), "'auto', the dtype of the model, or 'fp8'"),
-        (dict(use_cache=False, **FP8), "use_cache=False contradicts"),
-        (dict(past_key_values=plain, **FP8), r"new_cache\(..., kv_cache_dtype='fp8'\)"),
-        (dict(past_key_values=DynamicCache(), **FP8), r"new_cache\(..., kv_cache_dtype='fp8'\)"),
-        (dict(past_key_values=fp8, kv_cache_dtype="auto"), "contradicts past_key_values, which is of 'fp8'"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            generate(model, ids, max_new_tokens=3, **options)
-    with pytest.raises(InputError, match="must be one of auto, fp8"):
-        model.new_cache(1, 20, kv_cache_dtype="e5m2")
-    with pytest.raises(InputError, match="no_grad"):
-        add_lora(model, 2)(ids, past_key_values=fp8)
-    assert torch.equal(generate(llama(), ids, max_new_tokens=3, past_key_values=fp8, **FP8)[:, :5], ids)
-    with pytest.raises(InputError, match=r"do not fit a cache of .* in torch\.float32"):
-        fp8[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), fp8.length)

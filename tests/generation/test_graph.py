@@ -15,32 +15,8 @@ from ligermodels.generation import engine, generate, generate_iter
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
-from tests.generation.models import llama, padded, prompt
-from tests.tiny import FAMILIES, TINY
-
-
-@pytest.fixture(autouse=True)
-def steps(monkeypatch):
-    """Every device decodes by `Step`; the list has an entry for each of its steps."""
-    seen, call = [], engine.Step.run
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(self), call(self, *a))[1])
-    return seen
-
-
-def with_large_weights(model):
-    """Text that varies, so that positions, windows and caps decide."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(0.0, 0.3 if "norm" not in name else 0.1)
-            if "norm" in name and not model.config.model_type.startswith("gemma"):
-                parameter.add_(1.0)
-    return model.requires_grad_(False).eval()
-
-
-def family(name, **changes):
-    config = {**TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
-    return with_large_weights(ligermodels.ARCHS[name].from_config(config))
+from tests.generation.models import family, llama, padded, prompt, with_large_weights
+from tests.tiny import FAMILIES
 
 
 def assert_same_ids(model, steps, ids, recomputed=0, **options):

@@ -112,49 +112,6 @@ def test_never_synchronises_without_stop_ids(device):
         torch.cuda.set_sync_debug_mode("default")
 
 
-ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("ids, options, message", [
-    (TWO, dict(max_new_token=3), "neither an option of generate nor an input of Llama; did you mean 'max_new_tokens'"),
-    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5"),
-    (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
-    (TWO, dict(temperature=-0.1), "temperature"),
-    (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
-    (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
-    (TWO, dict(suppress_tokens=[VOCAB]), rf"suppress_tokens=\[{VOCAB}\] must be a list of token ids below {VOCAB}"),
-    (TWO, dict(bad_words_ids=[[3], []]), r"bad_words_ids=\[\[3\], \[\]\] must be a list of lists of token ids below"),
-    (TWO, dict(bad_words_ids=[[VOCAB]]), "bad_words_ids"),
-    (TWO, dict(sequence_bias={(3, -1): 1.0}), "sequence_bias"),
-    (TWO, dict(sequence_bias=[3, 1.0]), "sequence_bias"),
-    (TWO, dict(forced_eos_token_id=VOCAB), "forced_eos_token_id"),
-    (TWO, dict(exponential_decay_length_penalty=(3, 1.1)), "makes stop ids likelier, and there are none"),
-    (TWO, dict(exponential_decay_length_penalty=(3, 1.1, 2), eos_token_id=3, pad_token_id=0), "new tokens before the"),
-    (TWO, dict(prefill_chunk_size=2, use_cache=False), "prefill_chunk_size needs the KV cache"),
-    (TWO, dict(inputs_embeds=torch.zeros(2, 4, 32)), r"input_ids has shape \[2, 5\] and inputs_embeds \[2, 4, 32\]"),
-    (None, dict(inputs_embeds=torch.zeros(2, 4, 31)), r"must be a tensor \[batch, length of at least 1, 32\]"),
-    (None, dict(inputs_embeds=torch.zeros(1, 4, 32), prompt_lookup_num_tokens=3), "takes a prompt of ids"),
-    (TWO, dict(attention_mask=torch.ones(2, 6)), r"\[2, 6\].*\[2, 5\]"),
-    (TWO, dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])), "row 1.*pad on the left"),
-    (TWO, dict(input_ids=TWO), "two names"),
-    (ONE[0], {}, r"input_ids\[None\]"),
-    (None, {}, "pass input_ids"),
-    (TWO + VOCAB, {}, "the vocabulary from 0"),
-    (TWO[:, :0], {}, "empty prompt"),
-    (TWO, dict(attention_mask=1e9 - torch.ones(2, 5)), "other values"),
-    (TWO, dict(max_new_tokens=0), "at least 1"),
-    (TWO, dict(temperature=float("nan")), "finite positive"),
-    (TWO, dict(eos_token_id=VOCAB + 3), "pass pad_token_id"),
-    (TWO, dict(stop_strings="x"), "pass tokenizer"),
-])  # fmt: skip
-def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
-    model.config.pad_token_id = None
-    for call in (generate, generate_iter):  # the latter at the call, not when it is read
-        with pytest.raises(InputError, match=message):
-            call(model, ids, **{"max_new_tokens": 3, **options})
-    assert not calls
-
-
 def test_nan_logits_are_an_error_and_not_token_zero(model):
     def no_token(ids, logits):
         return logits - torch.inf

@@ -8,18 +8,15 @@ import random
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import ligermodels
-from ligermodels.errors import InputError
 from ligermodels.generation import engine, generate, generate_iter
 from ligermodels.generation.drafters import PromptLookup
 from ligermodels.generation.padded import PaddedEngine
 from ligermodels.training import add_medusa
 from tests.arch import llama_vision, qwen2_vl
-from tests.generation.models import VOCAB, llama, padded, prompt
-from tests.generation.test_graph import family, with_large_weights
+from tests.generation.models import VOCAB, family, llama, prompt, with_large_weights
 
 K = 2
 DRAWN = dict(do_sample=True, seed=3, temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2)
@@ -229,25 +226,3 @@ def test_scores_logits_and_processors_see_what_they_saw(device, steps, guess):
     for (ids, a), (same, b) in zip(*seen, strict=True):
         assert torch.equal(ids, same)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # as above
-
-
-def test_a_call_that_cannot_work_says_so(steps):
-    model, ids = llama(), prompt(1, 5)
-    heads, lookup = add_medusa(model, 2), dict(prompt_lookup_num_tokens=K)
-    two, (_, mask) = prompt(2, 5), padded([4], extra=1)
-    for given, options, message in [
-        (two, lookup, "one row, and there are 2"),
-        (ids, lookup | dict(do_sample=True, num_return_sequences=3), "one row, and there are 3"),
-        (ids, lookup | dict(attention_mask=mask), "without padding"),
-        (ids, lookup | dict(use_cache=False), "needs the KV cache"),
-        (ids, lookup | dict(past_key_values=DynamicCache()), "model.new_cache"),
-        (ids, lookup | dict(medusa=heads), "contradicts medusa"),
-        (ids, dict(prompt_lookup_num_tokens=0), "from 1 to 128"),
-        (ids, lookup | dict(max_matching_ngram_size=0), "at least 1"),
-        (ids, dict(medusa=True), "medusa is a bool and must be the heads of a model with 32 hidden"),
-        (ids, dict(medusa=add_medusa(family("llama"), 2)), "must be the heads of a model with 32 hidden"),
-        (ids, dict(medusa=add_medusa(llama(), 2).to("meta")), "not on cpu"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            generate(model, given, max_new_tokens=3, **options)
-    assert not steps.all

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.options import KNOWN_NAMES
 from ligermodels.layers.state import Cache
 
 
@@ -346,41 +345,3 @@ def test_a_cache_of_part_of_the_prompt_goes_on(pair, kind, copies):
     found = ours.generate(text, attention_mask=mask, past_key_values=first.past_key_values, **options)
     handle.remove()
     assert torch.equal(found, expected) and widths[:2] == [(2, 4), (2 * copies, 1)]
-
-
-def test_caches_that_do_not_fit_are_named(pair):
-    from transformers import StaticCache
-
-    theirs, ours = pair
-    ids, _ = padded(9, 4)
-    cache = ours(ids, use_cache=True).past_key_values
-    for prompt, past, message in [
-        (ids, cache, "has 9 tokens and input_ids 9"),
-        (torch.ones(1, 12, dtype=torch.int64), cache, "of 2 rows, input_ids of 1"),
-        (ids, StaticCache(theirs.config, max_cache_len=30), "StaticCache.*not a cache of a fixed size"),
-        (ids, ((ids, ids),), "past_key_values is a tuple"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            ours.generate(prompt, past_key_values=past, max_new_tokens=3)
-
-
-def test_every_option_of_transformers_is_known():
-    """One that is new in transformers must not be taken for an input of the model, or pass unseen in a config."""
-    from transformers import GenerationConfig
-
-    unknown = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - KNOWN_NAMES
-    assert unknown == {"transformers_version"}
-
-
-@pytest.mark.parametrize("name, value", [
-    ("num_beams", 4), ("penalty_alpha", 0.6), ("force_words_ids", [[3]]), ("assistant_model", "small"),
-])  # fmt: skip
-def test_what_is_not_supported_is_refused_by_name_wherever_it_is_set(pair, name, value):
-    ours, (ids, _) = pair[1], padded(9)
-    for args, options in (((), {name: value}), (({name: value},), {})):
-        with pytest.raises(InputError, match=f"^{name}=.*not supported by generate; leave {name} out"):
-            ours.generate(ids, *args, max_new_tokens=2, **options)
-    with checkpoint_says(pair):
-        ours.generation_config[name] = value
-        with pytest.raises(InputError, match=f"^model.generation_config sets {name}="):
-            ours.generate(ids, max_new_tokens=2)

@@ -1,0 +1,151 @@
+"""A mixer with a state of its own decodes as the full forward: a model of recurrent and attention layers.
+
+The recurrent mixer is h = a * h + x, whose state [rows, hidden] is not keys and values, and cannot go back.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import ligermodels
+from ligermodels.generation import engine, generate, generate_iter, generate_many
+from ligermodels.layers import Attention, GatedMLP, RMSNorm
+from tests.generation.models import config, padded, prompt, with_large_weights
+
+
+class RecurrentState:
+    """h [rows, H] after the last token. whole: also after each token, since `put` asks for those of shorter rows."""
+
+    def __init__(self, rows, size, whole, dtype, device):
+        self.h = torch.zeros(rows, size, dtype=dtype, device=device)
+        self.every = [] if whole else None
+
+    def reset(self):
+        self.h.zero_()
+
+    def reserve(self, length, past, tokens=1):
+        pass
+
+    def can_crop(self, length, farthest):
+        return length == farthest
+
+    def reorder(self, rows):
+        self.h = self.h[rows]
+
+    def take(self, other, rows, past):
+        self.h.copy_(other.h[rows])
+
+    def put(self, other, rows, into, lengths):
+        self.h[into] = torch.cat(other.every, 1)[rows, lengths - 1]
+
+    def row_bytes(self, length):
+        return self.h[0].nbytes
+
+    def tensors(self):
+        return [self.h]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, size, a):
+        super().__init__()
+        self.size, self.a, self.in_proj = size, a, nn.Linear(size, size, bias=False)
+
+    def new_state(self, rows, max_length, *, whole, kv_cache_dtype, dtype, device):
+        return RecurrentState(rows, self.size, whole, dtype, device)
+
+    def forward(self, x, batch, state=None):
+        x, mask = self.in_proj(x), batch.key_mask
+        if mask is not None:
+            x = x * mask[:, -x.shape[1] :, None]
+        if consecutive := state is not None and len(x) > len(state.h):  # a step that verifies proposed tokens
+            x = x.transpose(0, 1)
+        h, found = torch.zeros_like(x[:, 0]) if state is None else state.h, []
+        for new in x.unbind(1):
+            h = self.a * h + new
+            found.append(h)
+        out = torch.stack(found, 1)
+        if state is not None:
+            state.h.copy_(h)
+            if state.every is not None:
+                state.every.append(out)
+        return out.transpose(0, 1) if consecutive else out
+
+
+class HybridBlock(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        size = config.hidden_size
+        self.mixer = Recurrent(size, 0.8) if layer % 2 == 0 else Attention(
+            size, num_heads=4, num_kv_heads=2, head_dim=8, window=6)  # fmt: skip
+        self.mlp = GatedMLP(size, config.intermediate_size)
+        self.mixer_norm, self.mlp_norm = RMSNorm(size), RMSNorm(size)
+
+    def forward(self, x, residual, batch, cache=None):
+        x, residual = self.mixer_norm(x, residual)
+        x, residual = self.mlp_norm(self.mixer(x, batch, cache), residual)
+        return self.mlp(x), residual
+
+
+class Hybrid(ligermodels.Llama):
+    block_class = HybridBlock
+
+
+@pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
+def model(request, monkeypatch):
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else set())
+    monkeypatch.setattr(engine, "obstacle_to_capture", lambda model: None)  # the classes of this file
+    return with_large_weights(Hybrid.from_config(config(num_hidden_layers=3)))
+
+
+def by_full_forward(model, ids, mask, steps=20):
+    with torch.no_grad():
+        for _ in range(steps):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    return ids
+
+
+def test_generate(model):
+    ids, mask = padded([9, 4, 13])
+    expected = by_full_forward(model, ids, mask)
+    assert expected[:, 13:].unique().numel() > 10, "a model that repeats itself proves little"
+    for options in ({}, dict(prefill_chunk_size=4), dict(use_cache=False)):
+        assert torch.equal(generate(model, ids, attention_mask=mask, max_new_tokens=20, **options), expected)
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=True, seed=1, num_return_sequences=2)
+    assert torch.equal(generate(model, ids, top_k=1, **options), expected.repeat_interleave(2, 0))
+
+
+def test_generate_many(model):
+    texts = [prompt(length=length)[0] for length in (9, 4, 13, 1, 6)]
+    for chunk in (None, 4):
+        found = generate_many(model, texts, max_new_tokens=20, batch_size=2, prefill_chunk_size=chunk)
+        for ids, new in zip(texts, found, strict=True):
+            expected = by_full_forward(model, ids[None], torch.ones_like(ids)[None])
+            assert torch.equal(new, expected[0, len(ids) :])
+
+
+def test_rows_move_and_a_cache_continues(model):
+    ids, order = prompt(3, 12), torch.tensor([2, 0, 0, 1])
+    cache = model.new_cache(3, 20)
+    model(ids, past_key_values=cache)
+    cache.reorder(order)
+    assert [state.tensors()[0].shape[0] for state in cache] == [4, 4, 4]
+    text = torch.cat([ids[order], prompt(4, 3)], 1)
+    found = generate(model, text, attention_mask=torch.ones_like(text), past_key_values=cache, max_new_tokens=20)
+    assert torch.equal(found, by_full_forward(model, text, torch.ones_like(text)))
+
+
+def test_what_cannot_go_back_is_computed_again(model):
+    """After proposed tokens that were wrong, and a stream that was left: the states are empty, the text is right."""
+    ids = prompt(1, 4).repeat(1, 3)
+    expected = by_full_forward(model, ids, torch.ones_like(ids))
+    assert torch.equal(generate(model, ids, max_new_tokens=20, prompt_lookup_num_tokens=3), expected)
+    cache = model.new_cache(1, 40)
+    stream = generate_iter(model, ids, max_new_tokens=20, past_key_values=cache)
+    new = [next(stream).item() for _ in range(5)]
+    stream.close()
+    assert new == expected[0, 12:17].tolist() and cache.length in (0, 16)
+    text = expected[:, :18]
+    assert torch.equal(generate(model, text, past_key_values=cache, max_new_tokens=14), expected)
