@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ligermodels.text import Tokenizer
-from tests.recipes.runs import CHATS
+from tests.recipes.runs import CHATS, LEARN, PAIRS, PROMPTS, REWARD, SINGLE, TEXTS, train
 from tests.text import folders
 from tests.text.conftest import folder_of  # noqa: F401  # a fixture
 
@@ -35,15 +35,29 @@ def write(tmp_path):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a model, chats and texts."""
+    """A folder with a model, and data for each recipe."""
     folder = tmp_path_factory.mktemp("train")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of several threads have other bits
     sys.path.append(str(Path(__file__).parents[2] / "examples"))
     importlib.import_module("tiny").write_llama().rename(folder / "model")
-    lines = [json.dumps({"messages": messages}) for messages in CHATS * 2]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    texts = ["the quick brown fox jumps over the lazy dog. " * n for n in (1, 2, 9)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts * 4))
+    chats = [{"messages": messages} for messages in CHATS * 2]
+    texts = [{"text": text} for text in TEXTS * 4]
+    files = {"chats": chats, "texts": texts, "pairs": PAIRS, "single": SINGLE, "prompts": PROMPTS}
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "reward.py").write_text(REWARD)
     yield folder
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(home):
+    return Tokenizer.from_hub(home / "model")
+
+
+@pytest.fixture(scope="module")
+def teacher(home):
+    """The model after some training, in home/teacher/model."""
+    assert train(home, "teacher", *LEARN, "--epochs", "10") == 0
+    return home / "teacher" / "model"

@@ -2,15 +2,22 @@
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ligermodels
 from ligermodels.cli import main
 from ligermodels.recipes import find
 from ligermodels.recipes.data import Data
 from ligermodels.text import Tokenizer
+from tests.parallel.ranks import on_ranks
 from tests.text import folders
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -18,37 +25,131 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 WORDS = ("a", "bcd", "efg", "hij", "klm", "nop", "qrs", "tuv")
 CHATS = [[{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}] for word in WORDS]
+TEXTS = ["the quick brown fox jumps over the lazy dog. " * n for n in (1, 2, 9)]
+PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": f"Say {word}."}],
+        "chosen": [{"role": "assistant", "content": word}],
+        "rejected": [{"role": "assistant", "content": "no, " + word * (1 + n % 3)}],
+    }
+    for n, word in enumerate(WORDS)
+]
+SINGLE = [
+    {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
+    for row in PAIRS
+    for key in ("chosen", "rejected")
+]
+PROMPTS = [{"prompt": word, "letter": word[0]} for word in ("ab", "cde", "fg", "hij", "kl", "mno", "pq", "rst", "uv")]
+REWARD = """
+def reward(completion_ids, letter, **others):
+    return [sum(i % 5 == ord(c) % 5 for i in ids) for ids, c in zip(completion_ids, letter)]
+"""
 
-
+LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
 FEW = (
     "--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup-steps", "0",
     "--eval-share", "0.3",
 )  # fmt: skip
 """Options of a short run with evaluations."""
+SAMPLED = ("--accumulation", "4", "--prompts", "4", "--steps", "4", "--max-completion-length", "5")
+RECIPES = {
+    "sft": ("chats", ()),
+    "pretrain": ("texts", ("--scratch", "--capture")),
+    "dpo": ("pairs", ()),
+    "kto": ("single", ("--batch-tokens", "192")),
+    "orpo": ("pairs", ()),
+    "cpo": ("pairs", ()),
+    "simpo": ("pairs", ()),
+    "distill": ("chats", ("--teacher", "{home}/teacher/model")),
+    "medusa": ("chats", ("--heads", "2")),
+    "grpo": ("prompts", (*SAMPLED, "--num-generations", "4", "--reward-funcs", "{home}/reward.py")),
+}
+"""For each recipe, its data and the options that it needs beside `FEW`."""
 
 
 def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
     """The exit status of a run into home/out."""
-    argv = [
-        "train",
-        recipe,
-        home / "model",
-        "--data",
-        home / data,
-        "--out",
-        home / out,
-        "--show",
-        "0",
-        "--report-to",
-        "none",
-    ]
-    return main([str(argument) for argument in (*argv, *flags)])
+    argv = ["train", recipe, home / "model", "--data", home / data, "--out", home / out]
+    return main([str(argument) for argument in (*argv, "--show", "0", "--report-to", "none", *flags)])
+
+
+def run(home, out, recipe, *flags) -> int:
+    """The exit status of a short run of a recipe."""
+    data, own = RECIPES[recipe]
+    own = [flag.format(home=home) for flag in own]
+    return train(home, out, *FEW, *own, *flags, recipe=recipe, data=f"{data}.jsonl")
 
 
 def metrics(folder, key="loss"):
     """The values of metrics.jsonl by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def all_metrics(folder):
+    """Every value of metrics.jsonl but times and memory, by (name, step)."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    ignored = ("step", "tokens_per_second", "rollout_seconds", "gib")
+    return {(name, line["step"]): x for line in lines for name, x in line.items() if name not in ignored}
+
+
+def weights(folder):
+    """The bytes of all that was trained, by file."""
+    files = [path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts]
+    assert files
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def without_newest(folder, out):
+    """A copy of a run in `folder` that was ended before its last checkpoint."""
+    shutil.copytree(folder, out)
+    newest = max((out / "checkpoints").iterdir())
+    for gone in (newest, *(out / name for name in ("model", "adapter", "medusa", "best"))):
+        shutil.rmtree(gone, ignore_errors=True)
+    return out
+
+
+def on_two(folder, *runs):
+    """Runs that two processes do together."""
+
+    def work():
+        torch.set_num_threads(1)
+        for run in runs:
+            assert run() == 0
+
+    on_ranks(folder, work)
+
+
+def check_same(ours, theirs):
+    """Two runs but for rounding: all metrics, and what was trained. Adapters are compared by the merged model."""
+    assert all_metrics(ours) == pytest.approx(all_metrics(theirs), rel=2e-4, abs=1e-5)
+    for name in ("model", "medusa"):
+        files = sorted(path.relative_to(theirs) for path in (theirs / name).rglob("*.safetensors"))
+        assert files == sorted(path.relative_to(ours) for path in (ours / name).rglob("*.safetensors"))
+        for file in files:
+            found, expected = load_file(ours / file), load_file(theirs / file)
+            assert found.keys() == expected.keys()
+            for key, weight in expected.items():
+                torch.testing.assert_close(found[key], weight, rtol=1e-3, atol=1e-4)
+
+
+def answer(model, tokenizer, prompt):
+    ids = torch.tensor([prompt])
+    out = model.eval().generate(ids, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids))
+    return tokenizer.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True)
+
+
+def check_answers(folder, model):
+    """The model says what CHATS taught it."""
+    tokenizer = ligermodels.Tokenizer.from_hub(folder)
+    for user, assistant in CHATS:
+        prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True)
+        assert answer(model, tokenizer, prompt) == assistant["content"]
+
+
+def fake_sample(model, prompts, copies, *, stop_ids, **unused):
+    """In place of rollout.sample: completions that depend on the prompt alone, of different lengths."""
+    return [[*range(30 + n, 31 + n + (sum(ids) + n) % 4), stop_ids[0]] for ids in prompts for n in range(copies)]
 
 
 def reached(folder, step, child):
@@ -61,7 +162,8 @@ def reached(folder, step, child):
 
 def options_of(name, **options):
     """The options of a recipe, complete."""
-    return find(name).Options(**{"model": "m", "data": "d", "output_dir": "o", **options})
+    needed = {"distill": {"teacher": "t"}, "grpo": {"reward_funcs": ("r.py",)}}.get(name, {})
+    return find(name).Options(**{"model": "m", "data": "d", "output_dir": "o", **needed, **options})
 
 
 def recipe_of(name, **options):

@@ -1,16 +1,16 @@
 """`ligermodels train` on inputs that are wrong: an error that says what and where, and nothing half-written.
 
-Beside what test_train_command.py refuses, and what the tests of rows, formats and masks do.
+Values that are wrong by themselves are in test_options.py.
 """
 
 import gzip
+import importlib.util
 import json
 import shutil
 
 import pytest
 
-from ligermodels.cli import main
-from tests.recipes.runs import train
+from tests.recipes.runs import RECIPES, train
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 CHAT = json.dumps(ROW)
@@ -20,7 +20,7 @@ def said(role, text):
     return {"role": role, "content": text}
 
 
-FILES = {  # name, content, what the error says
+FILES = {  # name, content, what the error says; the first word of a case may be a recipe
     "packed": ("a.jsonl.gz", gzip.compress(CHAT.encode()), "a.jsonl.gz is compressed, which allows no random access"),
     "utf-16": ("a.jsonl", CHAT.encode("utf-16"), "a.jsonl is UTF-16 or UTF-32. Next step: save it as UTF-8"),
     "latin-1": ("a.jsonl", CHAT.replace('"a"', '"\xe4"').encode("latin-1"), "a.jsonl:1: not UTF-8: 0xe4 is its byte"),
@@ -45,12 +45,21 @@ FILES = {  # name, content, what the error says
     "another role": ("a.jsonl", '{"conversations": [{"from": "humann", "value": "a"}]}', "'humann' is none"),
     "keys of sharegpt": ("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}', "from and value are the keys"),
     "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
-}  # fmt: skip
-VALUES = {  # others are in test_options.WRONG
-    "negative rate": (("--lr", "-1"), "learning_rate=-1: expected more than 0"),
-    "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
-    "near 4 bits": (("--quantize", "nf", "--lora", "4"), "quantize='nf': expected one of none, nf4; did you mean nf4?"),
-    "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora-r 16"),
+    "nothing to train": ("a.jsonl", json.dumps({"messages": [said("user", "a")]}), "no token to train"),
+    "pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "dpo"),
+    "a table": ("a.xlsx", "x", "has an unsupported extension"),
+    "dpo chats": ("a.jsonl", CHAT, "a.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
+    "dpo single": ("a.jsonl", '{"prompt": "a", "completion": "b", "label": true}', "train with kto"),
+    "dpo empty": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": ""}', "nothing is left of it"),
+    "kto pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "train with dpo, orpo, cpo or simpo"),
+    "kto empty": ("a.jsonl", '{"prompt": "a", "completion": "", "label": true}', "completion: it is empty"),
+    "orpo same": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "b"}', "both are the same"),
+    "grpo text": ("a.jsonl", '{"text": "a"}', "a.jsonl:1: the row has no prompt; expected"),
+    "grpo mixed": ("a.jsonl", '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
+                   "a.jsonl:2: prompt: expected a text, as in the first row"),
+    "grpo answered": ("a.jsonl", json.dumps({"prompt": [said("assistant", "a")]}), "prompt: it ends with what the"),
+    "grpo long": ("a.jsonl", json.dumps({"prompt": "a" * 61, "letter": "a"}),
+                  "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64"),
 }  # fmt: skip
 FLAGS = {
     "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
@@ -66,20 +75,24 @@ FLAGS = {
         "the model has no qproj; it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
     ),
     "out in a file": (("--out", "FILE/out"), "cannot be written, since "),
+    "out that is a file": (("--out", "FILE"), "is a file; give a folder"),
+    "out with other files": (("--out", "FOLDER"), "is not empty; give a folder that is new"),
+    "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
+    "no file of options": (("--config", "none.yaml"), "cannot be read: No such file"),
+    "no wandb": (("--report-to", "wandb"), "not installed: pip install 'wandb'"),
 }  # fmt: skip
 TEMPLATES = {
     "BYTES": b"\xff",
     "SYNTAX": b"{{ messages[0].content }}\n{% if %}",
     "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
 }
-YAML = {"twice": ("lr: 1\nlr: 2", "lr is there twice")}
 
 
-def refused(capsys, out, words, *argv, expected=3):
-    """Runs the command, whose error must say `words` and which must write nothing. expected: the exit status."""
-    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--report-to", "none")])
+def refused(capsys, home, out, words, *flags, status=3, **how):
+    """Trains, which must fail with `words` and write nothing. status: that of the command."""
+    assert train(home, out, *flags, **how) == status
     text = capsys.readouterr().err
-    assert status == expected and words in text, text
+    assert words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
     assert not out.exists()
     return text
@@ -90,32 +103,39 @@ def test_wrong_data(home, write, tmp_path, capsys, case):
     name, content, words = FILES[case]
     if case == "parquet that is none":
         pytest.importorskip("datasets")
-    file = write(name, content)
-    argv = (home / "model", "--data", file, "--out", tmp_path / "out", "--steps", "1")
-    assert refused(capsys, tmp_path / "out", words, *argv).count("Parquet") == (case == "parquet that is none")
+    recipe = case.split()[0] if case.split()[0] in RECIPES else "sft"
+    flags = [flag.format(home=home) for flag in RECIPES[recipe][1]]
+    flags += ["--steps", "1", "--length", "64"] if recipe != "sft" else ["--steps", "1"]
+    text = refused(capsys, home, tmp_path / "out", words, *flags, recipe=recipe, data=write(name, content))
+    assert text.count("Parquet") == (case == "parquet that is none")
 
 
-@pytest.mark.parametrize("case", [*VALUES, *FLAGS])
+@pytest.mark.parametrize("case", FLAGS)
 def test_wrong_flags(home, tmp_path, capsys, case):
-    """Exit status 2 where a value is wrong by itself, 3 where it does not fit data, model or folder."""
-    flags, words = {**VALUES, **FLAGS}[case]
-    good = home / "chats.jsonl"
+    """Exit status 2 where options are wrong by themselves, 3 where they do not fit data, model or folder."""
+    flags, words = FLAGS[case]
+    if case == "no wandb" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
     for name, text in TEMPLATES.items():
         (tmp_path / f"{name.lower()}.jinja").write_bytes(text)
         flags = [flag.replace(name, str(tmp_path / f"{name.lower()}.jinja")) for flag in flags]
-    flags = [flag.replace("FILE", str(good)) for flag in flags]
-    status = 2 if case in VALUES else 3
-    argv = (home / "model", "--data", good, "--out", tmp_path / "out", *flags)
-    said = refused(capsys, tmp_path / "out", words, *argv, expected=status)
+    flags = [flag.replace("FILE", str(home / "chats.jsonl")).replace("FOLDER", str(home)) for flag in flags]
+    status = 2 if case == "no file of options" else 3
+    said = refused(capsys, home, tmp_path / "out", words, *flags, status=status)
     assert "--skip-bad" not in said
     assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error"))
 
 
-@pytest.mark.parametrize("case", YAML)
-def test_wrong_files_of_options(home, write, tmp_path, capsys, case):
-    text, words = YAML[case]
-    argv = (home / "model", "--data", home / "chats.jsonl", "--out", tmp_path / "out")
-    refused(capsys, tmp_path / "out", words, *argv, "--config", write("options.yaml", text), expected=2)
+@pytest.mark.parametrize("said, flags", [
+    ("the reward reward failed (", ("--reward-funcs", "{home}/stripped.py")),
+    ("reward=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")),
+])  # fmt: skip
+def test_rewards_that_fail_at_once(home, tmp_path, capsys, said, flags):
+    (home / "stripped.py").write_text(
+        "def reward(completions):\n    return [len(text['content']) for text in completions]"
+    )
+    flags = [flag.format(home=home) for flag in flags]
+    refused(capsys, home, tmp_path / "out", said, *flags, recipe="grpo", data="prompts.jsonl")
 
 
 def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
@@ -170,6 +190,7 @@ MODELS = {
     "weights cut short": (lambda folder: cut(folder / "model.safetensors"), "it is damaged or cut short"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
     "other shapes": (lambda folder: edited(folder / "config.json", intermediate_size=96), "shape"),
+    "no folder": (shutil.rmtree, "is not there"),
     "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has adapters"),
 }  # fmt: skip
 
@@ -179,8 +200,7 @@ def test_wrong_models(home, tmp_path, capsys, case):
     change, words = MODELS[case]
     shutil.copytree(home / "model", tmp_path / "model")
     change(tmp_path / "model")
-    argv = (tmp_path / "model", "--data", home / "chats.jsonl", "--out", tmp_path / "out", "--steps", "1")
-    refused(capsys, tmp_path / "out", words, *argv)
+    refused(capsys, tmp_path, tmp_path / "out", words, "--steps", "1", data=home / "chats.jsonl")
 
 
 def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
@@ -190,16 +210,15 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     shutil.copytree(home / "model", tmp_path / "model")
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
-    argv = ("train", "sft", tmp_path / "model", "--data", data, "--eval-data", evaluation, "--no-packing")
-    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--report-to", "none", "--length", "32")
-    assert main([str(argument) for argument in (*argv, *flags)]) == 0
+    flags = ("--steps", "1", "--length", "32", "--eval-data", evaluation, "--no-packing")
+    assert train(tmp_path, tmp_path / "out", *flags, data=data) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 
 
 def test_only_bad_rows_are_not_skipped_to_nothing(home, write, tmp_path, capsys):
     data = write("bad.jsonl", '{"messages": 3}\n{"messages": []}\n')
-    argv = (home / "model", "--data", data, "--out", tmp_path / "out", "--skip-bad")
-    refused(capsys, tmp_path / "out", "none of the 2 rows can be read", *argv)
+    words = "none of the 2 rows can be read"
+    refused(capsys, home, tmp_path / "out", words, "--skip-bad", data=data)
 
 
 def test_what_cannot_be_resumed(home, capsys):

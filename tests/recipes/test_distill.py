@@ -9,20 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels
-from ligermodels import recipes
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes import rollout
-from ligermodels.recipes.data import Data
-from ligermodels.recipes.distill import Distill, DistillOptions, check_same_tokens, distill_loss
+from ligermodels.recipes.distill import Distill, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
 from ligermodels.text import Tokenizer
 from tests.arch import qwen2_vl
-from tests.recipes import losses
-from tests.recipes.runs import FEW, metrics, train
-from tests.recipes.test_grpo import fake
-from tests.recipes.test_train_command import check_same, on_two
+from tests.recipes import losses, runs
+from tests.recipes.runs import SAMPLED, metrics, run
 
 OPTIONS = dict(beta=1.0, temperature=1.0, hard_weight=0.0)
 
@@ -101,128 +96,22 @@ def test_loss_is_that_of_trl(beta):
     losses.assert_same(losses.gradients(student, loss), losses.gradients(student, expected))
 
 
-@pytest.fixture(scope="module")
-def teacher(home):
-    flags = ("--length", "128", "--accumulation", "1", "--lr", "4e-3", "--epochs", "10")
-    assert train(home, "teacher", *flags) == 0
-    return home / "teacher" / "model"
-
-
-def distill(home, out, teacher, *flags, data="chats.jsonl"):
-    return train(home, out, *FEW, "--teacher", teacher, *flags, recipe="distill", data=data)
-
-
-def weights(folder):
-    return next(folder.glob("*/*model.safetensors")).read_bytes()
-
-
-def test_a_run_comes_near_its_teacher_and_resumes_with_the_same_bits(home, teacher, capsys):
-    assert distill(home, "distilled", teacher, "--save-steps", "3", "--eval-steps", "3") == 0
-    told = metrics(home / "distilled", "eval_divergence")
-    assert told == pytest.approx(metrics(home / "distilled", "eval_loss")) and told[6] < 0.85 * told[0]
-    shutil.copytree(home / "distilled", home / "again")
-    for gone in ("model", "best", "checkpoints/step-00000006"):
-        shutil.rmtree(home / "again" / gone)
-    assert distill(home, "again", teacher, "--save-steps", "3", "--eval-steps", "3", "--resume") == 0
-    assert "resumed after step 3" in capsys.readouterr().err
-    assert weights(home / "again") == weights(home / "distilled")
-    assert metrics(home / "again") == metrics(home / "distilled")
-    assert distill(home, "again", teacher, "--resume", "--beta", "0.5") == 3
-    assert "had beta=1.0, and this has beta=0.5" in capsys.readouterr().err
-
-
-def test_two_processes_shard_the_teacher_and_compute_what_one_does(home, teacher, tmp_path):
-    flags = ("--eval-steps", "2")
-    assert distill(home, "one", teacher, *flags) == 0
-    on_two(tmp_path, lambda: distill(home, "two", teacher, *flags))
-    check_same(home / "two", home / "one")
-    told = [metrics(home / name, "eval_cross_entropy") for name in ("one", "two")]
-    assert told[0] == pytest.approx(told[1], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_adapters_padding_and_context_parallel(home, teacher, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    kinds = {
-        "adapters": ("--lora", "4", "--merge", "--hard-weight", "0.3"),
-        "rows": ("--no-packing", "--beta", "0.5"),
-        "cp": ("--cp", "2", "--temperature", "2"),
-    }
-    on_two(tmp_path, *[lambda name=name: distill(home, f"{name}-2", teacher, *kinds[name]) for name in kinds])
-    monkeypatch.delenv("WORLD_SIZE")
-    for name, flags in kinds.items():
-        assert distill(home, f"{name}-1", teacher, *flags[2 * (name == "cp") :]) == 0
-        check_same(home / f"{name}-2", home / f"{name}-1")
-        told = [metrics(home / f"{name}-{n}", "eval_divergence") for n in (1, 2)]
-        assert told[0] == pytest.approx(told[1], rel=1e-4)
-
-
-def changed(teacher, folder, change):
-    """A copy of the teacher whose tokenizer.json is changed."""
-    shutil.copytree(teacher, folder)
-    values = json.loads((folder / "tokenizer.json").read_text())
-    change(values)
-    (folder / "tokenizer.json").write_text(json.dumps(values))
-    return folder
-
-
-def test_a_teacher_that_does_not_fit_is_refused(home, teacher, tmp_path, capsys):
-    def other_token(values):
-        vocab = values["model"]["vocab"]
-        vocab["zz"] = vocab.pop("A")
-
-    def other_split(values):
-        values["pre_tokenizer"]["add_prefix_space"] = True
-
-    index = Tokenizer.from_hub(home / "model").token_to_id("A")
-    cases = {
-        f"id {index} is 'A' for the model and 'zz' for the teacher (1 ids": (tmp_path / "token", other_token),
-        "has the same tokens, but splits": (tmp_path / "split", other_split),
-    }
-    for words, (folder, change) in cases.items():
-        assert distill(home, tmp_path / "out", changed(teacher, folder, change)) == 3
-        assert words in capsys.readouterr().err
-    assert distill(home, tmp_path / "out", teacher, "--length", "4096", "--batch-tokens", "4096") == 3
-    assert "positions that the teacher was made for" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    tokenizer = Tokenizer.from_hub(home / "model")
-    check_same_tokens(tokenizer, Tokenizer.from_hub(teacher))
-
-
-@pytest.mark.parametrize("says, options", [
-    ("teacher is missing: give --teacher", {"teacher": ""}),
-    ("beta=1.5: expected 1 or less", {"beta": 1.5}),
-    ("temperature=0: expected more", {"temperature": 0}),
-    ("hard_weight=1.0: expected less than 1", {"hard_weight": 1.0}),
-    ("FSDP shards both", {"tp": 2}),
-])  # fmt: skip
-def test_options_that_are_refused(says, options, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Exception, match=says):
-        DistillOptions(**{"model": "a", "data": "b", "output_dir": "c", "teacher": "d", **options})
+@pytest.mark.parametrize(("says", "change"), [
+    ("id 32 is 'A' for the model and 'zz' for the teacher (1 ids", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
+    ("has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),
+], ids=str)  # fmt: skip
+def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says, change):
+    shutil.copytree(home / "model", tmp_path / "teacher")
+    values = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
+    change(values["model"]["vocab"], values["pre_tokenizer"])
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(values))
+    assert run(home, tmp_path / "out", "distill", "--teacher", tmp_path / "teacher") == 3
+    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- on-policy ----
 
-FEW_OF = (
-    "--length",
-    "64",
-    "--steps",
-    "6",
-    "--lr",
-    "3e-3",
-    "--warmup-steps",
-    "0",
-    "--prompts",
-    "4",
-    "--max-completion-length",
-    "9",
-)
-
-
-def on_policy(home, out, teacher, *flags, share=1, data="chats.jsonl"):
-    given = (*FEW_OF, "--teacher", teacher, "--lmbda", share, *flags)
-    return train(home, out, *given, recipe="distill", data=data)
+ON_POLICY = (*SAMPLED, "--lmbda", "1", "--max-completion-length", "9")
 
 
 def sampled(folder):
@@ -231,7 +120,7 @@ def sampled(folder):
 
 def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
     flags = ("--eval-data", home / "chats.jsonl", "--eval-steps", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
-    assert on_policy(home, "own", teacher, *flags) == 0
+    assert run(home, home / "own", "distill", *ON_POLICY, "--eval-share", "0", *flags) == 0
     said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
     assert losses[12] < 0.75 * losses[1]  # of the samples
     assert told[12] < 0.85 * told[0]  # of the rows' answers, with the line break after them, which no sample has
@@ -246,41 +135,6 @@ def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
     assert "12; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
 
 
-def test_a_mixed_run_resumes_with_the_same_samples_and_bits(home, teacher, capsys):
-    """Half of the steps are of rows' own completions; it is resumed before one that samples."""
-    flags = ("--save-steps", "2", "--eval-share", "0.3", "--eval-steps", "3", "--beta", "0.5")
-    assert on_policy(home, "mixed", teacher, *flags, share=0.5) == 0
-    assert "in 50% of the steps; the others train on the rows' own" in capsys.readouterr().err
-    assert list(metrics(home / "mixed", "completion_length")) == [1, 3, 5]
-    assert {line["rollout"] for line in sampled(home / "mixed")} == {0, 2, 4}
-    shutil.copytree(home / "mixed", home / "mixed-again")
-    for gone in ("model", "best", "checkpoints/step-00000006"):
-        shutil.rmtree(home / "mixed-again" / gone)
-    assert on_policy(home, "mixed-again", teacher, *flags, "--resume", share=0.5) == 0
-    assert "resumed after step 4" in capsys.readouterr().err
-    assert sampled(home / "mixed-again") == sampled(home / "mixed")
-    assert weights(home / "mixed-again") == weights(home / "mixed")
-    assert metrics(home / "mixed-again") == metrics(home / "mixed")
-    assert on_policy(home, "mixed-again", teacher, *flags, "--resume") == 3
-    assert "had lmbda=0.5, and this has lmbda=1.0" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [
-    (), ("--no-packing", "--beta", "0.3"), ("--lora", "4", "--rollout-rows", "1")
-], ids=str)  # fmt: skip
-def test_on_policy_on_two_processes(home, teacher, tmp_path, monkeypatch, flags):
-    """On the same completions what one computes, with forwards that are not equally many; and sampling together."""
-    on_two(tmp_path, lambda: on_policy(home, tmp_path / "sampled", teacher, *flags, share=0.5))
-    assert len(sampled(tmp_path / "sampled")) == 3 * 2  # rank 0's
-    monkeypatch.setattr(rollout, "sample", fake)
-    assert on_policy(home, tmp_path / "one", teacher, *flags, share=0.5) == 0
-    on_two(tmp_path, lambda: on_policy(home, tmp_path / "two", teacher, *flags, share=0.5))
-    for name in ("loss", "grad_norm", "completion_length", "truncated", "trained_tokens"):
-        one, two = (metrics(tmp_path / folder, name) for folder in ("one", "two"))
-        assert one == pytest.approx(two, rel=2e-4), name
-
-
 ASKED = [{"role": "user", "content": "Say a."}]
 SAID = [{"role": "assistant", "content": "a"}]
 ROWS = {
@@ -292,10 +146,9 @@ ROWS = {
 
 
 def data_of(home, write, *rows, **options):
-    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), output_dir="out")
-    paths["teacher"] = paths["model"]
-    found = DistillOptions(**paths, max_length=64, batch_tokens=64, max_completion_length=9, **{"lmbda": 1, **options})
-    return Data(found, Distill(found, Tokenizer.from_hub(home / "model")))
+    given = dict(model=str(home / "model"), teacher=str(home / "model"), data=str(write("rows.jsonl", list(rows))))
+    tokenizer = Tokenizer.from_hub(home / "model")
+    return runs.data_of("distill", tokenizer, max_completion_length=9, **given, **{"lmbda": 1, **options})
 
 
 @pytest.mark.parametrize("share", [0.5, 1])
@@ -338,8 +191,8 @@ def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
     config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1500}
     ligermodels.Llama.from_config(config, device="cpu", seed=0).save_pretrained(folder)
     (tmp_path / "chats.jsonl").symlink_to(home / "chats.jsonl")
-    assert on_policy(tmp_path, "wide", teacher, "--steps", "1") == 0
-    assert on_policy(tmp_path, "both", folder, "--steps", "1") == 0  # of the tokenizer's more than it has names for
+    for out, known in (("wide", teacher), ("both", folder)):  # "both": ids that the tokenizer has no names for
+        assert run(tmp_path, tmp_path / out, "distill", *ON_POLICY, "--steps", "1", "--teacher", known) == 0
     assert metrics(tmp_path / "both")[1] == pytest.approx(0, abs=1e-6)
 
 
@@ -381,60 +234,3 @@ def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
     with pytest.raises(InputError, match=says):
         data = data_of(home, write, *rows, **options)
         data.count()
-
-
-@pytest.mark.parametrize("says, options", [
-    ("lmbda=1.5: expected 1 or less", {"lmbda": 1.5}),
-    ("would teach the model its own samples", {"hard_weight": 0.1}),
-    ("prompts is given, but nothing is sampled: add --lmbda 1", {"lmbda": 0, "prompts": 4}),
-    ("sampling_temperature is given, but nothing", {"lmbda": 0, "sampling_temperature": 0.0}),
-    ("a step that samples has prompts; give --prompts", {"accumulation": 3}),
-    ("give a multiple of 2", {"prompts": 3}),
-    ("a model that is split so does not sample", {"cp": 2}),
-])  # fmt: skip
-def test_options_of_sampling_that_are_refused(says, options, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=says):
-        DistillOptions(**{"model": "a", "data": "b", "output_dir": "c", "teacher": "d", "lmbda": 1, **options})
-
-
-STEPS, PROMPTS, NEW = 5, 3, 9
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("beta, temperature", [(1.0, 1.0), (0.5, 0.8), (0.0, 1.0)])
-def test_steps_on_policy_are_trls(home, teacher, tmp_path, monkeypatch, beta, temperature):
-    """On the same completions: losses, norms of gradients and weights of its DistillationTrainer."""
-    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
-    trl = pytest.importorskip("trl")
-    ours = DistillOptions(
-        model=str(home / "model"), data=str(home / "chats.jsonl"), output_dir=str(tmp_path / "ours"),
-        teacher=str(teacher), lmbda=1, prompts=PROMPTS, max_completion_length=NEW, max_length=128, batch_tokens=4096,
-        learning_rate=1e-3, lr_scheduler_type="constant_with_warmup",
-        warmup_steps=0, report_to="none", show=0, max_steps=STEPS, beta=beta, temperature=temperature,
-    )  # fmt: skip
-    data = Data(ours, Distill(ours, Tokenizer.from_hub(ours.model)))
-    rows = [{"prompt": next(data.train)["prompts"][0].prompt} for _ in range(STEPS * PROMPTS)]
-    arguments = trl.DistillationConfig(
-        str(tmp_path / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS, learning_rate=1e-3, use_cpu=True,
-        lr_scheduler_type="constant", max_completion_length=NEW, temperature=temperature, beta=beta, bf16=False,
-        gradient_checkpointing=False, disable_tqdm=True, report_to=[], save_strategy="no", logging_steps=1,
-        shuffle_dataset=False,
-    )  # fmt: skip
-    models = [transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (home / "model", teacher)]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
-    trainer = trl.DistillationTrainer(
-        models[0], models[1], args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
-    )  # fmt: skip
-    stop = tokenizer.eos_token_id
-    trainer._generate_single_turn = lambda prompts, *others, **more: fake(None, prompts, 1, stop_ids=(stop,))
-    trainer.train()
-    monkeypatch.setattr(rollout, "sample", fake)
-    assert recipes.train("distill", **vars(ours) | {"accumulation": None}) == 0
-    for name in ("loss", "grad_norm"):
-        expected = [entry[name] for entry in trainer.state.log_history if name in entry]
-        assert list(metrics(tmp_path / "ours", name).values()) == pytest.approx(expected, rel=2e-4), name
-    trained = trainer.model.state_dict()
-    for name, weight in ligermodels.load(tmp_path / "ours" / "model").state_dict().items():
-        assert (weight - trained[name]).abs().max() < 2e-4, name

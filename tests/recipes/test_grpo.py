@@ -1,26 +1,20 @@
 """GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_grpo_trl.py."""
 
 import dataclasses
-import json
-import shutil
 
 import pytest
 import torch
 
-import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.processes import Processes
-from ligermodels.recipes import rollout
-from ligermodels.recipes.grpo import GRPO, GRPOOptions
+from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from tests.parallel.ranks import on_ranks
-from tests.recipes import losses
-from tests.recipes.runs import metrics
-from tests.recipes.runs import train as train_recipe
-from tests.recipes.test_train_command import on_two
+from tests.recipes import losses, runs
+from tests.recipes.runs import REWARD, metrics, on_two, run, weights
 
 CPU = torch.device("cpu")
 
@@ -67,9 +61,7 @@ def plain(model, completions, options, old, ref, temperature, dropped):
 
 
 def options_of(**given):
-    return GRPOOptions(
-        **{"model": "a", "data": "b", "output_dir": "c", "reward_funcs": ("r.py",), "max_completion_length": 9, **given}
-    )
+    return runs.options_of("grpo", **{"max_completion_length": 9, **given})
 
 
 class PaddedBy0(GRPO):
@@ -159,7 +151,7 @@ def test_samples_are_of_the_models_own_distribution():
     model = losses.model().float()
     for name, value in dict(top_k=2, top_p=0.1, repetition_penalty=3.0, do_sample=True, suppress_tokens=[3]).items():
         setattr(model.generation_config, name, value)
-    prompts, copies = [[5, 6], [1]], 4000
+    prompts, copies = [[5, 6], [1]], 1000
     found = drawn(model, prompts, copies, temperature=1.5)
     assert len(found) == 2 * copies and model.training
     for n, prompt in enumerate(prompts):
@@ -180,7 +172,7 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
 
 def test_ids_that_another_model_lacks_are_not_drawn():
     """The others keep their odds."""
-    model, copies = losses.model().float(), 2000
+    model, copies = losses.model().float(), 1000
     first = torch.tensor([ids[0] for ids in drawn(model, [[5, 6]], copies, vocab_size=20)])
     expected = model(torch.tensor([[5, 6]])).logits[0, -1, :20].softmax(-1)
     assert (torch.bincount(first, minlength=20) / copies - expected).abs().max() < 4 * (0.25 / copies) ** 0.5
@@ -260,173 +252,55 @@ def test_rewards_of_files(tmp_path):
 
 # ---- runs ----
 
-FEW = (
-    "--length", "64", "--steps", "4", "--prompts", "4", "--num-generations", "4", "--max-completion-length", "5",
-    "--lr", "3e-3", "--warmup-steps", "0",
-)  # fmt: skip
 
+def test_a_reward_that_fails_in_the_middle_loses_nothing_and_one_that_is_constant_is_told(home, tmp_path, capsys):
+    def train(out, *flags):
+        return run(home, tmp_path / out, "grpo", "--reward-funcs", home / "fails.py", *flags)
 
-@pytest.fixture(scope="module")
-def asked(home):
-    rows = [{"prompt": word, "letter": word[0]} for word in ("ab", "cde", "fg", "hij", "kl", "mno", "pq", "rst", "uv")]
-    (home / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (home / "reward.py").write_text(
-        "def reward(completion_ids, letter, **others):\n"
-        "    return [sum(i % 5 == ord(c) % 5 for i in ids) for ids, c in zip(completion_ids, letter)]\n"
+    (home / "fails.py").write_text("def reward(prompts, completion_ids, **others):\n    return [0.5] * len(prompts)\n")
+    assert train("whole") == 0
+    said = capsys.readouterr().err
+    assert said.count("warning: in this step all completions of each prompt have the same reward") == 1
+    assert set(metrics(tmp_path / "whole").values()) == {0}
+    (home / "fails.py").write_text(
+        f"import pathlib{REWARD}"
+        f"lines = pathlib.Path({str(tmp_path / 'out/completions.jsonl')!r})\nown = reward\n"
+        "def reward(**given):\n"
+        "    if lines.is_file() and len(lines.read_text().splitlines()) == 32:\n        raise OSError('no server')\n"
+        "    return own(**given)\n"
     )
-    return home
-
-
-def train(home, out, *flags, reward="reward.py"):
-    return train_recipe(home, out, *FEW, "--reward-funcs", home / reward, *flags, recipe="grpo", data="asked.jsonl")
-
-
-def weights(folder):
-    return next(folder.glob("*/*model.safetensors")).read_bytes()
+    assert train("out") == 3
+    said = capsys.readouterr().err
+    assert "the reward reward failed (" in said and "fails.py:8) at " in said and "OSError: no server" in said
+    assert "stopped after step 2 of 4, which is saved" in said and "--resume\n" in said
+    (home / "fails.py").write_text(REWARD)
+    assert train("out", "--resume") == 0
+    assert train("right") == 0
+    assert lines(tmp_path / "out") == lines(tmp_path / "right")
+    assert weights(tmp_path / "out") == weights(tmp_path / "right")
+    assert "| step | loss | reward | reward std |" in (tmp_path / "out" / "report.md").read_text()
+    rewards, evaluated = (metrics(tmp_path / "out", name) for name in ("eval_reward", "eval_loss"))
+    assert set(rewards) == {0, 4} and evaluated[4] == pytest.approx(-rewards[4])
 
 
 def lines(folder):
     return (folder / "completions.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize("flags", [
-    ("--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "2"),
-    pytest.param(
-        ("--num-iterations", "2", "--beta", "0.1", "--loss-type", "gspo", "--no-packing", "--lora", "4", "--save-steps",
-         "3"),
-        marks=pytest.mark.slow,
-    ),
-], ids=str)  # fmt: skip
-def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, flags):
-    """With --num-iterations in the midst of a rollout."""
-    assert train(asked, tmp_path / "whole", *flags) == 0
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    for gone in ("model", "adapter", "best", "checkpoints/step-00000004"):
-        shutil.rmtree(tmp_path / "again" / gone, ignore_errors=True)
-    assert train(asked, tmp_path / "again", *flags, "--resume") == 0
-    assert f"resumed after step {flags[-1]}" in capsys.readouterr().err
-    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
-    assert len(lines(tmp_path / "whole")) == 16 * (2 if "--num-iterations" in flags else 4)
-    for key in ("loss", "reward", "grad_norm", "entropy"):
-        assert metrics(tmp_path / "again", key) == metrics(tmp_path / "whole", key)
-    if "--lora" not in flags:
-        assert weights(tmp_path / "again") == weights(tmp_path / "whole")
-        told = metrics(tmp_path / "whole", "eval_reward")
-        assert set(told) == {0, 2, 4} and metrics(tmp_path / "whole", "eval_loss")[4] == pytest.approx(-told[4])
-    report = (tmp_path / "whole" / "report.md").read_text()
-    assert "| step | loss | reward | reward std |" in report
-    assert train(asked, tmp_path / "again", *flags, "--resume", "--num-generations", "8") == 3
-    assert "had num_generations=4, and this has num_generations=8" in capsys.readouterr().err
-
-
-def test_a_reward_that_fails_in_the_middle_loses_nothing_and_one_that_is_constant_is_told(asked, tmp_path, capsys):
-    (asked / "fails.py").write_text("def reward(prompts, completion_ids, **others):\n    return [0.5] * len(prompts)\n")
-    assert train(asked, tmp_path / "whole", reward="fails.py") == 0
-    said = capsys.readouterr().err
-    assert said.count("warning: in this step all completions of each prompt have the same reward") == 1
-    assert set(metrics(tmp_path / "whole").values()) == {0}
-    right = (asked / "reward.py").read_text()
-    (asked / "fails.py").write_text(
-        "import pathlib\n"
-        + right
-        + f"lines = pathlib.Path({str(tmp_path / 'out/completions.jsonl')!r})\nown = reward\n"
-        "def reward(**given):\n"
-        "    if lines.is_file() and len(lines.read_text().splitlines()) == 32:\n        raise OSError('no server')\n"
-        "    return own(**given)\n"
-    )
-    assert train(asked, tmp_path / "out", reward="fails.py") == 3
-    said = capsys.readouterr().err
-    assert "the reward reward failed (" in said and "fails.py:8) at " in said and "OSError: no server" in said
-    assert "stopped after step 2 of 4, which is saved" in said and "--resume\n" in said
-    (asked / "fails.py").write_text(right)
-    assert train(asked, tmp_path / "out", "--resume", reward="fails.py") == 0
-    assert train(asked, tmp_path / "right") == 0
-    assert lines(tmp_path / "out") == lines(tmp_path / "right")
-    assert weights(tmp_path / "out") == weights(tmp_path / "right")
-
-
-def fake(model, prompts, copies, *, stop_ids, **unused):
-    """Completions that depend on the prompt alone, of different lengths."""
-    return [[*range(30 + n, 31 + n + (sum(ids) + n) % 4), stop_ids[0]] for ids in prompts for n in range(copies)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch, lora):
-    """On the same completions, with forwards that are not equally many by themselves."""
-    monkeypatch.setattr(rollout, "sample", fake)
-    flags = ("--num-iterations", "2", "--beta", "0.1", "--scale-rewards", "batch", *(("--lora", "4") if lora else ()))
-    assert train(asked, tmp_path / "one", *flags) == 0
-    on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
-    names = ("loss", "reward", "reward_std", "kl", "entropy", "clipped", "completion_length", "trained_tokens")
-    for name in names:
-        one, two = (metrics(tmp_path / folder, name) for folder in ("one", "two"))
-        assert one == pytest.approx(two, rel=2e-5, abs=1e-6), name
-    if lora:
-        return
-    ours, theirs = (ligermodels.load(tmp_path / name / "model").state_dict() for name in ("one", "two"))
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_two_processes_sample_together(asked, tmp_path, capfd):
+def test_two_processes_sample_together(home, tmp_path, capfd):
     """Under FSDP ranks take the same number of steps; an evaluation of one rank's prompts, and an error on a rank."""
     flags = ("--eval-share", "0.4", "--eval-steps", "2", "--rollout-rows", "4")
-    on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
-    assert train(asked, tmp_path / "one", *flags) == 0
+    on_two(tmp_path, lambda: run(home, tmp_path / "two", "grpo", *flags))
+    assert run(home, tmp_path / "one", "grpo", *flags) == 0
     one, two = (metrics(tmp_path / name, "eval_reward") for name in ("one", "two"))
     assert one[0] == two[0]  # greedy
     assert len(lines(tmp_path / "two")) == 4 * 8  # rank 0's
-    (asked / "wrong.py").write_text(
+    (home / "wrong.py").write_text(
         "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0 for _ in letter]"
     )
-
-    def fails():
-        assert train(asked, tmp_path / "wrong", reward="wrong.py") == 3
-
-    on_ranks(tmp_path, fails)
+    on_two(tmp_path, lambda: run(home, tmp_path / "wrong", "grpo", "--reward-funcs", home / "wrong.py") - 3)
     assert "AssertionError" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("says, rows", [
-    ("asked.jsonl:1: the row has no prompt; expected", [{"text": "a"}]),
-    ("asked.jsonl:2: prompt: expected a text, as in the first row", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}]),
-    ("prompt: it ends with what the assistant says", [{"prompt": [{"role": "assistant", "content": "a"}]}]),
-    ("asked.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64",
-     [{"prompt": "a" * 61}]),
-], ids=str)  # fmt: skip
-def test_prompts_that_are_refused(asked, tmp_path, capsys, says, rows):
-    for name in ("model", "reward.py"):
-        (tmp_path / name).symlink_to(asked / name)
-    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"letter": "a", **row}) for row in rows))
-    assert train(tmp_path, "out") == 3
-    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path, capsys):
-    (asked / "stripped.py").write_text(
-        "def reward(completions):\n    return [len(text['content']) for text in completions]"
-    )
-    assert train(asked, tmp_path / "out", reward="stripped.py") == 3
-    assert "the reward reward failed (" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("says, given", [
-    ("reward_funcs is missing: give --reward-funcs", {"reward_funcs": ()}),
-    ("there are 2 for 1 rewards", {"reward_weights": (1.0, 2.0)}),
-    ("temperature=0: expected more than 0", {"temperature": 0}),
-    ("leaves no space for a prompt", {"max_length": 9}),
-    ("num_generations=1: expected 2 or more", {"num_generations": 1}),
-    ("rollout_rows=4 is less than the num_generations=8", {"rollout_rows": 4}),
-    ("give --prompts in its place", {"accumulation": 3}),
-    ("does not sample; leave both out", {"tp": 2}),
-    ("give a multiple of 2", {"prompts": 3}),
-])  # fmt: skip
-def test_options_that_are_refused(says, given, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=says):
-        options_of(**given)
 
 
 def test_defaults_of_each_loss():

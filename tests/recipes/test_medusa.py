@@ -15,8 +15,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.recipes import memory
 from ligermodels.training import add_medusa, load_medusa, save_medusa
 from tests.recipes import losses
-from tests.recipes.runs import FEW, metrics, options_of, recipe_of, train
-from tests.recipes.test_train_command import on_two
+from tests.recipes.runs import metrics, recipe_of, run
 
 
 def with_heads(family="Llama", heads=3, layers=1, *, freeze=True, **changes):
@@ -134,62 +133,17 @@ def test_files_are_those_of_the_reference(tmp_path, layers):
         load_medusa(model, tmp_path)
 
 
-def medusa(home, out, *flags):
-    return train(home, out, *FEW, "--heads", "2", *flags, recipe="medusa")
-
-
-def test_a_run_trains_heads_alone_and_resumes_with_the_same_bits(home, capsys):
-    flags = ("--save-steps", "3", "--eval-steps", "3")
-    assert medusa(home, "heads", *flags) == 0
+def test_heads_alone_are_trained_and_saved(home, capsys):
+    assert run(home, home / "heads", "medusa", "--save-steps", "3") == 0
     out, said = capsys.readouterr()
     assert out == f"{home / 'heads' / 'medusa'}\n" and "% of the model" in said
-    told = metrics(home / "heads", "eval_loss")
-    assert told[6] < 0.95 * told[0] and metrics(home / "heads", "eval_accuracy_2").keys() == told.keys()
+    assert metrics(home / "heads", "eval_accuracy_2")
     kept = sum(path.stat().st_size for path in (home / "heads" / "checkpoints").rglob("*.distcp"))
     file = home / "heads" / "medusa" / "medusa_lm_head.safetensors"
     assert kept < 2 * 3 * file.stat().st_size + 2 * 100_000  # of two checkpoints: the heads, two moments, headers
-    heads = load_medusa(ligermodels.load(home / "model"), home / "heads" / "medusa")
-    best = load_medusa(ligermodels.load(home / "model"), home / "heads" / "best")
-    assert len(heads) == len(best) == 2 and f"load_medusa(model, '{home}" in (home / "heads" / "report.md").read_text()
-    shutil.copytree(home / "heads", home / "again")
-    for gone in ("medusa", "best", "checkpoints/step-00000006"):
-        shutil.rmtree(home / "again" / gone)
-    assert medusa(home, "again", *flags, "--resume") == 0
-    assert "resumed after step 3" in capsys.readouterr().err
-    assert (home / "again" / "medusa" / file.name).read_bytes() == file.read_bytes()
-    assert metrics(home / "again") == metrics(home / "heads")
-
-
-def check_same(home, one, two):
-    for key in ("loss", "eval_loss", "eval_accuracy_1"):
-        assert metrics(home / two, key) == pytest.approx(metrics(home / one, key), rel=2e-5)
-    files = sorted(path.relative_to(home / one) for path in (home / one).rglob("[!R]*.safetensors"))
-    assert files and files == sorted(path.relative_to(home / two) for path in (home / two).rglob("[!R]*.safetensors"))
-    for file in files:
-        ours, theirs = load_file(home / one / file), load_file(home / two / file)
-        for name, weight in ours.items():
-            torch.testing.assert_close(theirs[name], weight, rtol=1e-3, atol=1e-4)
-
-
-def test_two_processes_compute_what_one_does(home, tmp_path):
-    assert medusa(home, "one", "--eval-steps", "2") == 0
-    on_two(tmp_path, lambda: medusa(home, "two", "--eval-steps", "2"))
-    check_same(home, "one", "two")
-
-
-@pytest.mark.slow
-def test_the_model_is_trained_with_its_heads(home, tmp_path):
-    flags = ("--eval-steps", "2", "--train-base", "--no-packing", "--activations", "block")
-    assert medusa(home, "base", *flags) == 0
-    on_two(tmp_path, lambda: medusa(home, "base-2", *flags))
-    check_same(home, "base", "base-2")
-    told = metrics(home / "base", "eval_cross_entropy")
-    assert told[6] < 0.9 * told[0]
-    folder = home / "base" / "model"
-    model = ligermodels.load(folder)
-    ours, before = model.state_dict(), ligermodels.load(home / "model").state_dict()
-    assert ours.keys() == before.keys() and not all(torch.equal(ours[name], before[name]) for name in ours)
-    assert len(load_medusa(model, folder / "medusa")) == 2
+    for name in ("medusa", "best"):
+        assert len(load_medusa(ligermodels.load(home / "model"), home / "heads" / name)) == 2
+    assert f"load_medusa(model, '{home}" in (home / "heads" / "report.md").read_text()
 
 
 def test_the_estimate_of_memory():
@@ -206,13 +160,3 @@ def test_the_estimate_of_memory():
         assert (need.activations == 2 * 100 * (states + sizes.vocab)) != train_base
     other = memory.estimate(dataclasses.replace(sizes, beside=1000), setting)
     assert other.total == memory.estimate(sizes, setting).total + 2000
-
-
-@pytest.mark.parametrize("says, options", [
-    ("heads=0: expected 1", {"heads": 0}), ("lora_r: heads are trained", {"lora_r": 4}), ("leave both out", {"cp": 2}),
-    ("export=gguf writes a model", {"export": "gguf"}),
-])  # fmt: skip
-def test_options_that_are_refused(says, options, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=says):
-        options_of("medusa", **options)

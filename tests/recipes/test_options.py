@@ -14,6 +14,7 @@ from ligermodels.recipes import RECIPES, find
 from ligermodels.recipes.options import TrainOptions, add_flags, fields_of
 from ligermodels.recipes.other_tools import OPTIONS, unknown
 from ligermodels.recipes.sft import PretrainOptions, SFTOptions
+from tests.recipes.runs import options_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -160,6 +161,12 @@ WRONG = {
     "- lr": "has no options",
     "lr: [": "is not valid YAML",
     "model: ''": "model is missing: give MODEL on the command line",
+    "lr: 1\nlr: 2": "lr is there twice",
+    "seed: 99999999999999999999": "seed=99999999999999999999: expected less than",
+    "lora: 8\nquantize: nf": "quantize='nf': expected one of none, nf4; did you mean nf4?",
+    "quantize: nf4": "add --lora-r 16",
+    "lora: 8\nquantize: nf4\nmerge: true": "round the result to 4 bits",
+    "merge: true": "merge is given, but no rank of adapters: add --lora-r 16",
 }
 
 
@@ -171,6 +178,49 @@ def test_what_is_refused(tmp_path, monkeypatch, text):
     given = {key: value for key, value in NEEDED.items() if not text.startswith(key)}
     with pytest.raises(InputError, match=WRONG[text]):
         SFTOptions.merged(given, file)
+
+
+TWO_PROCESSES = [
+    ("dpo", {"beta": 0}, "expected more than 0"),
+    ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "not defined for loss_type='hinge'"),
+    ("dpo", {"loss_type": "aot"}, "expected one of sigmoid"),
+    ("dpo", {"reference": "adapter-off"}, "needs adapters to switch off"),
+    ("dpo", {"reference": "model", "lora_r": 4}, "without its adapters is the same"),
+    ("dpo", {"max_length": 64, "batch_tokens": 100}, "less than 2 sequences of max_length=64"),
+    ("kto", {"reference": "precompute"}, "drawn in each epoch"),
+    ("simpo", {"cp": 2}, "whole rows on each GPU"),
+    ("medusa", {"heads": 0}, "heads=0: expected 1"),
+    ("medusa", {"lora_r": 4}, "lora_r: heads are trained"),
+    ("medusa", {"cp": 2}, "leave both out"),
+    ("medusa", {"export": "gguf"}, "export=gguf writes a model"),
+    ("distill", {"teacher": ""}, "teacher is missing: give --teacher"),
+    ("distill", {"beta": 1.5}, "beta=1.5: expected 1 or less"),
+    ("distill", {"temperature": 0}, "temperature=0: expected more"),
+    ("distill", {"hard_weight": 1.0}, "hard_weight=1.0: expected less than 1"),
+    ("distill", {"tp": 2}, "FSDP shards both"),
+    ("distill", {"lmbda": 1.5}, "lmbda=1.5: expected 1 or less"),
+    ("distill", {"lmbda": 1, "hard_weight": 0.1}, "would teach the model its own samples"),
+    ("distill", {"prompts": 4}, "prompts is given, but nothing is sampled: add --lmbda 1"),
+    ("distill", {"sampling_temperature": 0.0}, "sampling_temperature is given, but nothing"),
+    ("distill", {"lmbda": 1, "accumulation": 3}, "a step that samples has prompts; give --prompts"),
+    ("distill", {"lmbda": 1, "cp": 2}, "a model that is split so does not sample"),
+    ("grpo", {"reward_funcs": ()}, "reward_funcs is missing: give --reward-funcs"),
+    ("grpo", {"reward_weights": (1.0, 2.0)}, "there are 2 for 1 rewards"),
+    ("grpo", {"temperature": 0}, "temperature=0: expected more than 0"),
+    ("grpo", {"max_length": 9, "max_completion_length": 9}, "leaves no space for a prompt"),
+    ("grpo", {"num_generations": 1}, "num_generations=1: expected 2 or more"),
+    ("grpo", {"rollout_rows": 4}, "rollout_rows=4 is less than the num_generations=8"),
+    ("grpo", {"accumulation": 3}, "give --prompts in its place"),
+    ("grpo", {"tp": 2}, "does not sample; leave both out"),
+    ("grpo", {"prompts": 3}, "give a multiple of 2"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "given", "says"), TWO_PROCESSES, ids=str)
+def test_what_a_recipe_refuses(monkeypatch, recipe, given, says):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=says):
+        options_of(recipe, **given)
 
 
 def test_an_unknown_flag_says_which_is_meant(capsys):

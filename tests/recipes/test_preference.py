@@ -19,53 +19,7 @@ from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.reference import Reference
 from ligermodels.recipes.steps import shard_batches
-from tests.parallel.ranks import on_ranks
-from tests.recipes.runs import WORDS, data_of, metrics, options_of, train
-from tests.recipes.test_train_command import check_answers, check_same
-
-PAIRS = [
-    {
-        "prompt": [{"role": "user", "content": f"Say {word}."}],
-        "chosen": [{"role": "assistant", "content": word}],
-        "rejected": [{"role": "assistant", "content": "no, " + word * (1 + n % 3)}],
-    }
-    for n, word in enumerate(WORDS)
-]
-SINGLE = [
-    {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
-    for row in PAIRS
-    for key in ("chosen", "rejected")
-]
-FEW = (
-    "--length",
-    "48",
-    "--batch-tokens",
-    "192",
-    "--accumulation",
-    "2",
-    "--steps",
-    "4",
-    "--lr",
-    "3e-3",
-    "--warmup-steps",
-    "0",
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def files(home):
-    for name, rows in {"pairs.jsonl": PAIRS, "single.jsonl": SINGLE}.items():
-        (home / name).write_text("\n".join(map(json.dumps, rows)))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(home, files):
-    return ligermodels.Tokenizer.from_hub(home / "model")
-
-
-def prefer(home, out, *flags, recipe="dpo"):
-    """The exit status of a run."""
-    return train(home, out, *flags, recipe=recipe, data="single.jsonl" if recipe == "kto" else "pairs.jsonl")
+from tests.recipes.runs import PAIRS, all_metrics, check_answers, data_of, metrics, run, train
 
 
 def trained(tokenizer, sequence):
@@ -297,9 +251,10 @@ def test_the_losses_of_the_command_are_those_of_the_layers():
 
 
 @pytest.mark.slow
-def test_dpo_learns_and_tells_rewards(home, capsys):
+def test_dpo_learns_and_shows_rewards(home, capsys):
     flags = ("--length", "48", "--accumulation", "1", "--epochs", "20", "--lr", "2e-3", "--eval-data")
-    assert prefer(home, "dpo", *flags, home / "pairs.jsonl", "--sft-weight", "1", "--show", "1") == 0
+    flags = (*flags, home / "pairs.jsonl", "--sft-weight", "1", "--show", "1")
+    assert train(home, "dpo", *flags, recipe="dpo", data="pairs.jsonl") == 0
     said, folder = capsys.readouterr().err, home / "dpo"
     assert "chosen: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>\n]" in said
     assert "rejected: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[no, a<|im_end|>\n]" in said
@@ -313,102 +268,23 @@ def test_dpo_learns_and_tells_rewards(home, capsys):
     assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
-def test_two_processes_compute_what_one_does(home, tmp_path, recipe):
-    flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2")
-    assert prefer(home, f"{recipe}-1", *flags, recipe=recipe) == 0
-
-    def work():
-        torch.set_num_threads(1)
-        assert prefer(home, f"{recipe}-2", *flags, recipe=recipe) == 0
-
-    on_ranks(tmp_path, work)
-    check_same(home / f"{recipe}-2", home / f"{recipe}-1")
-    for key in ("reward_chosen", "reward_margin", "eval_reward_margin"):
-        ours, theirs = (metrics(home / f"{recipe}-{n}", key) for n in (2, 1))
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5) and ours
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dpo", "kto"])
-def test_the_reference_is_the_same_however_it_is_held(home, tmp_path, recipe):
-    """Adapters that are switched off, log probabilities from before the run, a frozen copy."""
-    runs = {
-        "dpo": {"full": [(), ("--reference", "model")], "lora": [(), ("--reference", "precompute")]},
-        "kto": {"full": [()], "lora": [()]},
-    }
-    for name, references in runs[recipe].items():
-        flags = (*FEW, "--lora", "4") if name == "lora" else FEW
-        found = []
-        for n, reference in enumerate(references):
-            out = tmp_path / f"{name}-{n}"
-            assert prefer(home, out, *flags, *reference, recipe=recipe) == 0
-            found.append((metrics(out), metrics(out, "reward_chosen")))
-            assert (out / "reference.json").is_file() == (recipe == "dpo" and n == ("full", "lora").index(name))
-        start = math.log(2) if recipe == "dpo" else 0.5
-        assert found[0][0][1] == pytest.approx(start, abs=1e-5) and abs(found[0][0][4] - start) > 1e-3
-        for other in found[1:]:
-            for ours, theirs in zip(found[0], other, strict=True):
-                assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_resumed_keeps_its_reference(home, tmp_path, capsys):
-    flags = (
-        *FEW,
-        "--save-steps",
-        "2",
-        "--lr-scheduler-type",
-        "constant_with_warmup",
-        "--eval-data",
-        home / "pairs.jsonl",
-    )
-    assert prefer(home, tmp_path / "whole", *flags) == 0
-    evaluated = metrics(tmp_path / "whole", "eval_loss")
-    assert evaluated[0] == pytest.approx(math.log(2), abs=1e-5)  # of several batches
-    assert prefer(home, tmp_path / "parts", *flags, "--steps", "2") == 0
-    capsys.readouterr()
-    assert prefer(home, tmp_path / "parts", *flags, "--resume") == 0
-    said = capsys.readouterr().err
-    assert "resumed after step 2" in said and "computing the reference" not in said
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-    assert prefer(home, tmp_path / "parts", *flags, "--resume", "--beta", "0.2") == 3
-    assert "had beta=0.1, and this has beta=0.2" in capsys.readouterr().err
-
-
-def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
-    def lines(name, *rows):
-        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
-        return tmp_path / name
-
-    pairs, single, chats = home / "pairs.jsonl", home / "single.jsonl", home / "chats.jsonl"
-    wrong = [
-        ("dpo", chats, (), "chats.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
-        ("dpo", single, (), "train with kto"),
-        ("kto", pairs, (), "train with dpo, orpo, cpo or simpo"),
-        ("orpo", lines("same.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}), (), "both are the same"),
-        ("dpo", lines("empty.jsonl", {"prompt": "a", "chosen": "b", "rejected": ""}), (), "nothing is left of it"),
-        ("kto", lines("void.jsonl", {"prompt": "a", "completion": "", "label": True}), (), "completion: it is empty"),
-        ("dpo", pairs, ("--length", "8", "--batch-tokens", "64"), "rows have no token to train"),
-    ]  # fmt: skip
-    values = [
-        ("dpo", pairs, ("--beta", "0"), "expected more than 0"),
-        ("dpo", pairs, ("--loss-type", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
-        ("dpo", pairs, ("--loss-type", "aot"), "expected one of sigmoid"),
-        ("dpo", pairs, ("--reference", "adapter-off"), "needs adapters to switch off"),
-        ("dpo", pairs, ("--reference", "model", "--lora", "4"), "without its adapters is the same"),
-        ("kto", single, ("--reference", "precompute"), "drawn in each epoch"),
-        ("dpo", pairs, ("--length", "64", "--batch-tokens", "100"), "less than 2 sequences of max_length=64"),
-    ]  # fmt: skip
-    for recipe, data, flags, words in wrong + values:
-        status = 2 if (recipe, data, flags, words) in values else 3
-        assert train(home, tmp_path / "out", *flags, recipe=recipe, data=data) == status, words
-        said = capsys.readouterr().err
-        assert words in said and said.count("error: ") == 1, said
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="whole rows on each GPU"):
-        options_of("simpo", cp=2)
-    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+@pytest.mark.parametrize(("recipe", "flags", "references"), [
+    ("dpo", (), ("precompute", "model")), ("dpo", ("--lora", "4"), ("adapter-off", "precompute")),
+    ("kto", (), ("model",)), ("kto", ("--lora", "4"), ("adapter-off",)),
+])  # fmt: skip
+def test_every_kind_of_reference_gives_the_same_run(home, tmp_path, recipe, flags, references):
+    """The first is the default."""
+    found = []
+    for n, reference in enumerate(references):
+        out = tmp_path / reference
+        assert run(home, out, recipe, *flags, *(("--reference", reference) if n else ())) == 0
+        found.append({**all_metrics(out)})
+        assert (out / "reference.json").is_file() == (reference == "precompute")
+    start = math.log(2) if recipe == "dpo" else 0.5
+    assert found[0]["loss", 1] == pytest.approx(start, abs=1e-5) and abs(found[0]["loss", 6] - start) > 1e-3
+    assert found[0]["eval_loss", 0] == pytest.approx(start, abs=1e-5)
+    assert found[-1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
 
 
 def test_the_plan_counts_a_frozen_copy(home, capsys):

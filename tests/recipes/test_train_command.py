@@ -18,24 +18,9 @@ from ligermodels.cli import main
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.recipes.trainer import Trainer
-from tests.parallel.ranks import on_ranks
-from tests.recipes.runs import CHATS, metrics, train
+from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, train
 
-LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
 FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup-steps", "0")
-
-
-def answer(model, tokenizer, prompt):
-    ids = torch.tensor([prompt])
-    out = model.eval().generate(ids, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids))
-    return tokenizer.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True)
-
-
-def check_answers(folder, model):
-    tokenizer = ligermodels.Tokenizer.from_hub(folder)
-    for user, assistant in CHATS:
-        prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True)
-        assert answer(model, tokenizer, prompt) == assistant["content"]
 
 
 def test_sft_learns_what_the_assistant_says(home, capsys):
@@ -106,28 +91,6 @@ def test_pretrain_learns_text_from_random_weights(home, capsys):
     assert tokens[max(tokens)] > 5.5 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
 
 
-def on_two(folder, *runs):
-    """Runs that two processes do together."""
-
-    def work():
-        torch.set_num_threads(1)
-        for run in runs:
-            assert run() == 0
-
-    on_ranks(folder, work)
-
-
-def check_same(ours, theirs):
-    for key in ("loss", "eval_loss", "grad_norm"):
-        ours_, theirs_ = metrics(ours, key), metrics(theirs, key)
-        assert ours_ == pytest.approx(theirs_, rel=2e-5) and ours_
-    for key in ("tokens", "trained_tokens"):
-        assert metrics(ours, key) == metrics(theirs, key)
-    ours_, theirs_ = (ligermodels.load(folder / "model").state_dict() for folder in (ours, theirs))
-    for name, weight in ours_.items():
-        torch.testing.assert_close(weight, theirs_[name], rtol=1e-3, atol=1e-4)
-
-
 def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):
     flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "3")
     assert train(home, "one", *flags) == 0
@@ -144,23 +107,6 @@ def train_with_warnings(home, out, *flags):
     """As `train`, which prints warnings, by the function that the command calls."""
     saved = SFTOptions.load(home / out / "options.yaml")
     return recipes.train("sft", **{**saved, "max_steps": 7, "resume": True})
-
-
-@pytest.mark.slow
-def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = {
-        "tp": (*FEW, "--tp", "2", "--eval-share", "0.3"),
-        "cp": (*FEW, "--cp", "2", "--eval-share", "0.3"),
-        "adapters": (*FEW, "--lora", "4", "--merge", "--eval-share", "0.3"),
-        "rows": (*FEW, "--no-packing", "--eval-share", "0.3"),
-    }
-    on_two(tmp_path, *[lambda name=name: train(home, f"{name}-2", *flags[name]) for name in flags])
-    monkeypatch.delenv("WORLD_SIZE")
-    for name, given in flags.items():
-        alone = given[: len(FEW)] + given[len(FEW) + 2 :] if name in ("tp", "cp") else given
-        assert train(home, f"{name}-1", *alone) == 0
-        check_same(home / f"{name}-2", home / f"{name}-1")
 
 
 def test_a_file_of_options_and_a_dry_run(home, capsys):
@@ -184,62 +130,6 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
     assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
     assert main([*argv, "--lr", "3e-4"]) == 0
     assert "0.0003, cosine" in capsys.readouterr().out
-
-
-def test_what_is_refused(home, tmp_path, capsys):
-    lines = {
-        "empty.jsonl": "",
-        "broken.jsonl": '{"messages": [{"role": "user"',
-        "keys.jsonl": '{"question": "a", "answer": "b"}',
-        "untrained.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
-        "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}',
-        "data.xlsx": "x",
-    }
-    for name, text in lines.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    (tmp_path / "recipe.yaml").write_text("lr: 1e-4\nwarmup_step: 3")
-    good, out = home / "chats.jsonl", tmp_path / "out"
-    wrong = [
-        ((home / "nothing", "--data", good), "is not there"),
-        ((home / "model",), "data is missing: give --data"),
-        ((home / "model", "--data", good, "--out", tmp_path / "full"), "is not empty; give a folder that is new"),
-        ((home / "model", "--data", good, "--out", tmp_path / "full" / "notes.txt"), "is a file; give a folder"),
-        ((home / "model", "--data", tmp_path / "untrained.jsonl"), "no token to train"),
-        ((home / "model", "--data", tmp_path / "pairs.jsonl"), "dpo"),
-        ((home / "model", "--data", tmp_path / "data.xlsx"), "has an unsupported extension"),
-        ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
-        ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warmup_step; did you mean"),
-        ((home / "model", "--data", good, "--config", tmp_path / "none.yaml"), "cannot be read: No such file"),
-        ((home / "model", "--data", good, "--report-to", "wandb"), "not installed: pip install 'wandb'"),
-        ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
-        ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora-r 16"),
-        ((home / "model", "--data", good, "--quantize", "nf4", "--lora", "4", "--merge"), "round the result to 4 bits"),
-        ((home / "model", "--data", good, "--length", "4", "--batch-tokens", "64"), "rows have no token to train"),
-    ]  # fmt: skip
-    values = {
-        "data is missing: give --data",
-        "no option warmup_step; did you mean", "cannot be read: No such file", "torchrun --nproc-per-node",
-        "add --lora-r 16", "round the result to 4 bits",
-    }  # fmt: skip
-    try:
-        import wandb  # noqa: F401
-
-        wrong = [case for case in wrong if "wandb" not in case[0]]
-    except ImportError:
-        pass
-    for argv, words in wrong:
-        where = () if "--out" in argv else ("--out", out)
-        status = main([str(argument) for argument in ("train", "sft", *argv, *where)])
-        said = capsys.readouterr().err
-        assert status == (2 if words in values else 3) and words in said, f"{argv}: {said}"
-        assert said.count("error: ") == 1 and "Traceback" not in said
-    assert not out.exists() or not any(out.iterdir())
-    for flag in ("--num-epochs", "--epoch"):
-        with pytest.raises(SystemExit) as stop:
-            main(["train", "sft", "m", "--data", "d", "--out", "o", flag, "3"])
-        assert stop.value.code == 2 and "sft has no option --" in capsys.readouterr().err
 
 
 def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,99 @@
+"""Every recipe: it trains, evaluates, saves, resumes with the same bits, and is the same on two processes."""
+
+import pytest
+
+from ligermodels.recipes import RECIPES, rollout
+from ligermodels.training import load_medusa
+from tests.recipes.runs import (
+    all_metrics,
+    check_same,
+    fake_sample,
+    metrics,
+    on_two,
+    run,
+    weights,
+    without_newest,
+)
+
+MIXED = ("--lmbda", "0.5", "--prompts", "4", "--accumulation", "4", "--max-completion-length", "9", "--beta", "0.5")
+ITERATED = ("--num-iterations", "2", "--beta", "0.1", "--scale-rewards", "batch")
+RESUMED = {  # recipe, more options, the metric that the evaluations lower and by how much, a change that is refused
+    "sft": ("sft", (), ("eval_loss", 0.95), ("seed", "1")),
+    "dft adapters": ("sft", ("--loss-type", "dft", "--lora", "4", "--merge"), ("perplexity", 0.99), ("lora_r", "2")),
+    "pretrain": ("pretrain", (), ("perplexity", 0.9), ("batch_tokens", "128")),
+    "dpo": ("dpo", (), ("eval_loss", 1.01), ("beta", "0.2")),
+    "kto": ("kto", (), ("eval_loss", 1.1), ("desirable_weight", "2.0")),
+    "orpo": ("orpo", (), ("eval_loss", 0.95), ("beta", "0.2")),
+    "cpo": ("cpo", (), ("eval_loss", 0.95), ("loss_type", "hinge")),
+    "simpo": ("simpo", (), ("eval_loss", 1.0), ("simpo_gamma", "1.0")),
+    "distill": ("distill", (), ("eval_divergence", 0.85), ("hard_weight", "0.5")),
+    "distill mixed": ("distill", MIXED, ("eval_divergence", 1.0), ("lmbda", "1.0")),
+    "medusa": ("medusa", (), ("eval_loss", 0.95), ("heads", "3")),
+    "grpo": ("grpo", (), ("entropy", 1.5), ("num_generations", "8")),
+    "grpo iterated": ("grpo", (*ITERATED, "--loss-type", "gspo", "--no-packing", "--lora", "4"), ("entropy", 1.5),
+                      ("num_iterations", "1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.filterwarnings("ignore:a forward pass has", "ignore:in this step all")
+def test_a_run_resumes_with_the_same_samples_and_bits(home, teacher, tmp_path, capsys, name):
+    recipe, flags, (lowered, factor), (fixed, value) = RESUMED[name]
+    flags = (*flags, "--save-steps", "3", "--eval-steps", "3")
+    whole = tmp_path / "whole"
+    assert run(home, whole, recipe, *flags) == 0
+    values = metrics(whole, lowered)
+    assert values[max(values)] < factor * values[min(values)]
+    again = without_newest(whole, tmp_path / "again")
+    capsys.readouterr()
+    assert run(home, again, recipe, *flags, "--resume") == 0
+    said = capsys.readouterr().err
+    assert "resumed after step 3" in said and "computing the reference" not in said
+    assert all_metrics(again) == all_metrics(whole)
+    assert weights(again) == weights(whole)
+    for file in ("completions.jsonl", "reference.json"):
+        assert (whole / file).is_file() == (again / file).is_file()
+        assert not (whole / file).is_file() or (again / file).read_bytes() == (whole / file).read_bytes()
+    assert run(home, again, recipe, *flags, f"--{fixed.replace('_', '-')}", value, "--resume") == 3
+    assert f", and this has {fixed}={value}" in capsys.readouterr().err
+
+
+def test_all_recipes_are_here():
+    assert {recipe for recipe, *_ in RESUMED.values()} == RECIPES.keys()
+
+
+BASE = ("--train-base", "--no-packing", "--activations", "block")
+ON_TWO = [
+    ("sft", ()), ("dpo", ()), ("distill", ()), ("medusa", ()),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("sft", ("--tp", "2")), ("sft", ("--cp", "2")), ("sft", ("--no-packing",)), ("sft", ("--lora", "4", "--merge")),
+        ("kto", ()), ("orpo", ()), ("medusa", BASE),
+        ("distill", ("--lora", "4", "--merge", "--hard-weight", "0.3")), ("distill", ("--no-packing", "--beta", "0.5")),
+        ("distill", ("--cp", "2", "--temperature", "2")), ("distill", MIXED), ("distill", (*MIXED, "--no-packing")),
+        ("distill", (*MIXED, "--lora", "4")), ("grpo", ITERATED), ("grpo", (*ITERATED, "--lora", "4")),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "flags"), ON_TWO, ids=str)
+def test_two_processes_compute_what_one_does(home, teacher, tmp_path, monkeypatch, recipe, flags):
+    """On the same completions, with forwards that are not equally many by themselves."""
+    monkeypatch.setattr(rollout, "sample", fake_sample)
+    flags = (*flags, "--eval-steps", "2")
+    alone = flags[2:] if flags[0] in ("--tp", "--cp") else flags
+    assert run(home, tmp_path / "one", recipe, *alone) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    on_two(tmp_path, lambda: run(home, tmp_path / "two", recipe, *flags))
+    check_same(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_the_model_is_trained_with_its_medusa_heads(home, tmp_path):
+    import ligermodels
+
+    assert run(home, tmp_path, "medusa", *BASE, "--eval-steps", "3") == 0
+    losses = metrics(tmp_path, "eval_cross_entropy")
+    assert losses[6] < 0.9 * losses[0]
+    model = ligermodels.load(tmp_path / "model")
+    before = ligermodels.load(home / "model").state_dict()
+    assert model.state_dict().keys() == before.keys() and len(load_medusa(model, tmp_path / "model" / "medusa")) == 2
