@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.processes import Child
-from tests.recipes.runs import metrics, reached, train
+from tests.recipes.runs import all_metrics, metrics, reached, train, weights
 
 KILLS = 20
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "20", "--lr", "3e-3", "--warmup-steps", "2", "--resume")
@@ -15,12 +15,6 @@ RUNS = {
     "full": ("--eval-share", "0.2", "--save-steps", "2", "--eval-steps", "3"),
     "adapters": ("--lora", "4", "--merge", "--eval-share", "0.2", "--save-steps", "5", "--eval-steps", "2"),
 }
-RESULTS = ("model/model.safetensors", "best/model.safetensors", "adapter/adapter_model.safetensors",
-    "best/adapter_model.safetensors")  # fmt: skip
-
-
-def contents(folder):
-    return {name: (folder / name).read_bytes() for name in RESULTS if (folder / name).is_file()}
 
 
 @pytest.mark.slow
@@ -49,21 +43,11 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys
             if len(kills) == KILLS:
                 break
         assert train(home, out, *flags) == 0
-        assert contents(out) == contents(undisturbed) and contents(out)
-        for key in ("loss", "eval_loss", "trained_tokens"):
-            assert metrics(out, key) == metrics(undisturbed, key)
+        assert weights(out) == weights(undisturbed)
+        assert all_metrics(out) == all_metrics(undisturbed)
         found, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (out, undisturbed))
         assert found == wanted  # nothing half-written is left
     print(f"{name}: {len(kills)} kills in {runs} runs, after (run, step) {kills}")
-
-
-def killed_while(home, out, flags, file):
-    """Starts a run and kills it once `file` is there."""
-    child, end = Child(lambda: train(home, out, *flags)), time.monotonic() + 60
-    while not list(out.glob(file)):
-        assert time.monotonic() < end, f"{file} did not come"
-    child.signal(signal.SIGKILL)
-    assert child.wait() in (-signal.SIGKILL, 0)  # 0 where the file is the last
 
 
 @pytest.mark.slow
@@ -73,9 +57,13 @@ def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
     undisturbed, out = home / "left alone", home / f"while {file.replace('/', ' ')}"
     if not undisturbed.exists():
         assert train(home, undisturbed, *flags) == 0
-    killed_while(home, out, flags, file)
+    child, end = Child(lambda: train(home, out, *flags)), time.monotonic() + 60
+    while not list(out.glob(file)):
+        assert time.monotonic() < end, f"{file} did not come"
+    child.signal(signal.SIGKILL)
+    assert child.wait() in (-signal.SIGKILL, 0)  # 0 where the file is the last
     assert train(home, out, *flags) == 0
-    assert contents(out) == contents(undisturbed) and len(contents(out)) == 2
+    assert weights(out) == weights(undisturbed) and len(weights(out)) == 2
     assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in undisturbed.iterdir())
 
 

@@ -16,7 +16,7 @@ from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.steps import StepBatches, forwards_per_step, learning_rate, shard_batches
 from ligermodels.recipes.trainer import Progress
 from tests.processes import Child
-from tests.recipes.runs import metrics, options_of, reached, train
+from tests.recipes.runs import all_metrics, metrics, options_of, reached, train, weights
 
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup-steps", "2")
 
@@ -123,10 +123,6 @@ def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
     torch.testing.assert_close(evaluated, wanted, rtol=1e-6, atol=0)
 
 
-def weights(folder):
-    return (folder / "model" / "model.safetensors").read_bytes()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(home):
     assert train(home, "undisturbed", *STEPS, "--save-steps", "2", "--eval-share", "0.2", "--eval-steps", "5") == 0
@@ -144,12 +140,9 @@ def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):
     assert train(home, "killed", *flags) == 0
     assert "resumed after step" in capsys.readouterr().err
     assert weights(home / "killed") == weights(undisturbed)
-    for key in ("loss", "eval_loss", "trained_tokens"):
-        assert metrics(home / "killed", key) == metrics(undisturbed, key)
+    assert all_metrics(home / "killed") == all_metrics(undisturbed)
     lines = [len((folder / "metrics.jsonl").read_text().splitlines()) for folder in (home / "killed", undisturbed)]
     assert lines[0] == lines[1]  # no step is there twice
-    best = "best/model.safetensors"
-    assert (home / "killed" / best).read_bytes() == (undisturbed / best).read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -200,29 +193,10 @@ def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
     assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
 
 
-def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):
-    assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--seed", "1") == 3
-    assert "had seed=0, and this has seed=1" in capsys.readouterr().err
-    assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--steps", "6") == 3
-    assert "checkpoint after step 12, and this run is to have 6 steps" in capsys.readouterr().err
-
-
 def test_early_stopping_keeps_the_best(home, capsys):
     flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-steps", "1")
-    assert (
-        train(
-            home,
-            "early",
-            *flags,
-            "--early-stopping-patience",
-            "3",
-            "--eval-share",
-            "0.2",
-            "--lr-scheduler-type",
-            "constant_with_warmup",
-        )
-        == 0
-    )
+    flags = (*flags, "--early-stopping-patience", "3", "--eval-share", "0.2")
+    assert train(home, "early", *flags, "--lr-scheduler-type", "constant_with_warmup") == 0
     said, losses = capsys.readouterr().err, metrics(home / "early", "eval_loss")
     assert "stopped: 3 evaluations without a better one" in said and max(losses) < 40
     best = min(losses, key=losses.get)
@@ -234,19 +208,6 @@ LLAMA_8B = dict(
     model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8,
 )  # fmt: skip
-
-
-def test_the_estimate_is_that_of_the_documentation():
-    """The rows of docs/distributed.md, of which one was measured: 73.0 GiB on two GPUs."""
-    sizes = memory.Sizes.of(Llama.from_config(LLAMA_8B, device="meta"))
-    setting = memory.Setting("fp32", "none", tokens=8192, accumulates=False, gpus=8)
-    assert sizes.parameters == 8_030_261_248
-    gib = [memory.estimate(sizes, setting).total / 2**30]
-    block = memory.Setting("fp32", "block", tokens=8192, accumulates=False, gpus=8)
-    gib.append(memory.estimate(sizes, block).total / 2**30)
-    two = memory.Setting("fp32", "none", tokens=8192, accumulates=False, gpus=2)
-    gib.append(memory.estimate(sizes, two).total / 2**30)
-    assert [round(x) for x in gib] == [39, 18, 72]  # with logits, and the second with the block that is run again
 
 
 MEASURED = [
@@ -263,6 +224,8 @@ MEASURED = [
     ("1B", "bf16", "none", 16384, 1, 21.2),
     ("1B", "bf16", "none", 1024, 1, 9.77),
     ("1.5B", "bf16", "none", 16384, 1, 31.3),
+    ("8B", "fp32", "none", 8192, 8, 39),  # of docs/distributed.md, not measured
+    ("8B", "fp32", "block", 8192, 8, 18),
     ("8B", "fp32", "none", 8192, 2, 72.6),
     ("8B", "fp32", "block", 32768, 2, 63.7),
     ("8B", "fp32", "mlp", 32768, 2, 86.6),
