@@ -1,7 +1,8 @@
-"""Reading folders: which files are read, and that each kind of damage ends in an error that names it."""
+"""Reading folders: which files are read, which memory the weights have, and the error that each kind of damage raises."""
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,22 +16,16 @@ from ligermodels.checkpoint.files import lenient_json
 from ligermodels.checkpoint.reading import SafetensorsReader, open_checkpoint
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
-from tests.checkpoint.fixtures import (
-    EMBEDDING,
-    INDEX,
-    LAST,
-    NORM,
-    SHARDS,
-    WEIGHTS,
-    join,
-    make_good,
-    split,
-    spoiled,
-)
+from tests.checkpoint.fixtures import EMBEDDING, INDEX, LAST, NORM, SHARDS, WEIGHTS, join, make_good, make_model, split
 
 Spoil = Callable[[Path], object]
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 OUTSIDE = Path("/etc/hostname")
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def load(folder, **options):
+    return ligermodels.load(folder, progress=False, **options)
 
 
 def index(folder: Path, weight_map: object, single: str = WEIGHTS) -> None:
@@ -51,14 +46,19 @@ def test_only_what_the_index_names_is_read(tmp_path):
     assert (reader.read("a"), reader.read("b")) == (1.0, 2.0)
 
 
+@pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("wrapper", ["module._orig_mod.", "base_model.model."])
-def test_names_that_a_wrapper_has_changed(tmp_path, wrapper):
-    """A folder with weights alone, as a trainer leaves it; no config.json."""
+def test_names_that_a_wrapper_has_changed(tmp_path, wrapper, pickled):
+    """In shards of a folder with weights alone, as a trainer leaves it; no config.json."""
+    single, write = ("pytorch_model.bin", torch.save) if pickled else (WEIGHTS, save_file)
+    files = [
+        file.replace("model", "pytorch_model").replace("safetensors", "bin") if pickled else file for file in SHARDS
+    ]
     held = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
-    for name, file in zip(held, SHARDS, strict=True):
-        save_file({name: held[name]}, tmp_path / file)
-    index(tmp_path, dict(zip(held, SHARDS, strict=True)))
-    reader = open_checkpoint(tmp_path)
+    for name, file in zip(held, files, strict=True):
+        write({name: held[name]}, tmp_path / file)
+    index(tmp_path, dict(zip(held, files, strict=True)), single)
+    reader = open_checkpoint(tmp_path, allow_pickle=True)
     assert set(reader.headers) == set(reader.places) == {"model.a", "model.b"}
     assert torch.equal(reader.read("model.a"), torch.ones(2)) and torch.equal(reader.read("model.b"), torch.zeros(3))
 
@@ -70,14 +70,74 @@ def test_json_with_wrong_commas():
 
 
 def test_links_of_the_hub_cache_are_followed(good, tmp_path):
-    storage = tmp_path / "models--owner--name"
-    snapshot = storage / "snapshots" / ("1" * 40)
-    (storage / "blobs").mkdir(parents=True)
+    snapshot, blobs = (
+        tmp_path / "models--owner--name" / "snapshots" / ("1" * 40),
+        tmp_path / "models--owner--name/blobs",
+    )
     snapshot.mkdir(parents=True)
+    blobs.mkdir()
     for number, path in enumerate(sorted(good["single"].iterdir())):
-        (storage / "blobs" / str(number)).write_bytes(path.read_bytes())
+        (blobs / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    ligermodels.load(snapshot, progress=False)
+    load(snapshot)
+
+
+# Weights that stay mapped from their files on the CPU
+
+
+def copied(model) -> list[str]:
+    """The parameters whose memory torch has allocated."""
+    return [name for name, x in model.named_parameters() if x.untyped_storage().resizable()]
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("tied, shards, dtype", [(False, 1, "float32"), (True, 1, "bfloat16"), (False, 4, "bfloat16")])
+def test_a_model_that_trains_and_is_saved_over_its_own_files(tmp_path, tied, shards, dtype):
+    dtype = getattr(torch, dtype)
+    made = make_model(tie_word_embeddings=tied).to(dtype)
+    size = sum(x.nbytes for x in made.parameters())
+    folder = made.save_pretrained(tmp_path / "model", max_shard_size=size // shards + 1)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (shards > 1)
+    before, model = contents(folder), load(folder)
+    assert not copied(model)
+    model.to("cpu", dtype)
+    assert not copied(model), "what changes nothing must not copy"
+    assert len({x.untyped_storage().data_ptr() for x in model.parameters()}) == len([*model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), made.parameters(), strict=True))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    trained = model(IDS).logits
+    assert not torch.equal(trained, made(IDS).logits)
+    assert contents(folder) == before, "training in place wrote into the file"
+    other = load(folder)
+    assert torch.equal(other.lm_head.weight, made.lm_head.weight), "training in place shows in another model"
+
+    model.save_pretrained(folder)
+    assert torch.equal(model(IDS).logits, trained) and torch.equal(load(folder)(IDS).logits, trained)
+    assert torch.equal(other.lm_head.weight, made.lm_head.weight), "its files were replaced"
+    shutil.rmtree(folder)
+    assert torch.equal(model(IDS).logits, trained)
+
+
+def test_what_is_copied(tmp_path):
+    """Another dtype, pickles, whose tensors may share memory, and weights that are not aligned."""
+    model = make_model()
+    names = [name for name, _ in model.named_parameters()]
+    folder = model.save_pretrained(tmp_path / "model")
+    assert copied(load(folder, dtype="bfloat16")) == names
+    entries, data = split((folder / WEIGHTS).read_bytes())
+    text = json.dumps(entries).encode()
+    (folder / WEIGHTS).write_bytes(join(text + b" " * (2 - len(text) % 4), data))
+    shifted = load(folder)
+    assert copied(shifted) == names and torch.equal(shifted.lm_head.weight, model.lm_head.weight)
+    (folder / WEIGHTS).unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    assert copied(load(folder, allow_pickle=True)) == names
 
 
 # Damage
@@ -88,14 +148,8 @@ def good(tmp_path_factory):
     return make_good(tmp_path_factory.mktemp("good"))
 
 
-def put(file: str, content: bytes | object) -> Spoil:
-    """`file` holds these bytes, or this as JSON."""
-    blob = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return lambda folder: (folder / file).write_bytes(blob)
-
-
-def change(function: Callable[[bytes], bytes], file: str = WEIGHTS) -> Spoil:
-    return lambda folder: (folder / file).write_bytes(function((folder / file).read_bytes()))
+def put(content: bytes) -> Spoil:
+    return lambda folder: (folder / WEIGHTS).write_bytes(content)
 
 
 def header(function: Callable[[dict], object]) -> Spoil:
@@ -109,23 +163,17 @@ def header(function: Callable[[dict], object]) -> Spoil:
     return spoil
 
 
-def tensors(function: Callable[[dict], object], file: str = WEIGHTS) -> Spoil:
+def tensors(function: Callable[[dict], object]) -> Spoil:
     def spoil(folder: Path) -> None:
-        state = {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
+        state = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
         function(state)
-        save_file(state, folder / file)
+        save_file(state, folder / WEIGHTS)
 
     return spoil
 
 
-def place(file: str, make: Callable[[Path], object]) -> Spoil:
-    """Something else in the place of a file."""
-
-    def spoil(folder: Path) -> None:
-        (folder / file).unlink(missing_ok=True)
-        make(folder / file)
-
-    return spoil
+def link_out(file: str) -> Spoil:
+    return lambda folder: ((folder / file).unlink(missing_ok=True), (folder / file).symlink_to(OUTSIDE))
 
 
 def mapped(function: Callable[[dict], object]) -> Spoil:
@@ -155,12 +203,12 @@ def tied(function: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-SINGLE: dict[str, tuple[Spoil, str]] = {
-    "header cut": (change(lambda b: b[:100]), "not a safetensors file.*cut short"),
-    "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
+BAD: dict[str, tuple[Spoil, str]] = {
+    "header cut": (lambda f: put((f / WEIGHTS).read_bytes()[:100])(f), "not a safetensors file.*cut short"),
+    "git-lfs pointer": (put(LFS), "git lfs pull"),
     "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
     "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
-    "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
+    "a link out of the folder": (link_out(WEIGHTS), "leaves its folder"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
@@ -181,54 +229,52 @@ SINGLE: dict[str, tuple[Spoil, str]] = {
     "a tied head that differs": (tied(lambda head: head.index_fill(0, torch.tensor(5), 0)), "head.weight differs from"),
     "a tied head of another dtype": (tied(lambda head: head.half()), "head.weight differs from model.embed"),
     "a tied head of another size": (tied(lambda head: torch.zeros(40, 16)), r"lm_head.weight is \[40, 16\]"),
-}  # fmt: skip
-
-SHARDED: dict[str, tuple[Spoil, str]] = {
-    "a shard lost": (lambda f: (f / SHARDS[1]).unlink(), "00002-of-00002.safetensors is not there.*Fetch"),
-    "a shard twice": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[0]).read_bytes()), "lacks .*index"),
+    "shard: lost": (lambda f: (f / SHARDS[1]).unlink(), "00002-of-00002.safetensors is not there.*Fetch"),
+    "shard: twice": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[0]).read_bytes()), "lacks .*index"),
     **{
-        f"the index names {file!r}": (
+        f"shard: the index names {file!r}": (
             mapped(lambda m, file=file: m.update({NORM: file})), r"index\.json names .*; expected a \.safetensors file")
         for file in ("../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors", "model.bin", 3)
     },
-    "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, which"),
-    "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
+    "shard: the index names one that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, which"),
+    "shard: the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "layout, name", [("single", name) for name in SINGLE] + [("sharded", name) for name in SHARDED]
-)
-def test_damage_ends_in_a_typed_error(good, layout, name):
-    spoil, words = {"single": SINGLE, "sharded": SHARDED}[layout][name]
-    with spoiled(good[layout], spoil) as folder, warnings.catch_warnings():
+def spoiled(good: dict[str, Path], folder: Path, spoil: Spoil, layout: str = "single") -> Path:
+    shutil.copytree(good[layout], folder)
+    spoil(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_damage_ends_in_a_typed_error(good, tmp_path, case):
+    spoil, words = BAD[case]
+    folder = spoiled(good, tmp_path / "bad", spoil, "sharded" if case.startswith("shard:") else "single")
+    with warnings.catch_warnings(), pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
         warnings.simplefilter("ignore")
-        with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
-            ligermodels.load(folder, progress=False)
-        assert str(folder) in str(caught.value), "a message says where"
+        load(folder)
+    assert str(folder) in str(caught.value), "a message says where"
 
 
-def test_a_tied_head_that_is_the_embedding(good):
-    with spoiled(good["single"], tied(lambda head: head)) as folder:
-        model = ligermodels.load(folder, progress=False)
+def test_a_tied_head_that_is_the_embedding(good, tmp_path):
+    model = load(spoiled(good, tmp_path / "x", tied(lambda head: head)))
     assert model.lm_head.weight is model.get_parameter(EMBEDDING)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_infinity_are_named_in_one_warning(good, value):
-    broken = spoiled(good["single"], tensors(lambda t: t[Q][3:5, 2].fill_(value)))
-    words = rf"1 of 12 tensors hold NaN or infinity: {Q}"
-    with broken as folder, pytest.warns(UserWarning, match=words) as caught:
-        ligermodels.load(folder, progress=False)
+def test_nan_and_infinity_are_named_in_one_warning(good, tmp_path, value):
+    folder = spoiled(good, tmp_path / "x", tensors(lambda t: t[Q][3:5, 2].fill_(value)))
+    with pytest.warns(UserWarning, match=rf"1 of 12 tensors hold NaN or infinity: {Q}") as caught:
+        load(folder)
     assert len(caught) == 1
 
 
 def test_a_companion_that_is_a_link_out_is_not_saved_along(good, tmp_path):
     """Else a folder from elsewhere could have a secret of this machine uploaded with the next push."""
-    with spoiled(good["single"], lambda f: (f / "tokenizer.json").symlink_to(OUTSIDE)) as folder:
-        model = ligermodels.load(folder, progress=False)
-        with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
-            model.save_pretrained(tmp_path / "out")
+    model = load(spoiled(good, tmp_path / "x", link_out("tokenizer.json")))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
+        model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -262,25 +308,16 @@ def test_pickles_only_when_allowed_and_never_run(tmp_path, legacy):
     assert isinstance(open_checkpoint(tmp_path, allow_pickle=True), SafetensorsReader)
 
 
-def test_pickles_in_shards(tmp_path):
-    files = {f"x{k}": f"pytorch_model-{k:05}-of-00002.bin" for k in (1, 2)}
-    for k, (name, file) in enumerate(files.items(), 1):
-        torch.save({name: torch.full((2,), float(k))}, tmp_path / file)
-    index(tmp_path, files, "pytorch_model.bin")
-    reader = open_checkpoint(tmp_path, allow_pickle=True)
-    assert {name: float(reader.read(name)[0]) for name in reader.headers} == {"x1": 1.0, "x2": 2.0}
+PICKLED = {"keys": {3: torch.ones(1)}, "nested": {"model": {"a": torch.ones(1)}}}
 
 
 @pytest.mark.parametrize("how", ["cut", "keys", "nested", "text", "link"])
 def test_bad_pickles(tmp_path, how):
-    path, state = tmp_path / "pytorch_model.bin", {"a": torch.ones(100)}
-    torch.save({"keys": {3: torch.ones(1)}, "nested": {"model": state}}.get(how, state), path)
-    if how == "cut":
-        path.write_bytes(path.read_bytes()[:-200])
-    if how == "text":
-        path.write_bytes(b"hello")
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(PICKLED.get(how, {"a": torch.ones(100)}), path)
+    if how in ("cut", "text"):
+        path.write_bytes(path.read_bytes()[:-200] if how == "cut" else b"hello")
     if how == "link":
-        path.unlink()
-        path.symlink_to(OUTSIDE)
+        link_out(path.name)(tmp_path)
     with pytest.raises(CheckpointError, match=r"plain tensor|not a flat|leaves its"):
         open_checkpoint(tmp_path, allow_pickle=True)

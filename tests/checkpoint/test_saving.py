@@ -26,10 +26,6 @@ from tests.processes import Child
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and renameat2")
 
 
-def shard(k: int, n: int) -> str:
-    return f"model-{k:05}-of-{n:05}.safetensors"
-
-
 def tensors(value: float, count: int = 6) -> Exported:
     return Exported({f"x{i}": (torch.full((100,), value), ()) for i in range(count)})
 
@@ -50,16 +46,14 @@ def save(folder: Path, value: float, **options) -> Path:
 @pytest.mark.parametrize("size, count", [("5GB", 1), ("1.2 kb", 2), ("1KiB", 3), ("0.001MiB", 3), ("799", 6), (1, 6)])
 def test_shards(tmp_path, size, count):
     folder = save(tmp_path / "new" / "out", 1.0, max_shard_size=size)
-    expected = [shard(k, count) for k in range(1, count + 1)] if count > 1 else ["model.safetensors"]
-    index = ["model.safetensors.index.json"] if count > 1 else []
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["config.json", *expected, *index])
+    files = [f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)]
+    expected = [*files, "model.safetensors.index.json"] if count > 1 else ["model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", *expected]
     assert value_of(folder) == 1.0
-    if index:
-        content = read_json(folder / index[0])
-        assert content["metadata"]["total_size"] == 6 * 400
-        assert {name: name in load_file(folder / file) for name, file in content["weight_map"].items()} == {
-            f"x{i}": True for i in range(6)
-        }
+    if count > 1:
+        content = read_json(folder / expected[-1])
+        assert content["metadata"]["total_size"] == 6 * 400 and list(content["weight_map"]) == [*tensors(0).headers]
+        assert all(name in load_file(folder / file) for name, file in content["weight_map"].items())
 
 
 def test_every_dtype_shape_and_stride_is_read_by_safetensors(tmp_path):
@@ -77,13 +71,6 @@ def test_every_dtype_shape_and_stride_is_read_by_safetensors(tmp_path):
     assert reader.metadata == {"format": "pt"} and next(iter(reader.headers)) == "double"
     with pytest.raises(CheckpointError, match="x is torch"):
         write_checkpoint(tmp_path / "y", Exported({"x": (torch.ones(1, dtype=torch.complex128), ())}))
-
-
-@pytest.mark.parametrize("size", ["", "5XB", "-5GB", 0, "nan", None])
-def test_sizes_that_make_no_sense(tmp_path, size):
-    with pytest.raises(InputError, match="max_shard_size"):
-        save(tmp_path / "x", 1.0, max_shard_size=size)
-    assert not (tmp_path / "x").exists()
 
 
 def test_one_tensor_in_memory_at_a_time(tmp_path):
@@ -127,44 +114,28 @@ def test_a_tokenizer_that_is_there_stays(tmp_path, there, written):
     assert {name: (target / name).read_text() for name in expected} == expected
 
 
-def test_everyone_may_read_what_the_umask_allows(tmp_path):
+@pytest.mark.parametrize("lacking", ["nothing", "renameat2", "hard links"])
+def test_saving_over_a_checkpoint(tmp_path, monkeypatch, lacking):
+    """The old weights go, whatever else was there stays with its mode, nothing is left behind."""
     folder = save(tmp_path / "out", 1.0, max_shard_size=800)
-    (tmp_path / "plain").write_bytes(b"")
-    plain = (tmp_path / "plain").stat().st_mode
-    assert {path.stat().st_mode for path in folder.iterdir()} == {plain}
+    (tmp_path / "out" / "x").write_bytes(b"")
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "the mode of any new file"
+    (tmp_path / "out" / "x").unlink()
     folder.chmod(0o750)
-    assert save(folder, 2.0).stat().st_mode & 0o777 == 0o750
-
-
-def test_saving_over_a_checkpoint(tmp_path):
-    """The old weights go, whatever else was there stays, nothing is left behind."""
-    folder = save(tmp_path / "out", 1.0, max_shard_size=800)
-    put_beside(folder)
-    with (folder / "checkpoint-5" / "runs" / "log").open("a") as log:
-        save(folder, 2.0)
-        log.write(" and more")
-    assert value_of(folder) == 2.0
-    assert {path.name for path in folder.iterdir()} == {
-        "README.md", "checkpoint-5", "config.json", "latest", "model.safetensors",
-    }  # fmt: skip
-    assert (folder / "checkpoint-5" / "runs" / "log").read_text() == "mine and more"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("lacking", ["renameat2", "hard links"])
-def test_file_systems_that_can_do_less(tmp_path, monkeypatch, lacking):
-    def link(*args, **kwargs):
-        raise OSError(errno.EPERM, "no links here")
-
-    folder = save(tmp_path / "out", 1.0)
     put_beside(folder)
     if lacking == "renameat2":
         monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
-    else:
-        monkeypatch.setattr(os, "link", link)
-    save(folder, 2.0)
+    if lacking == "hard links":
+        monkeypatch.setattr(os, "link", fail_with(errno.EPERM))
+    with (folder / "checkpoint-5" / "runs" / "open").open("w") as log:
+        save(folder, 2.0)
+        log.write("more")
     assert value_of(folder) == 2.0 and is_beside(folder)
-    assert (folder / "checkpoint-5").stat().st_mode & 0o777 == 0o750
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "checkpoint-5")] == [0o750] * 2
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "checkpoint-5", "config.json", "latest", "model.safetensors",
+    }  # fmt: skip
+    assert lacking == "hard links" or (folder / "checkpoint-5" / "runs" / "open").read_text() == "more"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -198,19 +169,21 @@ def untouched(folder: Path) -> None:
 
 
 def fail_with(code: int):
-    def fail(*args):
+    def fail(*args, **options):
         raise OSError(code, os.strerror(code))
 
     return fail
 
 
-@pytest.mark.parametrize("step", ["write_file", "sync", "finish", "_exchange", "second rename"])
+@pytest.mark.parametrize("step", ["write_file", "sync", "finish", "_exchange", "second rename", "space"])
 def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     folder = save(tmp_path / "out", 1.0)
     if step == "second rename":  # of the two that take the place of the exchange
         outcomes = iter([os.rename, os.rename, fail_with(errno.ENOSPC), os.rename])
         monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
         monkeypatch.setattr(saving.os, "rename", lambda a, b: next(outcomes)(a, b))
+    elif step == "space":
+        monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     else:
         monkeypatch.setattr(saving, step, fail_with(errno.ENOSPC))
     with pytest.raises(HubError, match=r"(?s)out cannot be written.*free some space") as caught:
@@ -219,29 +192,21 @@ def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     untouched(folder)
 
 
-def test_no_room(tmp_path, monkeypatch):
-    folder = save(tmp_path / "out", 1.0)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(HubError, match=r"it takes 0\.00 GB and 0\.00 GB are free") as caught:
-        save(folder, 2.0)
-    assert caught.value.errno == errno.ENOSPC
-    untouched(folder)
-
-
-def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch):
+@pytest.mark.parametrize("place, error, message", [
+    ("file", HubError, "is a file"), ("file/out", HubError, "cannot be written"),
+    ("mount", CheckpointError, "(?s)cannot be swapped.*mount point"), ("read-only", HubError, "may not write there"),
+    *((f"size {size}", InputError, "max_shard_size") for size in ("", "5XB", "-5GB", 0, "nan", None)),
+])  # fmt: skip
+def test_what_cannot_be_saved_to(tmp_path, monkeypatch, place, error, message):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(HubError, match="is a file"):
-        save(tmp_path / "file", 1.0)
-    with pytest.raises(HubError, match="cannot be written"):
-        save(tmp_path / "file" / "out", 1.0)
     folder = save(tmp_path / "out", 1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(os.path, "ismount", lambda path: str(path) == str(folder))
-        with pytest.raises(CheckpointError, match=r"(?s)cannot be swapped.*mount point"):
-            save(folder, 2.0)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(HubError, match="you may not write there"):
-        save(folder, 2.0)
+    if place == "read-only":
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+    if place == "mount":
+        monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(folder))
+    options = {"max_shard_size": place.removeprefix("size ")} if place.startswith("size") else {}
+    with pytest.raises(error, match=message):
+        save(tmp_path / place if place.startswith("file") else folder, 2.0, **options)
     untouched(folder)
     assert (tmp_path / "file").read_text() == "x"
 
