@@ -54,32 +54,31 @@ def files_in(folder: Path) -> list[str]:
 
 
 class Server(http.server.BaseHTTPRequestHandler):
-    """The few addresses of the Hub that a download asks for."""
+    """The few addresses of the Hub that a download asks for. refuse: {part of a path: (status, error code)}."""
 
     remote: Path
     commit: str
     refuse: dict[str, tuple[int, str]]
-    """{part of a path: status, error code}"""
     asked: list[str]
 
     def do_GET(self):
-        path = urllib.parse.urlsplit(self.path).path
+        path, api = urllib.parse.urlsplit(self.path).path, f"/api/models/{REPO}"
         self.asked.append(f"{self.command} {path}")
-        files = files_in(self.remote)
+        files = {file: self.remote / file for file in files_in(self.remote)}
         for part, (status, code) in self.refuse.items():
             if part in path:
                 return self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": "no"})
-        if path in (f"/api/models/{REPO}{end}" for end in ("", "/revision/main", f"/revision/{self.commit}")):
+        if path in (api, f"{api}/revision/main", f"{api}/revision/{self.commit}"):
             siblings = [{"rfilename": file} for file in files]
             return self.json({"_id": "1", "id": REPO, "modelId": REPO, "sha": self.commit, "siblings": siblings})
-        if path.startswith(f"/api/models/{REPO}/tree/{self.commit}"):
-            sizes = {file: (self.remote / file).stat().st_size for file in files}
+        if path.startswith(f"{api}/tree/{self.commit}"):
+            sizes = {file: place.stat().st_size for file, place in files.items()}
             return self.json([{"type": "file", "path": f, "size": n, "oid": f"{n:040x}"} for f, n in sizes.items()])
         if path.startswith(f"/{REPO}/resolve/{self.commit}/"):
-            content = (self.remote / urllib.parse.unquote(path).split(f"{self.commit}/")[1]).read_bytes()
+            content = files[urllib.parse.unquote(path).split(f"{self.commit}/")[1]].read_bytes()
             etag = hashlib.sha1(path.encode() + content).hexdigest()
             return self.answer(200, content, {"X-Repo-Commit": self.commit, "ETag": f'"{etag}"'})
-        code = "RevisionNotFound" if path.startswith(f"/api/models/{REPO}/") else "RepoNotFound"
+        code = "RevisionNotFound" if path.startswith(f"{api}/") else "RepoNotFound"
         return self.answer(404, b"", {"X-Error-Code": code})
 
     do_HEAD = do_GET
@@ -150,22 +149,17 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
     assert hub.resolve("~/owner/name") == folder
 
 
-@pytest.mark.parametrize("given", ["./x", "/no/such/folder", "a/b/c", "C:\\x", Path("x/y")])
-def test_what_is_neither_folder_nor_repository(given, tmp_path, monkeypatch):
+@pytest.mark.parametrize("given, subfolder, words", [
+    *((given, None, r"(?s)is not there\. Give the folder.*owner/name")
+      for given in ("./x", "/no/such/folder", "a/b/c", "C:\\x", Path("x/y"))),
+    ("model.safetensors", None, "is a file"), (".", "sub", "sub is not there"),
+    *((".", subfolder, "must be a path inside") for subfolder in ("../x", "/etc", "a/../../b")),
+])  # fmt: skip
+def test_what_is_neither_folder_nor_repository(given, subfolder, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(HubError, match=r"(?s)is not there\. Give the folder.*owner/name"):
-        hub.resolve(given)
-
-
-def test_a_file_and_subfolders(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(HubError, match="is a file"):
-        hub.resolve(tmp_path / "model.safetensors")
-    with pytest.raises(HubError, match="sub is not there"):
-        hub.resolve(tmp_path, subfolder="sub")
-    for subfolder in ("../x", "/etc", "a/../../b"):
-        with pytest.raises(HubError, match="must be a path inside"):
-            hub.resolve(tmp_path, subfolder=subfolder)
+    Path("model.safetensors").write_bytes(b"")
+    with pytest.raises(HubError, match=words):
+        hub.resolve(given, subfolder=subfolder)
 
 
 # Downloading
@@ -221,36 +215,34 @@ def test_an_index_that_points_elsewhere_fetches_nothing(server):
 # The cache
 
 
-def offline_options(how: str, monkeypatch) -> dict:
-    if how == "local_files_only":
-        return {"local_files_only": True}
+@pytest.fixture(params=["local_files_only", "HF_HUB_OFFLINE"])
+def offline(request, monkeypatch):
+    """(the way in which the network is forbidden, its arguments of `resolve`)."""
+    if request.param == "local_files_only":
+        return request.param, {"local_files_only": True}
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return {}
+    return request.param, {}
 
 
-@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
-def test_a_complete_copy_needs_no_network(cached, tmp_path, monkeypatch, how):
-    options = offline_options(how, monkeypatch)
+def test_a_complete_copy_needs_no_network(cached, tmp_path, offline):
     for revision in (None, "main", OLD):
-        assert hub.resolve(REPO, revision=revision, **options) == cached.snapshot
+        assert hub.resolve(REPO, revision=revision, **offline[1]) == cached.snapshot
     (cached.snapshot / "tokenizer.json").unlink()  # the model can be loaded without
-    assert hub.resolve(REPO, **options) == hub.resolve(REPO, weights=False, **options) == cached.snapshot
+    assert hub.resolve(REPO, **offline[1]) == hub.resolve(REPO, weights=False, **offline[1]) == cached.snapshot
     elsewhere = (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    assert hub.resolve(REPO, cache_dir=elsewhere, **options).is_relative_to(elsewhere)
+    assert hub.resolve(REPO, cache_dir=elsewhere, **offline[1]).is_relative_to(elsewhere)
     assert cached.asked == []
 
 
-@pytest.mark.parametrize(
-    "how, lost", [("local_files_only", SHARDS[1]), ("HF_HUB_OFFLINE", "config.json"), ("local_files_only", None)]
-)
-def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, monkeypatch, how, lost):
-    missing = lost or "any snapshot"
+@pytest.mark.parametrize("lost", [SHARDS[1], "config.json", None])
+def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, offline, lost):
     if lost is None:
         shutil.rmtree(tmp_path / "cache")
     else:
         (cached.snapshot / lost).unlink()
-    with pytest.raises(HubError, match=f"(?s)the cache lacks {missing}.*network.*{how}.*hf download {REPO}"):
-        hub.resolve(REPO, **offline_options(how, monkeypatch))
+    words = f"(?s)the cache lacks {lost or 'any snapshot'}.*network.*{offline[0]}.*hf download {REPO}"
+    with pytest.raises(HubError, match=words):
+        hub.resolve(REPO, **offline[1])
     assert cached.asked == []
 
 
@@ -273,7 +265,11 @@ def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, option
     assert SECRET not in shown
 
 
-def failing(monkeypatch, error: Exception) -> None:
+REFUSALS = [RuntimeError("of hf_xet"), OSError(errno.ENOSPC, f"No space left on https://me:{SECRET}@mirror/")]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
     real = huggingface_hub.snapshot_download
 
     def download(*args, local_files_only=False, **options):
@@ -282,17 +278,6 @@ def failing(monkeypatch, error: Exception) -> None:
         return real(*args, local_files_only=True, **options)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-
-
-REFUSALS = [
-    RuntimeError("of hf_xet"),
-    OSError(errno.ENOSPC, f"No space left on https://me:{SECRET}@mirror/"),
-]
-
-
-@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
-def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
-    failing(monkeypatch, error)
     with pytest.warns(UserWarning, match=f"(?s){type(error).__name__}.*Using commit {OLD}, from the cache"):
         assert hub.resolve(REPO) == cached.snapshot
     (cached.snapshot / SHARDS[1]).unlink()
@@ -306,41 +291,44 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
 
 
 class Api:
+    """Stands for HfApi, and lists its calls."""
+
     calls: list[tuple] = []
 
     def __init__(self, token=None):
         self.calls.append(("token", token))
 
-    def create_repo(self, repo, **options):
-        self.calls.append(("create_repo", repo, options))
-        return SimpleNamespace(repo_id=repo)
+    def __getattr__(self, name):
+        def call(*args, **options):
+            self.calls.append((name, *args, options))
+            pr = "https://huggingface.co/pr/1" if options.get("create_pr") else None
+            return SimpleNamespace(repo_id=REPO, commit_url="https://huggingface.co/commit/1", pr_url=pr)
 
-    def create_branch(self, repo, **options):
-        self.calls.append(("create_branch", repo, options))
-
-    def upload_folder(self, **options):
-        self.calls.append(("upload_folder", options))
-        pr = "https://huggingface.co/pr/1" if options["create_pr"] else None
-        return SimpleNamespace(commit_url="https://huggingface.co/commit/1", pr_url=pr)
+        return call
 
 
-def test_push(tmp_path, monkeypatch):
+@pytest.fixture
+def api(monkeypatch):
     monkeypatch.setattr(Api, "calls", [])
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return Api.calls
+
+
+def test_push(tmp_path, api):
     url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="words", token=SECRET)
     assert url == "https://huggingface.co/commit/1"
     upload = {"folder_path": tmp_path, "repo_id": REPO, "revision": "dev", "create_pr": False}
-    assert Api.calls == [
+    assert api == [
         ("token", SECRET),
         ("create_repo", REPO, {"private": True, "exist_ok": True}),
         ("create_branch", REPO, {"branch": "dev", "exist_ok": True}),
         ("upload_folder", {**upload, "commit_message": "words"}),
     ]
     assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
-    assert [call[0] for call in Api.calls[4:]] == ["token", "create_repo", "upload_folder"]
+    assert [call[0] for call in api[4:]] == ["token", "create_repo", "upload_folder"]
 
 
-def test_the_token_is_in_no_file(server, tmp_path, monkeypatch):
+def test_the_token_is_in_no_file(server, tmp_path, api):
     """Neither in what a model that was loaded with it writes, nor in the model, nor in what is uploaded."""
     shutil.rmtree(server.remote)
     make_model().save_pretrained(server.remote)
@@ -350,8 +338,5 @@ def test_the_token_is_in_no_file(server, tmp_path, monkeypatch):
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert files and all(SECRET.encode() not in path.read_bytes() for path in files)
     assert SECRET not in repr(vars(loaded)) + repr(loaded)
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(Api, "calls", [])
     loaded.push_to_hub(REPO, token=SECRET)
-    assert Api.calls[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in Api.calls[1:])
+    assert api[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in api[1:])

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,19 @@ from ligermodels.checkpoint.files import lenient_json
 from ligermodels.checkpoint.reading import SafetensorsReader, open_checkpoint
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
-from tests.checkpoint.fixtures import EMBEDDING, INDEX, LAST, NORM, SHARDS, WEIGHTS, join, make_good, make_model, split
+from tests.checkpoint.fixtures import (
+    EMBEDDING,
+    INDEX,
+    LAST,
+    NORM,
+    SHARDS,
+    WEIGHTS,
+    join,
+    make_good,
+    make_model,
+    split,
+    spoiled,
+)
 
 Spoil = Callable[[Path], object]
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -241,40 +252,37 @@ BAD: dict[str, tuple[Spoil, str]] = {
 }  # fmt: skip
 
 
-def spoiled(good: dict[str, Path], folder: Path, spoil: Spoil, layout: str = "single") -> Path:
-    shutil.copytree(good[layout], folder)
-    spoil(folder)
-    return folder
-
-
 @pytest.mark.parametrize("case", BAD)
-def test_damage_ends_in_a_typed_error(good, tmp_path, case):
+@pytest.mark.filterwarnings("ignore")
+def test_damage_ends_in_a_typed_error(good, case):
     spoil, words = BAD[case]
-    folder = spoiled(good, tmp_path / "bad", spoil, "sharded" if case.startswith("shard:") else "single")
-    with warnings.catch_warnings(), pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
-        warnings.simplefilter("ignore")
-        load(folder)
-    assert str(folder) in str(caught.value), "a message says where"
+    with spoiled(good["sharded" if case.startswith("shard:") else "single"], spoil) as folder:
+        with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
+            load(folder)
+        assert str(folder) in str(caught.value), "a message says where"
 
 
-def test_a_tied_head_that_is_the_embedding(good, tmp_path):
-    model = load(spoiled(good, tmp_path / "x", tied(lambda head: head)))
+def test_a_tied_head_that_is_the_embedding(good):
+    with spoiled(good["single"], tied(lambda head: head)) as folder:
+        model = load(folder)
     assert model.lm_head.weight is model.get_parameter(EMBEDDING)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_infinity_are_named_in_one_warning(good, tmp_path, value):
-    folder = spoiled(good, tmp_path / "x", tensors(lambda t: t[Q][3:5, 2].fill_(value)))
-    with pytest.warns(UserWarning, match=rf"1 of 12 tensors hold NaN or infinity: {Q}") as caught:
+def test_nan_and_infinity_are_named_in_one_warning(good, value):
+    words = rf"1 of 12 tensors hold NaN or infinity: {Q}"
+    broken = spoiled(good["single"], tensors(lambda t: t[Q][3:5, 2].fill_(value)))
+    with broken as folder, pytest.warns(UserWarning, match=words) as caught:
         load(folder)
     assert len(caught) == 1
 
 
 def test_a_companion_that_is_a_link_out_is_not_saved_along(good, tmp_path):
     """Else a folder from elsewhere could have a secret of this machine uploaded with the next push."""
-    model = load(spoiled(good, tmp_path / "x", link_out("tokenizer.json")))
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
-        model.save_pretrained(tmp_path / "out")
+    with spoiled(good["single"], link_out("tokenizer.json")) as folder:
+        model = load(folder)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
+            model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
