@@ -1,4 +1,4 @@
-"""Tiny models and tokenizers to convert to GGUF, and what the gguf package reads back from the file."""
+"""Tiny models and tokenizers to convert to GGUF, and what the gguf package reads from the file."""
 
 import functools
 import shutil
@@ -23,27 +23,23 @@ SIZES = {
 }  # fmt: skip
 SPECIALS = ("<|begin|>", "<|end|>", "<|eot|>")
 CHAT = "{% for m in messages %}<|begin|>{{ m.content }}<|eot|>{% endfor %}"
+TEXTS = (*folders.TEXTS, "the the", "the  the", "a\n\n\nb", "314 it's I'LL", "</s>the")
 
 
 def byte_level(folder: Path, split: str = families.LLAMA_3_SPLIT, **options) -> Path:
     """A tokenizer like those of Llama 3 and Qwen: special ids after 420 tokens, and one added token that is not."""
     special = {420 + at: folders.added(name) for at, name in enumerate(SPECIALS)}
     special[423] = folders.added("<tool call>", special=False)
-    state = families._byte_level(split, special, bos="<|begin|>", **options)
-    folders.write(folder, "tokenizer.json", state)
+    folders.write(folder, "tokenizer.json", families._byte_level(split, special, bos="<|begin|>", **options))
     config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": CHAT}
     folders.write(folder, "tokenizer_config.json", config)
     return folder
 
 
 KINDS = {
-    "llama 2": families.FAMILIES["llama 2"].build,
-    "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
-    "mistral 0.3": families.FAMILIES["mistral 0.3"].build,
+    **{kind: families.FAMILIES[kind].build for kind in ("llama 2", "mistral 0.3", "nemo", "gemma 1", "gemma 2")},
     "mixtral": families.FAMILIES["llama 2"].build,
-    "nemo": families.FAMILIES["nemo"].build,
-    "gemma 1": families.FAMILIES["gemma 1"].build,
-    "gemma 2": families.FAMILIES["gemma 2"].build,
+    "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
     "qwen 2": lambda folder: byte_level(folder, families.QWEN_SPLIT),
     "phi 4": lambda folder: byte_level(folder, behavior="removed"),
     "phi 4 mini": lambda folder: byte_level(folder, families.O200K_SPLIT),
@@ -61,16 +57,20 @@ def tokenizer_folder(kind: str) -> Path:
 tokenizer_folder.roots = []
 
 
-def add_tokenizer(folder: Path, kind: str, without: tuple[str, ...] = ()) -> None:
+def rows_of(kind: str) -> int:
+    """Rows of an embedding: eight more than the tokenizer has tokens."""
+    return Tokenizer.from_folder(tokenizer_folder(kind)).vocab_size + 8
+
+
+def add_tokenizer(folder: Path, kind: str) -> None:
     for path in tokenizer_folder(kind).iterdir():
-        if path.name not in ("config.json", "generation_config.json", *without):
+        if path.name not in ("config.json", "generation_config.json"):
             shutil.copy(path, folder / path.name)
 
 
 def small_model(folder: Path, kind: str, family: str = "llama", rows: int | None = None, **fields) -> Path:
-    """A model of one layer with a tokenizer of KINDS and, by default, eight rows more than that has tokens."""
-    rows = rows or Tokenizer.from_folder(tokenizer_folder(kind)).vocab_size + 8
-    config = {"model_type": family, **SIZES, "num_hidden_layers": 1, "vocab_size": rows, **fields}
+    """A model of one layer with a tokenizer of KINDS."""
+    config = {"model_type": family, **SIZES, "num_hidden_layers": 1, "vocab_size": rows or rows_of(kind), **fields}
     ARCHS[family].from_config(config, device="cpu", seed=1).save_pretrained(folder)
     add_tokenizer(folder, kind)
     return folder
@@ -95,3 +95,48 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 def fields_of(path: Path) -> dict:
     fields = gguf.GGUFReader(path).fields
     return {name: field.contents() for name, field in fields.items() if not name.startswith("GGUF.")}
+
+
+def rewritten(model, target, change=lambda fields: None, values_of=lambda tensor: (np.array(tensor.data), None)):
+    """A copy of the file with other metadata, or other (values, type) of its tensors."""
+    reader = gguf.GGUFReader(model)
+    fields = {key: (field.contents(), field.types) for key, field in reader.fields.items() if "GGUF." not in key}
+    change(fields)
+    writer = gguf.GGUFWriter(target, fields.pop("general.architecture")[0])
+    for key, (value, types) in fields.items():
+        inner = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, value, types[0], sub_type=inner)
+    for tensor in reader.tensors:
+        values, kind = values_of(tensor)
+        writer.add_tensor(tensor.name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantised(source, target, type_name):
+    """A copy of a GGUF file whose matrices are quantised, and its tensors as the gguf package dequantises them."""
+    kind, expected = gguf.GGMLQuantizationType[type_name], {}
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+
+    def blocks(values):
+        try:
+            return gguf.quantize(values, kind)
+        except NotImplementedError:  # the gguf package only reads it: random blocks with small scales
+            shape = (*values.shape[:-1], values.shape[-1] // block * size)
+            found = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+            scales = found.reshape(-1, size)
+            for at in (0, 2, size - 2, size - 4):  # where the types have their fp16 scales
+                scales[:, at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
+            return found
+
+    def values_of(tensor):
+        values = np.array(tensor.data).reshape(tensor.shape.tolist()[::-1])
+        is_quantised = len(tensor.shape) > 1 and tensor.shape[0] % block == 0
+        values = blocks(values) if is_quantised else values
+        expected[tensor.name] = torch.from_numpy(gguf.dequantize(values, kind) if is_quantised else values)
+        return values, kind if is_quantised else None
+
+    rewritten(source, target, values_of=values_of)
+    return expected
