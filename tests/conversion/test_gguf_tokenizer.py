@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,18 @@ from ligermodels.checkpoint.files import read_json
 from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer
-from tests.conversion.gguf_files import CHAT, SPECIALS, fields_of, small_model, to_gguf, tokenizer_folder
+from tests.conversion.gguf_files import (
+    CHAT,
+    KINDS,
+    SPECIALS,
+    TEXTS,
+    fields_of,
+    rewritten,
+    rows_of,
+    small_model,
+    to_gguf,
+    tokenizer_folder,
+)
 from tests.text import families, folders
 
 TYPES = {"normal": 1, "unknown": 2, "control": 3, "user defined": 4, "unused": 5, "byte": 6}
@@ -23,60 +35,47 @@ def converted(tmp_path: Path, kind: str, change=lambda folder: None) -> tuple[To
     folder = small_model(tmp_path / "source", kind)
     change(folder)
     to_gguf(folder, tmp_path / "out.gguf")
-    return Tokenizer.from_folder(folder), fields_of(tmp_path / "out.gguf")
+    fields = fields_of(tmp_path / "out.gguf")
+    return Tokenizer.from_folder(folder), {name.removeprefix("tokenizer.ggml."): x for name, x in fields.items()}
 
 
 def remove(*patterns: str):
-    def change(folder: Path) -> None:
-        for pattern in patterns:
-            for path in folder.glob(pattern):
-                path.unlink()
-
-    return change
+    return lambda folder: [path.unlink() for pattern in patterns for path in folder.glob(pattern)]
 
 
 @pytest.mark.parametrize(
     "kind, removed",
-    [
-        ("llama 2", ()), ("mistral 0.3", ()), ("gemma 2", ()), ("llama 2", ("tokenizer.json",)),
-        ("llama 2", ("tokenizer.model",)), ("gemma 2", ("tokenizer.model",)),
-    ],
-    ids=str,
+    [("llama 2", ""), ("mistral 0.3", ""), ("gemma 2", ""), ("llama 2", "tokenizer.json"),
+     ("llama 2", "tokenizer.model"), ("gemma 2", "tokenizer.model")],
 )  # fmt: skip
 def test_sentencepiece(tmp_path, kind, removed):
-    tokenizer, fields = converted(tmp_path, kind, remove(*removed))
+    tokenizer, fields = converted(tmp_path, kind, remove(*[removed] * bool(removed)))
     native = sentencepiece.SentencePieceProcessor(str(tokenizer_folder(kind) / "tokenizer.model"))
-    tokens, types, scores = (fields[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type", "scores"))
+    tokens, types, scores = (fields[key] for key in ("tokens", "token_type", "scores"))
     assert len(tokens) == len(types) == len(scores) == tokenizer.vocab_size + 8 == len(set(tokens))
     assert tokens[-8:] == [f"[PAD{len(tokens) - 8 + i}]" for i in range(8)] and types[-8:] == [TYPES["unused"]] * 8
-    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("llama", "default")
     for index in range(native.get_piece_size()):
-        text = tokenizer.backend.id_to_token(index)
-        if native.is_unknown(index):
-            expected = {"unknown"}
-        elif native.is_byte(index):
-            expected = {"byte"}
+        text, expected = tokenizer.backend.id_to_token(index), {"normal", "user defined"}
+        if native.is_unknown(index) or native.is_byte(index):
+            expected = {"unknown" if native.is_unknown(index) else "byte"}
         elif native.is_control(index) or index in tokenizer.backend.special_ids:
             expected = {"control"}
-        else:
-            expected = {"normal", "user defined"}
         assert types[index] in {TYPES[name] for name in expected}, text
         assert tokens[index] == (text.replace("▁", " ") if types[index] == TYPES["user defined"] else text)
     normal = [index for index in range(native.get_piece_size()) if types[index] == TYPES["normal"]]
-    if "tokenizer.model" not in removed:
+    if removed != "tokenizer.model":
         assert [scores[index] for index in normal] == [native.get_score(index) for index in normal]
     else:  # scores made from the merges order the pieces as the model's own do
         merged = [index for index in normal if len(tokens[index]) > 1]
         assert sorted(merged, key=lambda i: -scores[i]) == sorted(merged, key=lambda i: -native.get_score(i))
     gemma = kind.startswith("gemma")
-    assert fields["tokenizer.ggml.add_space_prefix"] is not gemma
-    assert fields["tokenizer.ggml.add_bos_token"] is True and fields["tokenizer.ggml.add_eos_token"] is False
-    ids = {key: fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "unknown", "padding", "eot")}
-    assert ids == {
-        "bos": native.bos_id(), "eos": native.eos_id(), "unknown": native.unk_id(), "padding": 0 if gemma else None,
-        "eot": 107 if gemma else None,
+    wanted = {
+        "model": "llama", "pre": "default", "add_space_prefix": not gemma, "add_bos_token": True,
+        "add_eos_token": False, "bos_token_id": native.bos_id(), "eos_token_id": native.eos_id(),
+        "unknown_token_id": native.unk_id(), "padding_token_id": 0 if gemma else None,
+        "eot_token_id": 107 if gemma else None, "tokenizer.chat_template": tokenizer.files.templates["default"],
     }  # fmt: skip
-    assert fields["tokenizer.chat_template"] == tokenizer.files.templates["default"]
+    assert {key: fields.get(key) for key in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -86,20 +85,66 @@ def test_sentencepiece(tmp_path, kind, removed):
 def test_byte_level(tmp_path, kind, split):
     _, fields = converted(tmp_path, kind)
     native = tokenizers.Tokenizer.from_file(str(tokenizer_folder(kind) / "tokenizer.json"))
-    model = read_json(tokenizer_folder(kind) / "tokenizer.json")["model"]
-    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", split)
-    assert tokens[:-8] == [native.id_to_token(index) for index in range(native.get_vocab_size())]
     added = native.get_added_tokens_decoder()
-    for index, found in enumerate(types[:-8]):
-        expected = ("control" if added[index].special else "user defined") if index in added else "normal"
-        assert found == TYPES[expected], tokens[index]
-    assert types[-8:] == [TYPES["unused"]] * 8
-    assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in model["merges"]]
-    assert "tokenizer.ggml.scores" not in fields and "tokenizer.ggml.add_space_prefix" not in fields
-    ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")]
-    assert ids == ([1, 2, None] if kind == "nemo" else [420, 421, 422])
-    assert fields["tokenizer.ggml.add_bos_token"] is True and fields["tokenizer.ggml.add_eos_token"] is False
+    assert fields["tokens"][:-8] == [native.id_to_token(index) for index in range(native.get_vocab_size())]
+    assert (
+        fields["token_type"]
+        == [
+            TYPES[("control" if added[index].special else "user defined") if index in added else "normal"]
+            for index in range(native.get_vocab_size())
+        ]
+        + [TYPES["unused"]] * 8
+    )
+    merges = read_json(tokenizer_folder(kind) / "tokenizer.json")["model"]["merges"]
+    bos, eos, eot = [1, 2, None] if kind == "nemo" else [420, 421, 422]
+    wanted = {
+        "model": "gpt2", "pre": split, "merges": [" ".join(pair) for pair in merges], "scores": None,
+        "add_space_prefix": None, "bos_token_id": bos, "eos_token_id": eos, "eot_token_id": eot,
+        "add_bos_token": True, "add_eos_token": False,
+    }  # fmt: skip
+    assert {key: fields.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokenizer_that_is_read_gives_the_same_ids(tmp_path, kind):
+    ours, _ = converted(tmp_path, kind)
+    read = Tokenizer.from_hub(tmp_path / "out.gguf")
+    # llama.cpp puts the dummy prefix before a text that begins with a space and after a special token, too.
+    odd = ("▁already▁there", "</s>the") if kind == "mistral 0.3" else ()
+    for text in (*TEXTS, "x<|eot|> y", "½ 7 77 777 7777"):
+        # The source has no NFC, which Qwen's own tokenizers have.
+        ids = ours.encode(unicodedata.normalize("NFC", text) if kind == "qwen 2" else text)
+        if text not in odd:
+            assert read.encode(text) == ids, text
+            assert read.decode(ids) == ours.decode(ids)
+    assert read.backend.special_ids == ours.backend.special_ids
+    if kind in ("llama 3", "phi 4"):
+        merges = [json.loads(one.backend.to_json())["model"]["ignore_merges"] for one in (read, ours)]
+        assert merges == [kind == "llama 3"] * 2
+    for name in ("bos_token_id", "eos_token_id", "chat_stop_ids", "chat_template"):
+        assert getattr(read, name) == getattr(ours, name), name
+
+
+def test_what_an_older_file_leaves_out(tmp_path):
+    """Without the keys, BOS is added for Llama 3 and texts are split as llama.cpp's "default" does."""
+    ours, _ = converted(tmp_path, "llama 3")
+    old, model = tmp_path / "old.gguf", tmp_path / "out.gguf"
+    rewritten(model, old, lambda fields: fields.pop("tokenizer.ggml.add_bos_token"))
+    assert Tokenizer.from_hub(old).encode("the") == ours.encode("the")
+    rewritten(model, old, lambda fields: fields.pop("tokenizer.ggml.pre"))
+    split = Tokenizer.from_hub(old).backend._native.pre_tokenizer
+    pieces = [piece for piece, _ in split.pre_tokenize_str("it's 12345, a+b\u00b2")]
+    assert pieces == ["it", "'", "s", "\u0120", "123", "45", ",", "\u0120a", "+", "b", "\u00c2\u00b2"]
+
+
+def test_several_stop_ids(tmp_path):
+    source = small_model(tmp_path / "hf", "llama 3")
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 422]}')
+    to_gguf(source, tmp_path / "model.gguf")
+    assert sorted(Tokenizer.from_hub(tmp_path / "model.gguf").eos_token_ids) == [7, 421, 422]
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 8, 422]}')
+    with pytest.warns(UserWarning, match=r"three stop ids; \[7\] are dropped"):
+        to_gguf(source, tmp_path / "model.gguf", overwrite=True)
 
 
 @pytest.mark.slow  # a vocabulary of 32064
@@ -119,7 +164,7 @@ def test_phi_3_is_named(tmp_path):
 
 
 def test_templates_and_tokens_without_a_row(tmp_path):
-    rows = Tokenizer.from_folder(tokenizer_folder("llama 3")).vocab_size - 1
+    rows = rows_of("llama 3") - 9
     source = small_model(tmp_path / "source", "llama 3", rows=rows)
     (source / "additional_chat_templates").mkdir()
     (source / "chat_template.jinja").write_text(CHAT)
@@ -127,9 +172,7 @@ def test_templates_and_tokens_without_a_row(tmp_path):
     with pytest.warns(UserWarning, match="tokens 423 to 423 are dropped.*no rows"):
         convert(source, tmp_path / "out.gguf", Options(to="gguf", progress=False))
     fields = fields_of(tmp_path / "out.gguf")
-    assert len(fields["tokenizer.ggml.tokens"]) == rows and fields["tokenizer.chat_template"] == CHAT
-    assert fields["tokenizer.chat_templates"] == ["tool_use"]
-    assert fields["tokenizer.chat_template.tool_use"] == "{{ 1 }}"
+    assert len(fields["tokenizer.ggml.tokens"]) == rows and fields["tokenizer.chat_templates"] == ["tool_use"]
     assert Tokenizer.from_hub(tmp_path / "out.gguf").chat_template == {"default": CHAT, "tool_use": "{{ 1 }}"}
 
 
@@ -150,17 +193,14 @@ def unigram(folder: Path) -> None:
     folders.sentencepiece_folder(folder, folders.sentencepiece_model(model_type="unigram", vocab_size=400))
 
 
-def drop_a_merge(state: dict) -> None:
+def one_merge_less(folder: Path) -> None:
     """Removes one of several merges that make the same token, which sentencepiece's own merges never lack."""
-    ways = {}
+    remove("tokenizer.model")(folder)
+    state, ways = read_json(folder / "tokenizer.json"), {}
     for pair in state["model"]["merges"]:
         ways.setdefault("".join(pair), []).append(pair)
     state["model"]["merges"].remove(next(pairs for pairs in ways.values() if len(pairs) > 1)[1])
-
-
-def without_model_file(folder: Path) -> None:
-    remove("tokenizer.model")(folder)
-    edited(drop_a_merge)(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(state))
 
 
 def word_level(state: dict) -> None:
@@ -171,44 +211,25 @@ def word_level(state: dict) -> None:
     state["post_processor"] = None
 
 
-def other_pattern(state: dict) -> None:
-    state["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\w+|\W+"}
+LOWERCASE = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
+SPLIT = {"Regex": r"\w+|\W+"}
+REFUSED = [
+    (remove("tokenizer.json"), CheckpointError, "no tokenizer.json and no tokenizer.model"),
+    (unigram, TokenizerError, "not of sentencepiece's BPE"),
+    (one_merge_less, TokenizerError, "merges"),
+    (edited(lambda state: state["pre_tokenizer"]["pretokenizers"][0].update(pattern=SPLIT)), TokenizerError,
+     r"the pre-tokenizer of tokenizer.json: .*\\W"),
+    (edited(word_level), TokenizerError, "of type 'WordLevel'"),
+    (edited(lambda state: state.update(normalizer=LOWERCASE)), TokenizerError, "the normalizer Lowercase"),
+    (edited(lambda state: state["model"].update(merges=[])), TokenizerError, r"tokenizer\.json has no merges"),
+    (edited(lambda state: state["added_tokens"].append({"id": 424, **folders.added("[PAD425]")})), TokenizerError,
+     "424 and 425 are both"),
+]  # fmt: skip
 
 
-def lowercase(state: dict) -> None:
-    state["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}
-
-
-def same_text_twice(state: dict) -> None:
-    state["added_tokens"].append({"id": 424, **folders.added("[PAD425]")})
-
-
-def no_merges(state: dict) -> None:
-    """llama.cpp reads no such file, and the gguf package drops an empty list."""
-    state["model"]["merges"] = []
-
-
-REFUSED = {
-    "none": ("llama 3", remove("tokenizer.json"), CheckpointError, "no tokenizer.json and no tokenizer.model"),
-    "unigram": ("llama 3", unigram, TokenizerError, "not of sentencepiece's BPE"),
-    "split": (
-        "llama 3",
-        edited(other_pattern),
-        TokenizerError,
-        r"the pre-tokenizer of tokenizer.json: .*\\W",
-    ),
-    "type": ("llama 3", edited(word_level), TokenizerError, "of type 'WordLevel'"),
-    "merges": ("llama 2", without_model_file, TokenizerError, "merges"),
-    "normalizer": ("llama 3", edited(lowercase), TokenizerError, "the normalizer Lowercase"),
-    "no merges": ("llama 3", edited(no_merges), TokenizerError, r"tokenizer\.json has no merges"),
-    "same text": ("llama 3", edited(same_text_twice), TokenizerError, "424 and 425 are both"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_tokenizers_that_llama_cpp_does_not_support(tmp_path, case):
-    kind, change, error, message = REFUSED[case]
+@pytest.mark.parametrize("change, error, message", REFUSED)
+def test_tokenizers_that_llama_cpp_does_not_support(tmp_path, change, error, message):
     with pytest.raises(error, match=message) as caught:
-        converted(tmp_path, kind, change)
+        converted(tmp_path, "llama 2" if change is one_merge_less else "llama 3", change)
     assert str(tmp_path / "source") in str(caught.value) or "tokenizer." in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
