@@ -1,4 +1,4 @@
-"""Reading folders: which files are read, which memory the weights have, and the error that each kind of damage raises."""
+"""Reading folders: which files are read, which memory the weights have, and the error for each kind of damage."""
 
 import json
 import os

@@ -19,7 +19,7 @@ from ligermodels.errors import CheckpointError
 from tests.checkpoint.fixtures import make_model
 from tests.parallel.ranks import on_ranks
 
-NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 
 
 def make(**changes):
@@ -38,10 +38,9 @@ def save(state, folder):
 
 
 def check_equal(source, expected):
-    assert set(source.headers) == set(expected)
-    for name, tensor in expected.items():
-        assert source.headers[name] == weights.TensorInfo(tensor.dtype, tuple(tensor.shape))
-        assert weights.same_bits(source.read(name), tensor.detach())
+    wanted = {name: weights.TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in expected.items()}
+    assert source.headers == wanted
+    assert all(weights.same_bits(source.read(name), tensor.detach()) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model."])
@@ -59,16 +58,6 @@ def test_names_are_found_after_any_prefix(tmp_path, prefix, names, family):
     check_equal(source, held)
     assert source.config["model_type"] == family
     assert source.files() == {name: tmp_path / name for name in ("tokenizer.json", "config.json")}
-
-
-def edit(folder, change):
-    held = pickle.loads((folder / ".metadata").read_bytes())
-    change(held)
-    (folder / ".metadata").write_bytes(pickle.dumps(held))
-
-
-def stored_at(held, name):
-    return next(key for key in held.storage_data if key.fqn == name)
 
 
 def on_two_ranks(folder):
@@ -109,44 +98,33 @@ def test_what_is_written_is_loaded_by_torch(tmp_path):
 
 
 class Evil:
-    def __init__(self, call, *args):
-        self.reduced = call, args
-
     def __reduce__(self):
-        return self.reduced
+        return os.system, ("touch hacked",)
 
 
 def edited(change):
-    return lambda folder: edit(folder, change)
+    def apply(folder):
+        held = pickle.loads((folder / ".metadata").read_bytes())
+        change(held, next(place for key, place in held.storage_data.items() if key.fqn == NORM))
+        (folder / ".metadata").write_bytes(pickle.dumps(held))
+
+    return apply
 
 
-def written(data):
-    return lambda folder: (folder / ".metadata").write_bytes(data)
-
-
-def entry(held):
-    return held.state_dict_metadata[NORM]
-
-
-def place(held):
-    return held.storage_data[stored_at(held, NORM)]
-
-
-def cut(folder):
-    file = folder / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:-9000])
+def written(data, file=".metadata"):
+    return lambda folder: (folder / file).write_bytes(data((folder / file).read_bytes()))
 
 
 BAD = {
     "no metadata": (lambda f: (f / ".metadata").unlink(), "cannot be read as the metadata"),
-    "metadata cut short": (lambda f: written((f / ".metadata").read_bytes()[:300])(f), "cannot be read as"),
-    "a shell command": (written(pickle.dumps(Evil(os.system, "touch hacked"))), "posix.system"),
-    "a command inside": (edited(lambda h: h.state_dict_metadata.update(x=Evil(os.system, "touch hacked"))), "posix"),
-    "attribute by a dotted name": (written(b"\x80\x04\x8c\x05torch\x8c\x0aSize.index\x93."), "Size.index"),
-    "a path that leaves": (edited(lambda h: setattr(place(h), "relative_path", "../x.distcp")), "file in its folder"),
-    "a lost shard": (edited(lambda h: entry(h).chunks.clear()), "is not whole in its 0 shards"),
-    "no tensor of a model": (edited(lambda h: h.state_dict_metadata.clear()), "holds no Llama"),
-    "a shard cut short": (cut, "cannot be read"),
+    "metadata cut short": (written(lambda blob: blob[:300]), "cannot be read as"),
+    "a shell command": (written(lambda blob: pickle.dumps(Evil())), "posix.system"),
+    "a command inside": (edited(lambda h, place: h.state_dict_metadata.update(x=Evil())), "posix"),
+    "attribute by a dotted name": (written(lambda blob: b"\x80\x04\x8c\x05torch\x8c\x0aSize.index\x93."), "Size.index"),
+    "a path that leaves": (edited(lambda h, place: setattr(place, "relative_path", "../x.distcp")), "in its folder"),
+    "a lost shard": (edited(lambda h, place: h.state_dict_metadata[NORM].chunks.clear()), "not whole in its 0 shards"),
+    "no tensor of a model": (edited(lambda h, place: h.state_dict_metadata.clear()), "holds no Llama"),
+    "a shard cut short": (written(lambda blob: blob[:-9000], "__0_0.distcp"), "cannot be read"),
 }  # fmt: skip
 
 
@@ -159,8 +137,7 @@ def good(tmp_path_factory):
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_checkpoints(tmp_path, monkeypatch, good, case):
-    folder = tmp_path / "bad"
-    shutil.copytree(good, folder)
+    folder = shutil.copytree(good, tmp_path / "bad")
     monkeypatch.chdir(tmp_path)
     spoil, message = BAD[case]
     spoil(folder)

@@ -249,8 +249,7 @@ def test_weights_and_params_that_are_refused(tmp_path, case):
 
 
 def test_files_that_are_missing_or_of_two_checkpoints(tmp_path):
-    state = own_state(META)
-    parts = cut(state, 2, 1)
+    state, parts = own_state(META), cut(own_state(META), 2, 1)
     odd = parts[1] | {"layers.0.attention.wo.weight": torch.ones(32, 8)}
     for name, given, message in (
         ("lost", parts[:1], "32 rows of wq are cut into parts of 16"),
@@ -259,6 +258,9 @@ def test_files_that_are_missing_or_of_two_checkpoints(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             convert(write_meta(tmp_path / name, given, META), None, DRY)
+    (tmp_path / "mixed" / "consolidated.00.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks consolidated\.00\.pth, and holds 1 other"):
+        opened(tmp_path / "mixed")
     state = own_state(MISTRAL)
     folder = a_folder(tmp_path / "mistral", MISTRAL, state, parts=3)
     save_file(state, folder / "consolidated.safetensors")

@@ -21,10 +21,9 @@ from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.source import View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.conversion.gguf_files import small_model
-from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_own
+from tests.conversion.layouts import FILES, a_checkpoint, names, same, stored, write_own
 
 SCRIPT = Path(__file__).parents[2] / "convert" / "convert_checkpoint.py"
-LAYOUTS_OF_FOLDERS = ["hf", "dcp"]
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +32,6 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return lambda *argv: module.main([str(word) for word in argv])
-
-
-def finite(folder, family="llama", **fields):
-    config = {"model_type": family, **SIZES, **EXTRA.get(family, {}), **fields}
-    model = ARCHS[family].from_config(config, device="cpu", dtype=torch.bfloat16, seed=4)
-    saved = model.save_pretrained(folder)
-    (saved / "tokenizer.json").write_bytes(FILES["tokenizer.json"])
-    return stored(saved)
 
 
 @pytest.mark.parametrize("family", ARCHS)
@@ -148,13 +139,10 @@ def test_params_that_contradict_the_config_beside_them(tmp_path):
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle", "dcp"])
 def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
-    tensors = finite(tmp_path / "hf")
-    left = tmp_path / "left"
+    tensors, left = a_checkpoint(tmp_path / "hf", dtype=torch.bfloat16, finite=True), tmp_path / "left"
     convert(tmp_path / "hf", left, Options(to="dcp" if kind == "dcp" else "hf", progress=False))
-    for name in ("chat_template.jinja", "generation_config.json"):
-        (tmp_path / "hf" / name).write_bytes(FILES[name])
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
-        (left / name).unlink(missing_ok=True)
+    for name in ("config.json", *FILES):
+        (left / name).unlink()
     if kind == "pickle":
         torch.save({f"module.{n}": x for n, x in tensors.items()}, left / "pytorch_model.bin")
         (left / "model.safetensors").unlink()
@@ -195,31 +183,18 @@ def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
     assert len(alive) > 10
 
 
-# A conversion that fails leaves nothing
+# What fails or is refused leaves the destination as it was
 
 
-@pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
-def test_an_error_leaves_the_old_folder(tmp_path, monkeypatch, to):
-    finite(tmp_path / "hf")
-    old = a_checkpoint(tmp_path / "out", seed=1)
-    read, count = View.read, iter(range(1000))
+@pytest.mark.parametrize("to, how", [("hf", "disk"), ("dcp", "disk"), ("hf", "bit"), ("hf", "space")])
+def test_a_conversion_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, to, how):
+    a_checkpoint(tmp_path / "hf", seed=2)
+    old, read, write, count = a_checkpoint(tmp_path / "out", seed=1), View.read, saving.write_shards, iter(range(1000))
 
     def fail(view, name):
         if next(count) == 5:
             raise OSError(28, "No space left on device")
         return read(view, name)
-
-    monkeypatch.setattr(View, "read", fail)
-    with pytest.raises(HubError, match="free some space") as caught:
-        convert(tmp_path / "hf", tmp_path / "out", Options(to=to, overwrite=True, progress=False))
-    assert caught.value.errno == 28
-    assert same(stored(tmp_path / "out"), old) and names(tmp_path) == ["hf", "out"]
-
-
-def test_a_result_that_is_not_the_source_does_not_take_its_place(tmp_path, monkeypatch):
-    old = a_checkpoint(tmp_path / "out", seed=1)
-    a_checkpoint(tmp_path / "hf", seed=2)
-    write = saving.write_shards
 
     def one_bit_wrong(folder, *arguments):
         write(folder, *arguments)
@@ -227,31 +202,26 @@ def test_a_result_that_is_not_the_source_does_not_take_its_place(tmp_path, monke
         content[-1] ^= 1
         (folder / "model.safetensors").write_bytes(content)
 
-    monkeypatch.setattr(saving, "write_shards", one_bit_wrong)
-    with pytest.raises(MismatchError, match="values differ"):
-        convert(tmp_path / "hf", tmp_path / "out", Options(verify="bytes", overwrite=True, progress=False))
+    if how == "bit":
+        monkeypatch.setattr(saving, "write_shards", one_bit_wrong)
+    elif how == "disk":
+        monkeypatch.setattr(View, "read", fail)
+    else:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+        monkeypatch.setattr(FolderSource, "read", None)
+    words = {"bit": "values differ", "disk": "free some space", "space": "are free"}[how]
+    options = Options(to=to, verify="bytes" if how == "bit" else "none", overwrite=True, progress=False)
+    with pytest.raises(MismatchError if how == "bit" else HubError, match=words) as caught:
+        convert(tmp_path / "hf", tmp_path / "out", options)
+    assert how == "bit" or caught.value.errno == 28
     assert same(stored(tmp_path / "out"), old) and names(tmp_path) == ["hf", "out"]
 
 
-def test_no_space(tmp_path, script, capsys, monkeypatch):
-    a_checkpoint(tmp_path / "hf")
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    monkeypatch.setattr(FolderSource, "read", None)
-    assert script(tmp_path / "hf", tmp_path / "out") == 4
-    assert "are free" in capsys.readouterr().err and names(tmp_path) == ["hf"]
-
-
-# What is refused
-
-
-def test_a_head_that_is_not_the_embedding(tmp_path, script, capsys):
+def test_a_head_that_is_the_embedding_is_dropped(tmp_path):
     tensors = a_checkpoint(tmp_path / "hf", tied=True)
-    embedding = tensors["model.embed_tokens.weight"]
-    save_file({**tensors, "lm_head.weight": embedding.clone()}, tmp_path / "hf" / "model.safetensors")
-    assert script(tmp_path / "hf", tmp_path / "out") == 0 and same(stored(tmp_path / "out"), tensors)
-    save_file({**tensors, "lm_head.weight": embedding.flip(0)}, tmp_path / "hf" / "model.safetensors")
-    assert script(tmp_path / "hf", tmp_path / "out", "--overwrite") == 3
-    assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file({**tensors, **head}, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "out", Options(progress=False))
     assert same(stored(tmp_path / "out"), tensors)
 
 
@@ -264,13 +234,19 @@ def test_a_head_that_is_not_the_embedding(tmp_path, script, capsys):
         (["unfit", "out"], 1, "missing (9 of 30)"),
         (["unfit", "--dry-run"], 1, "2 layers on disk, 3 expected"),
         (["other", "out"], 3, "model_type 'nobody'"),
+        (["tied", "out"], 3, "lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(tmp_path, script, capsys, monkeypatch, arguments, status, message):
     monkeypatch.chdir(tmp_path)
     a_checkpoint(tmp_path / "hf")
     config = read_json(tmp_path / "hf" / "config.json")
-    for name, changes in (("other", {"model_type": "nobody"}), ("unfit", {"num_hidden_layers": 3})):
+    others = {
+        "other": {"model_type": "nobody"},
+        "unfit": {"num_hidden_layers": 3},
+        "tied": {"tie_word_embeddings": True},
+    }
+    for name, changes in others.items():
         shutil.copytree(tmp_path / "hf", tmp_path / name)
         (tmp_path / name / "config.json").write_bytes(json_bytes({**config, **changes}))
     try:
