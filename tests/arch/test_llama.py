@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 import ligermodels
 from ligermodels.arch import hooks
 from tests.arch.suite import LLAMA3, LOGITS, YARN, Suite, edit_config, relative, rope, theirs, tiny_config
+from tests.parallel.ranks import one_rank
 
 
 def tiny(**changes):
@@ -95,21 +95,18 @@ def test_an_fp32_head_on_a_bf16_body(written, tied):
     assert (ours_error < 1.5 * theirs_error).all()  # which of two roundings is nearer varies from tensor to tensor
 
 
-def test_what_torch_wraps_and_hooks_leaves_a_block_as_it_is(written, monkeypatch):
+def test_what_torch_wraps_and_hooks_leaves_a_block_as_it_is(written, monkeypatch, tmp_path):
     """FSDP2, checkpointing and torch.compile: the fast path stays."""
     model, ids = ligermodels.load(written(tiny(num_hidden_layers=3)), progress=False), torch.randint(3, 90, (2, 9))
     expected, layers = model(ids).logits, model.model.layers
     monkeypatch.setattr(hooks, "Joined", None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         fully_shard(layers[0])
         layers[1], layers[2] = checkpoint_wrapper(layers[1]), torch.compile(layers[2], backend="eager")
         assert layers[0]._forward_hooks and relative(model(ids).logits, expected) < LOGITS
         layers[0].register_forward_hook(lambda block, args, output: output)
         with pytest.raises(TypeError):  # for Joined
             model(ids)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("tied", [True, False])

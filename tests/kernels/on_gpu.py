@@ -1,5 +1,6 @@
 """What only a GPU can show of an op: it compiles whole, is captured in a CUDA graph, and never synchronises."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +11,16 @@ large = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30,
     reason="needs a GPU of 80 GB",
 )
+
+
+@contextlib.contextmanager
+def never_waits():
+    """Whatever synchronises inside raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def forward_backward(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -69,8 +80,5 @@ def assert_captures(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tens
 def assert_never_waits(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Neither the forward nor the backward of op synchronises."""
     forward_backward(op, inputs, grads)  # compiles the kernels, which may synchronise
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         forward_backward(op, inputs, grads)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

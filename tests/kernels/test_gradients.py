@@ -1,7 +1,6 @@
 """Gradients that are added to .grad in the backward: equal to autograd's sums, and only where that is right."""
 
 import functools
-import os
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from ligermodels.kernels import _gradients
 from ligermodels.kernels._gradients import MARK, accumulate_grad, target, weight_gradient
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from tests.parallel.ranks import one_rank
 
 
 class Product(torch.autograd.Function):
@@ -145,9 +145,7 @@ def test_ddp(problem, tmp_path):
             return second_use(x, self.weight, seen).square().sum()
 
     expected = plain(lambda w: ((x.detach() @ w.t()).tanh() @ w.t()).square().sum(), weight)[0]
-    store = torch.distributed.FileStore(os.fspath(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         for view in (False, True):
             weight.grad = None
             model = nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=view)
@@ -156,8 +154,6 @@ def test_ddp(problem, tmp_path):
             model(x.detach()).backward()
             torch.testing.assert_close(weight.grad, 2 * expected)
             del model  # before the group that its reducer works with
-    finally:
-        torch.distributed.destroy_process_group()
     assert all(seen)
 
 

@@ -1,11 +1,12 @@
 """A head whose vocabulary is spread over processes: the loss and the gradients of the whole head in one process.
 
-What the processes do is told by two threads that take turns, on the CPU as on one GPU; that they meet is told by
-processes over gloo and, where there are two GPUs, over NCCL.
+Two threads that take turns show what the processes compute, on the CPU as on one GPU; processes over gloo and, where
+there are two GPUs, over NCCL show that they meet.
 """
 
 import dataclasses
 import datetime
+import functools
 import importlib
 import threading
 import types
@@ -28,6 +29,7 @@ from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
 from tests.kernels.on_gpu import assert_never_waits
 from tests.kernels.oracle import assert_as_exact
 from tests.kernels.seen import Seen, adding_in_place
+from tests.parallel.ranks import one_rank
 from tests.processes import spawn
 
 HIDDEN = 32
@@ -214,25 +216,20 @@ def test_fp16_gradients_do_not_underflow(on_ranks, device):
         assert (actual[name].double() - exact[name]).norm() < 2e-2 * exact[name].norm()
 
 
-def test_a_label_in_no_shard(on_ranks, device):
-    """Its loss is NaN on every rank, and so is its gradient; as when there are more valid labels than announced."""
+def test_labels_of_no_shard_and_of_two(on_ranks):
+    """The loss is NaN on every rank, and so are the gradients of these tokens; as with more labels than announced."""
     for label in (-1, 120):
         for one in on_ranks(Case(dict(reduction="sum"), shards=(60, 60), wrong_label=label))[0]:
             assert one["loss"].isnan() and one["x"][1, 3].isnan().all()
             assert not one["x"][0].isnan().any() and not one["x"][1, 4:].isnan().any()
-    more = Case(dict(num_valid=CHUNK), tokens=CHUNK + 32, ignored=0.1, trained=())
-    assert all(one["loss"].isnan() for one in on_ranks(more)[0])
-
-
-def test_a_label_in_two_shards(on_ranks, device):
-    """Two ranks that give the same first_id get no loss, rather than a wrong one."""
-    case = Case(shards=(60, 60), ignored=0.0)
 
     def overlapping(op, call, upstream):
         return results(op, call | {"first_id": 0, "vocab_size": 120}, upstream)
 
-    for one in on_ranks(case, overlapping)[0]:
+    for one in on_ranks(Case(shards=(60, 60), ignored=0.0), overlapping)[0]:
         assert one["loss"].isnan() and one["x"].isnan().all()
+    more = Case(dict(num_valid=CHUNK), tokens=CHUNK + 32, ignored=0.1, trained=())
+    assert all(one["loss"].isnan() for one in on_ranks(more)[0])
 
 
 def test_weight_grad_in_place(on_ranks, device):
@@ -255,71 +252,55 @@ def test_weight_grad_in_place(on_ranks, device):
 
 
 @pytest.mark.gpu
-def test_never_synchronises():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+def test_never_synchronises(tmp_path):
     call = Case(shards=(128,), dtype=HALF, trained=("x", "weight")).of_rank(0, "cuda")
-    names = ("x", "weight", "labels")
-    rest = {n: value for n, value in call.items() if n not in names} | {"group": dist.group.WORLD}
-    try:
-        assert_never_waits(
-            lambda *tensors: vocab_parallel_cross_entropy(*tensors, **rest),
-            [call[n] for n in names],
-            [torch.ones((), device="cuda")],
-        )
-    finally:
-        dist.destroy_process_group()
+    tensors = [call.pop(name) for name in ("x", "weight", "labels")]
+    with one_rank(tmp_path, "nccl"):
+        op = functools.partial(vocab_parallel_cross_entropy, **call, group=dist.group.WORLD)
+        assert_never_waits(op, tensors, [torch.ones((), device="cuda")])
 
 
-def meet(rank, folder, backend, fused, plain):
-    """What each case gives on this rank, by op and name, goes to a file."""
+BY_REFERENCE = {
+    **{name: CASES[name] for name in (
+        "mean", "sum, capped, with z-loss", "items", "uneven shards", "all ignored", "no tokens", "of weight alone",
+    )},
+    **{str(dtype): Case(dict(softcap=8.0), dtype=dtype) for dtype in (torch.float32, torch.bfloat16)},
+}  # fmt: skip
+
+
+def meet(rank, folder, backend, names):
+    """What the op gives on this rank in the cases of these names, and its reference in its own, goes to a file."""
     torch.set_num_threads(1)
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
     options = dict(rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", **options)
     found, group = {}, {"group": dist.group.WORLD}
-    for name, case in fused.items():
-        call = case.of_rank(rank, device) | group
-        found["fused", name] = results(vocab_parallel_cross_entropy, call, case.upstream)
-    for name, case in plain.items():
-        call = {n: t for n, t in case.of_rank(rank, device).items() if n not in OF_THE_RUN} | group
-        found["plain", name] = results(vocab_parallel_cross_entropy_reference, call, case.upstream)
-        call |= {"labels": torch.full_like(call["labels"], 128)}
+    for name in names:
+        call = CASES[name].of_rank(rank, device) | group
+        found[name] = results(vocab_parallel_cross_entropy, call, CASES[name].upstream)
+    for name, case in BY_REFERENCE.items() if backend == "gloo" else ():
+        call = {n: t for n, t in case.of_rank(rank).items() if n not in OF_THE_RUN} | group
+        found["reference", name] = results(vocab_parallel_cross_entropy_reference, call, case.upstream)
         if call["labels"].numel():
             with pytest.raises(InputError, match=r"labels contain 128, which is neither a class in \[0, 128\)"):
-                vocab_parallel_cross_entropy_reference(**call)
+                vocab_parallel_cross_entropy_reference(**call | {"labels": torch.full_like(call["labels"], 128)})
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def assert_they_meet(folder, backend, fused, plain=()):
-    fused, plain = ({name: CASES[name] for name in names} for names in (fused, plain))
-    plain |= {f"plain {dtype}": Case(dict(softcap=8.0), dtype=dtype) for dtype in PLAIN_DTYPES} if plain else {}
-    spawn(meet, args=(folder, backend, fused, plain), nprocs=2)
-    ranks = [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(2)]
-    assert len(ranks[0]) == len(fused) + len(plain)
-    for op, name in ranks[0]:
-        assert_right((fused | plain)[name], [one[op, name] for one in ranks])
+FEW = ["uneven shards of two lengths of chunk", "half precision, sums in chunks"]
 
 
-PLAIN_DTYPES = torch.float32, torch.bfloat16
-
-
-def test_two_processes(tmp_path):
-    """The op, interpreted or without Triton, and its reference, over gloo."""
-    fused = ["uneven shards of two lengths of chunk", "half precision, sums in chunks"]
-    plain = [
-        "mean",
-        "sum, capped, with z-loss",
-        "items",
-        "uneven shards",
-        "all ignored",
-        "no tokens",
-        "of weight alone",
-    ]
-    assert_they_meet(tmp_path, "gloo", fused, plain)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus(tmp_path):
-    assert_they_meet(tmp_path, "nccl", [name for name in CASES if len(CASES[name].shards) == 2])
+@pytest.mark.parametrize("backend, names", [
+    ("gloo", FEW),
+    pytest.param("nccl", [name for name in CASES if len(CASES[name].shards) == 2], marks=[
+        pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ]),
+], ids=["gloo", "nccl"])  # fmt: skip
+def test_two_processes(tmp_path, backend, names):
+    """The op, interpreted, without Triton or on GPUs, and its reference."""
+    spawn(meet, args=(tmp_path, backend, names), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt", map_location="cpu") for rank in range(2)]
+    for name in ranks[0]:
+        case = CASES[name] if isinstance(name, str) else BY_REFERENCE[name[1]]
+        assert_right(case, [one[name] for one in ranks])

@@ -25,9 +25,9 @@ def fork(folder, work, size=2):
 
 
 @contextlib.contextmanager
-def one_rank(folder):
+def one_rank(folder, backend="gloo"):
     """This process as the only rank."""
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
+    dist.init_process_group(backend, init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
     try:
         yield
     finally:
