@@ -108,6 +108,20 @@ def test_unusual_arguments_that_can_work_are_computed(model):
     equal(model(IDS, attention_mask=left, position_ids=places).logits[0, 2:], model(IDS[:1, 2:]).logits[0])
 
 
+def test_who_gets_a_cache(model):
+    """Whom the config's use_cache serves: no training, no packed rows."""
+    assert all("past_key_values" in forward(IDS) for forward in (model, model.model))
+    packed = torch.arange(B * S).remainder(3).view(B, S)
+    for options in (dict(labels=IDS), dict(use_cache=False), dict(position_ids=packed)):
+        assert "past_key_values" not in model(IDS, **options)
+    try:
+        assert "past_key_values" not in model.train()(IDS) | model.model(IDS)
+        model.eval().config.use_cache = False
+        assert "past_key_values" not in model(IDS) | model.model(IDS)
+    finally:
+        model.eval().config.use_cache = True
+
+
 def test_shifted_labels_and_another_ignored_label(model):
     """transformers' loss_function of the same arguments."""
     labels = IDS.masked_fill(IDS == 3, -100)

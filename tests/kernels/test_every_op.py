@@ -160,17 +160,6 @@ def test_the_reference_is_eagers_formula(name):
         assert_equal_but_for_rounding(run(op.eager, case, upstream), expected, torch.finfo(torch.float64).eps)
 
 
-@each_op
-def test_without_triton(without_triton, name):
-    """On the CPU it is the reference."""
-    if not OPS[name].checks:
-        pytest.skip("has no such path of its own")
-    case, upstream = complete(name, Maker(random.Random(0), torch.float32, "cpu")), {}
-    actual = run(OPS[name].call, case, upstream)
-    expected = run(OPS[name].reference, case, upstream)
-    assert_equal_but_for_rounding(actual, expected, torch.finfo(torch.float32).eps / 2**4)
-
-
 # How an op behaves under autograd.
 
 

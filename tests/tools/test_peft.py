@@ -1,4 +1,4 @@
-"""PEFT's adapters on our models: the parameters, the losses and the files that transformers' own model gives.
+"""PEFT's adapters on our models, and our own LoRA: parameters, losses and files of PEFT on transformers' own model.
 
 The expectation is transformers' model of the same checkpoint, wrapped, trained, saved and merged in the same test.
 """
@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 peft = pytest.importorskip("peft")
 
+from ligermodels import CheckpointError  # noqa: E402
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
 from ligermodels.layers import LMHead  # noqa: E402
+from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
 from tests.parallel.runs import run  # noqa: E402
 from tests.tools import models  # noqa: E402
 from tests.tools.models import ours_and_theirs, theirs  # noqa: E402
@@ -46,9 +48,14 @@ def wrap(model, config, seed=0):
     return peft.get_peft_model(model, copy.deepcopy(config))
 
 
-def copy_trained(source, target):
-    """Both have the same names and shapes to train."""
-    expected = trainable(source)
+def name_of(name):
+    """Ours for PEFT's name of a parameter."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
+
+
+def copy_trained(source, target, name_of=str):
+    """Both have the same names, by name_of, and shapes to train."""
+    expected = {name_of(name): parameter for name, parameter in trainable(source).items()}
     assert {name: p.shape for name, p in trainable(target).items()} == {n: p.shape for n, p in expected.items()} != {}
     with torch.no_grad():
         for name, parameter in expected.items():
@@ -97,6 +104,10 @@ def beside_q(**options):
 PROMPT = dict(task_type="CAUSAL_LM", num_virtual_tokens=3)
 CASES = {
     "usual names, biases": ("qwen2", lora(target_modules=USUAL)),
+    "all-linear, caps and windows": ("gemma2", lora(target_modules="all-linear")),
+    "rsLoRA, dropout": ("llama", lora(target_modules=USUAL, use_rslora=True, lora_dropout=0.3)),
+    "q and v of experts": ("mixtral", lora(target_modules=["q_proj", "v_proj"])),
+    "down of one block": ("llama", lora(target_modules=["layers.1.mlp.down_proj"])),
     "a pattern": ("llama", lora(target_modules=r".*\.1\.mlp\.(gate|down)_proj")),
     "all-linear, experts": ("mixtral", lora(target_modules="all-linear")),
     "all-linear, joint": ("phi3", lora(target_modules="all-linear")),
@@ -106,6 +117,7 @@ CASES = {
     "OFT": ("llama", peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=USUAL)),
     "norms": ("gemma2", beside_q(modules_to_save=["input_layernorm", "norm"])),
     "head, tied and capped": ("gemma2", beside_q(modules_to_save=["lm_head"])),
+    "table and head, untied": ("qwen2", beside_q(modules_to_save=["embed_tokens", "lm_head"])),
     "table and head, tied": ("llama", beside_q(modules_to_save=["embed_tokens", "lm_head"])),
     "table, kept tied": ("llama", beside_q(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
     "tokens, tied, scaled and capped": ("gemma2", beside_q(trainable_token_indices=SEEN)),
@@ -162,6 +174,99 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     for opened in ours_and_theirs(tmp_path / "merged"):
         torch.testing.assert_close(logits(opened), merged, **LOGITS)
     return None
+
+
+OURS = [
+    "usual names, biases", "all-linear, caps and windows", "rsLoRA, dropout", "q and v of experts", "down of one block",
+    "all-linear, joint", "DoRA", "norms", "table and head, untied",
+]  # fmt: skip
+"""The cases that `add_lora` has too."""
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_add_lora_trains_travels_and_merges_as_peft(folders, case, tmp_path):
+    family, config = CASES[case]
+    targets = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)
+    expected_model = wrap(theirs(folders[family]), config)
+    model = add_lora(
+        models.ours(folders[family]), 4, 8, targets=targets, dropout=config.lora_dropout,
+        rslora=config.use_rslora, dora=config.use_dora, modules_to_save=config.modules_to_save or [],
+    )  # fmt: skip
+    copy_trained(expected_model, model, name_of)
+    torch.testing.assert_close(losses(model), losses(expected_model), **LOSS)
+    expected = logits(expected_model)
+    torch.testing.assert_close(logits(model), expected, **LOGITS)
+    if config.modules_to_save is None:  # these are trained in place: the base is gone
+        with adapters_off(model):
+            assert torch.equal(logits(model), logits(models.ours(folders[family])))
+
+    # The files: names, dtypes, the config; each loads on the other's base.
+    expected_model.save_pretrained(tmp_path / "theirs")
+    save_adapter(model, tmp_path / "ours")
+    mine, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert {n: (t.shape, t.dtype) for n, t in mine.items()} == {n: (t.shape, t.dtype) for n, t in wanted.items()}
+    said, known = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs"))
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    ends = [one.pop("target_modules") for one in (said, known)]
+    meant = [{name for name in linears if any(f".{name}".endswith(f".{end}") for end in some)} for some in ends]
+    assert meant[0] == meant[1] == {name_of(name).split(".lora_")[0] for name in mine if "lora_" in name}
+    assert said == {name: known[name] for name in said}
+    on_theirs = load_adapter_of_all(theirs(folders[family]), tmp_path / "ours")
+    on_ours = load_adapter(models.ours(folders[family]), tmp_path / "theirs").eval()
+    again = load_adapter(models.ours(folders[family]), tmp_path / "ours").eval()
+    torch.testing.assert_close(logits(on_theirs), logits(model), **LOGITS)
+    torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
+    assert torch.equal(logits(again), logits(model))
+
+    # Trained on, merged, saved.
+    torch.testing.assert_close(losses(on_ours, 2), losses(expected_model, 2), **LOSS)
+    merged = logits(expected_model.merge_and_unload())
+    torch.testing.assert_close(logits(merge_lora(on_ours)), merged, **LOGITS)
+    on_ours.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(theirs(tmp_path / "merged")), merged, **LOGITS)
+
+
+def test_patterns_of_other_files_count(folders, tmp_path):
+    patterns = dict(rank_pattern={"q_proj": 2, "v": 7, r"layers\.1\.mlp\.up_proj": 6}, alpha_pattern={"v_proj": 3})
+    expected = wrap(theirs(folders["llama"]), lora(target_modules=USUAL, init_lora_weights=False, **patterns))
+    expected.save_pretrained(tmp_path / "theirs")
+    ours = load_adapter(models.ours(folders["llama"]), tmp_path / "theirs").eval()
+    torch.testing.assert_close(logits(ours), logits(expected), **LOGITS)
+    save_adapter(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(theirs(folders["llama"]), tmp_path / "ours")
+    torch.testing.assert_close(logits(again), logits(expected), **LOGITS)
+
+
+def lose_a_tensor(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors.pop("base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight")
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def with_settings(**changes):
+    def change(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize("family, change, message", [
+    ("qwen2", with_settings(lora_bias=True), "lora_bias"),
+    ("qwen2", with_settings(bias="all"), "bias='all'"),
+    ("qwen2", with_settings(trainable_token_indices=[1]), "trainable_token_indices"),
+    ("qwen2", with_settings(r=5), "expected"),
+    ("phi3", lambda folder: None, r"self_attn\.q_proj, which is not there"),
+    ("qwen2", lose_a_tensor, "partial copy"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_files_that_do_not_fit_are_refused_by_name(folders, tmp_path, family, change, message):
+    adapted = add_lora(models.ours(folders["qwen2"]), 4, 8, targets=["q_proj", "v_proj"])
+    change(save_adapter(adapted, tmp_path / "a"))
+    model = models.ours(folders[family])
+    before = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    with pytest.raises(CheckpointError, match=message):
+        load_adapter(model, tmp_path / "a")
+    assert [(name, parameter.requires_grad) for name, parameter in model.named_parameters()] == before
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -92,23 +92,6 @@ def test_micro_batches_with_a_count_are_not_divided():
     assert_same(step, [step(**batch) for batch in batches], model, expected_losses, expected)
 
 
-def test_warming_up_leaves_nothing_behind():
-    """Not off CUDA, where nothing is warmed up: it is asked for."""
-    x = [{"x": row} for row in rows(6)]
-    expected, optimizer = noisy(amsgrad=True)
-    expected_losses = loop(expected, optimizer, x, accumulate=2)
-    model, optimizer = noisy(amsgrad=True)
-    losses = loop(model, optimizer, x[:2], accumulate=2)
-    step = CapturedStep(model, optimizer, accumulate=2, x=torch.ones(3, 8))
-    seed = torch.get_rng_state()
-    step._warm_up()
-    assert torch.equal(torch.get_rng_state(), seed)
-    assert all(p.grad is None for p in model.parameters())
-    assert optimizer.state[model.linear.weight]["step"] == 1
-    losses += [step(**inputs) for inputs in x[2:]]
-    assert_same(step, losses, model, expected_losses, expected)
-
-
 def test_inputs_unlike_the_example_are_refused():
     model, optimizer = noisy()
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8), scale=None, power=2)
