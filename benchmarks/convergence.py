@@ -101,27 +101,27 @@ def compare(family: str, device: str, steps: int, seeds: int, chosen: Mapping[st
                 curves[name].append(losses(model, text_batches(steps, device, seed), recipe.optimizer))
     rows = []
     for name, found in curves.items():
-        distances = [apart(*pair) for pair in zip(found, curves[EXACT], strict=True)]
+        distances = [difference(*pair) for pair in zip(found, curves[EXACT], strict=True)]
         ends, exact_ends = (torch.stack([curve[-LAST:].mean() for curve in c]) for c in (found, curves[EXACT]))
         rows.append(
             {
                 "family": family,
                 "recipe": name,
                 "last_loss": ends.mean().item(),
-                "apart": rms(distances),
-                "ends_apart": ((ends - exact_ends) / exact_ends).mean().item(),
+                "difference": rms(distances),
+                "difference at the end": ((ends - exact_ends) / exact_ends).mean().item(),
             }
         )
     return rows
 
 
-def apart(curve: Tensor, other: Tensor) -> Tensor:
-    """Relative distance of two curves at each step."""
+def difference(curve: Tensor, other: Tensor) -> Tensor:
+    """The relative difference of two curves at each step."""
     return (curve - other).abs() / other.abs()
 
 
 def rms(distances: Sequence[Tensor]) -> float:
-    """One figure for how far curves lie apart, over all steps and all seeds."""
+    """The root mean square over all steps and all seeds."""
     return torch.cat(list(distances)).square().mean().sqrt().item()
 
 

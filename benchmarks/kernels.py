@@ -12,7 +12,7 @@ much as the eager op of the same dtype. If ours fails, nothing of the op is time
 error is above CALLED_WRONGLY computes something else and is not timed.
 
 "of copy": the fewest bytes that forward and backward can move, over what a large copy moves in that time. "TFLOP/s"
-counts the operations that cannot be left out. "error / eager's": the largest ratio of rms errors over outputs and
+counts the necessary operations only. "error / eager's": the largest ratio of rms errors over outputs and
 gradients. "peak MiB" is beyond the inputs, gradients included.
 """
 
@@ -46,7 +46,7 @@ Call = Callable[..., Any]
 Peers = Callable[[Case], Mapping[str, Call]]
 OURS = "ligermodels"
 NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "FlashAttention", "cuDNN")
-"""A dry run leaves out the baselines whose names begin like this."""
+"""A dry run skips the baselines whose names begin like this."""
 CALLED_WRONGLY = 0.05
 """Relative rms error of a peer that computes something else: a handful of bf16 roundings stay below 0.02."""
 ROTATED_BYTES = 2**30
@@ -425,7 +425,7 @@ def attentions(case: Case) -> dict[str, Call]:
         from torch.nn.attention.varlen import varlen_attn
 
         ends = bounds if bounds is not None else length * torch.arange(batch + 1, dtype=torch.int32, device=device)
-        # torch 2.11 takes grouped heads unasked, later ones want to be told
+        # Versions after torch 2.11 accept grouped heads only with this option.
         grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
         sides = (-1 if window is None else window - 1, 0)
         flat = (x.flatten(0, 1) for x in (q, k, v))

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from benchmarks import convergence
-from benchmarks.convergence import LAST, SEEDS, STEPS, apart, rms
+from benchmarks.convergence import LAST, SEEDS, STEPS, difference, rms
 from ligermodels.arch import ARCHS
 from tests import tiny
 from tests.tiny import losses, ours, text_batches, theirs
@@ -46,7 +46,7 @@ def test_fp32_losses_are_those_of_transformers(family, write, device):
     expected = losses(theirs(folder, torch.float32, device), batches)
     found = losses(ours(folder, torch.float32, device), batches)
     assert expected[0] > 5.5 > 2.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
-    distance = apart(found, expected)
+    distance = difference(found, expected)
     assert distance[:32].max() < 1e-5
     assert distance[-1] < 1e-3
 
@@ -60,7 +60,7 @@ def test_a_feature_switched_off_would_be_seen(family, field, write):
     config = json.loads(path.read_text())
     config.pop("layer_types", None)  # derived from what is switched
     path.write_text(json.dumps({**config, field: SWITCHES[family][field]}))
-    assert apart(losses(ours(folder, torch.float32, "cpu"), batches), expected).max() > 1e-4
+    assert difference(losses(ours(folder, torch.float32, "cpu"), batches), expected).max() > 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,7 +73,7 @@ def test_biases_and_norms_are_trained_from_values_of_their_own(family, write):
 def test_optimizers_and_recomputation_train_alike():
     """What `--recipes` measures over 200 steps, for the first few."""
     rows = convergence.compare("llama", "cpu", 4, 1, convergence.recipes())
-    found = {row["recipe"]: row["apart"] for row in rows}
+    found = {row["recipe"]: row["difference"] for row in rows}
     for recipe, distance in found.items():
         # 2^-8 is one rounding of a loss to bf16.
         assert distance < (1e-6 if "fp32" in recipe.split(", ")[1] else 4e-3), recipe
@@ -90,8 +90,8 @@ def test_bf16_losses_are_as_near_to_fp32_as_those_of_transformers(family, write)
     for seed in range(SEEDS):
         folder, batches = write(family, seed), text_batches(STEPS, "cuda", seed)
         exact = losses(theirs(folder, torch.float32, "cuda"), batches)
-        near.append(apart(losses(ours(folder, torch.bfloat16, "cuda"), batches), exact))
-        allowed.append(apart(losses(theirs(folder, torch.bfloat16, "cuda"), batches), exact))
+        near.append(difference(losses(ours(folder, torch.bfloat16, "cuda"), batches), exact))
+        allowed.append(difference(losses(theirs(folder, torch.bfloat16, "cuda"), batches), exact))
     # Each is a draw: the ratio of the two scatters by 5 to 20 % from seed to seed, by half of that over four (on a CPU:
     # 0.88 to 0.97 in four families). A quarter is left to chance.
     assert rms(near) < 1.25 * rms(allowed), f"{rms(near):.1e} against {rms(allowed):.1e} in transformers"

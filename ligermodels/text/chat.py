@@ -263,7 +263,7 @@ def _cut_at_mark(text: str) -> str:
     at = text.rfind(_MARK)
     if at < 0:
         raise TokenizerError(
-            "continue_final_message: the chat template leaves out or rewrites the last message, so its end cannot be "
+            "continue_final_message: the chat template drops or rewrites the last message, so its end cannot be "
             "found. Next step: append the ids of the text to those of the prompt."
         )
     return text[:at] if text.startswith(_CONTINUE, at) else text[:at].rstrip()

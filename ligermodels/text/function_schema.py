@@ -71,7 +71,7 @@ def function_schema(function: Callable[..., Any]) -> dict[str, Any]:
         parameters["required"] = required
     found: dict[str, Any] = {"name": name, "description": "\n".join(sections[""]).strip(), "parameters": parameters}
     if "return" in hints:
-        # The model never writes the return value, so that one without a JSON type is left out.
+        # A hint without a JSON type is dropped here: the model never writes the return value.
         with contextlib.suppress(InputError):
             returns = "\n".join(sections["Returns"]).strip()
             found["return"] = _type_schema(hints["return"], name) | ({"description": returns} if returns else {})

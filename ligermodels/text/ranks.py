@@ -9,7 +9,7 @@ converters make them. A word that is a token as a whole is not merged.
   <|image|>). Names in tokenizer_config.json (added_tokens_decoder) replace them. Only Llama 3's file is known, by its
   size.
 - tekken.json: the first `default_num_special_tokens` ids are the special tokens, the ranks follow. Tokens beyond
-  `default_vocab_size` are left out. Files up to version 7 without `special_tokens` have mistral-common's names.
+  `default_vocab_size` are dropped. Files up to version 7 without `special_tokens` have mistral-common's names.
 - Special tokens are matched in the text, as transformers does, and BOS is added, as in the released tokenizer.json.
 
 Source: models/llama3/tokenizer.py of llama-models 0.3;

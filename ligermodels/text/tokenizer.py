@@ -330,7 +330,7 @@ class Tokenizer(Vocabulary):
         As in transformers, but there return_dict is True by default. A list of conversations gives a list of texts, or
         a batch.
 
-        conversation: [{"role": ..., "content": ...}, ...]. Keys that are None are left out. A content may be a list of
+        conversation: [{"role": ..., "content": ...}, ...]. Keys that are None are dropped. A content may be a list of
         parts, {"type": "text", "text": ...}; their texts are joined for a template that does not print parts.
         `reasoning_content`, `reasoning` and `thinking` are the same.
         tools: JSON schemas, or functions with type hints and a docstring (`function_schema`).

@@ -344,7 +344,7 @@ SPANNED = [{"role": "assistant", "content": f"a{sandbox.SPAN_END}b"}]
         ({"chat_template": BROKEN, **MASK}, "without its end"),
         ({"continue_final_message": True, **MASK}, "return_assistant_tokens_mask"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
-        ({"continue_final_message": True, "chat_template": "{{ 'nothing' }}"}, "leaves out"),
+        ({"continue_final_message": True, "chat_template": "{{ 'nothing' }}"}, "drops or rewrites"),
         ({"continue_final_message": True, "conversation": [{"role": "user", "content": None}]}, "last message"),
     ],
 )
