@@ -67,9 +67,9 @@ RECIPES = {
 """For each recipe, its data and the options that it needs beside `FEW`."""
 
 
-def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
+def train(home, out, *flags, recipe="sft", data="chats.jsonl", model="model") -> int:
     """The exit status of a run into home/out."""
-    argv = ["train", recipe, home / "model", "--data", home / data, "--out", home / out]
+    argv = ["train", recipe, home / model, "--data", home / data, "--out", home / out]
     return main([str(argument) for argument in (*argv, "--show", "0", "--report-to", "none", *flags)])
 
 

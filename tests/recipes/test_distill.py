@@ -77,25 +77,6 @@ def test_images_that_the_teacher_does_not_read_are_refused():
         distill_loss(student, batch, torch.tensor(4.0), teacher=losses.model(), **OPTIONS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_loss_is_that_of_trl(beta):
-    gkd = pytest.importorskip("trl.experimental.gkd")
-    student, teacher = losses.model(), losses.model(seed=1, hidden_size=48)
-    _, batch = losses.batches(9, 14, 5)
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    logits = [one(**given).logits[:, :-1] for one in (student, teacher)]
-    options = dict(beta=beta, temperature=0.9)
-    expected = gkd.GKDTrainer.generalized_jsd_loss(
-        *logits, batch["labels"][:, 1:], num_items_in_batch=torch.tensor(7.0), **options
-    )
-    loss, _ = distill_loss(
-        student, batch, torch.tensor(7.0), teacher=teacher.requires_grad_(False), **OPTIONS | options
-    )
-    torch.testing.assert_close(loss, expected)
-    losses.assert_same(losses.gradients(student, loss), losses.gradients(student, expected))
-
-
 @pytest.mark.parametrize(("says", "change"), [
     ("id 32 is 'A' for the model and 'zz' for the teacher (1 ids", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
     ("has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),

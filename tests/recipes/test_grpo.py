@@ -7,12 +7,10 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
-from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
-from tests.parallel.ranks import on_ranks
 from tests.recipes import losses, runs
 from tests.recipes.runs import REWARD, metrics, on_two, run, weights
 
@@ -186,29 +184,6 @@ def test_each_rollout_draws_anew(byte_level):
     prompts = [recipe.process({"prompt": "ab"}), recipe.process({"prompt": "c"})]
     drawn = [[one.ids for one in recipe.roll_out(prompts, rollout)] for rollout in (0, 1, 0)]
     assert drawn[0] == drawn[2] != drawn[1]
-
-
-@pytest.mark.slow
-def test_ranks_that_sample_together_get_what_each_would_alone(tmp_path):
-    """Of a sharded model, whose ranks end at different steps."""
-
-    def work():
-        torch.set_num_threads(1)
-        mesh = make_mesh()
-        alone, sharded = (losses.model().float() for _ in range(2))
-        parallelize(sharded, mesh)
-        lengths = []
-        for seed in range(6):
-            how = dict(max_new_tokens=12, temperature=1.0, stop_ids=tuple(range(20)))
-            prompt, number = [[50, mesh.get_rank() + 1]], 2 * seed + mesh.get_rank()
-            found = sample(sharded, prompt, 1, seed=[number], together=True, **how)
-            assert found == sample(alone, prompt, 1, seed=[number], **how)
-            lengths.append(len(found[0]))
-        other = [None, None]
-        torch.distributed.all_gather_object(other, lengths)
-        assert other[0] != other[1]
-
-    on_ranks(tmp_path, work)
 
 
 def test_rewards_of_files(tmp_path):

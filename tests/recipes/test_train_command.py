@@ -18,7 +18,8 @@ from ligermodels.cli import main
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.recipes.trainer import Trainer
-from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, train
+from ligermodels.training import load_adapter
+from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, run, train, weights
 
 FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup-steps", "0")
 
@@ -27,9 +28,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     assert train(home, "sft", *LEARN, "--epochs", "20", "--eval-share", "0.25", "--show", "2") == 0
     out, said = capsys.readouterr()
     assert out == f"{home / 'sft' / 'model'}\n"
-    assert (
-        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said
-    )  # what is trained, before the first step
+    assert "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said  # what is trained
     assert " GiB (process), " in said
     losses = metrics(home / "sft")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
@@ -37,46 +36,32 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     check_answers(folder, ligermodels.load(folder))
     report, card = (home / "sft" / "report.md").read_text(), (folder / "README.md").read_text()
     for text in (report, card):
-        assert (
-            " GiB (process) |" in text
-            and "12 rows of messages" in text
-            and "| best evaluation |" in text
-            and "learning_rate: 0.004" in text
-        )
+        for words in (" GiB (process) |", "12 rows of messages", "| best evaluation |", "learning_rate: 0.004"):
+            assert words in text
     saved = SFTOptions.load(home / "sft" / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
 
 
-def test_adapters_learn_and_load(home):
-    flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--merge")
-    assert train(home, "lora", *flags) == 0
-    check_answers(home / "model", ligermodels.load(home / "lora" / "model"))
-    from ligermodels.training.lora import load_adapter
-
-    model = load_adapter(ligermodels.load(home / "model"), home / "lora" / "adapter")
-    check_answers(home / "model", model)
-
-
-def test_kinds_of_adapters(home):
-    """Dropout, DoRA, rsLoRA and modules that are trained whole, in the files of PEFT."""
-    flags = ("--lora", "4", "--use-dora", "--use-rslora", "--lora-dropout", "0.1", "--modules-to-save", "norm")
-    assert train(home, "kinds", *FEW, *flags) == 0
-    config = json.loads((home / "kinds" / "adapter" / "adapter_config.json").read_text())
-    assert (config["use_dora"], config["use_rslora"], config["lora_dropout"]) == (True, True, 0.1)
-    assert config["modules_to_save"] == ["norm"]
-    assert metrics(home / "kinds")[5] < metrics(home / "kinds")[1]
-
-
-def test_adapters_learn_on_four_bits(home):
-    flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--quantize", "nf4")
-    assert train(home, "qlora", *flags) == 0
-    from ligermodels.training.lora import load_adapter
-
-    base = ligermodels.load(home / "model", quantization_config="nf4", dtype=torch.float32, device="cpu")
-    check_answers(home / "model", load_adapter(base, home / "qlora" / "adapter"))
-    kept = sum(path.stat().st_size for path in (home / "qlora" / "checkpoints").rglob("*.distcp"))
-    adapter = (home / "qlora" / "adapter" / "adapter_model.safetensors").stat().st_size
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_learn_and_load(home, tmp_path, quantize):
+    flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2")
+    assert train(home, tmp_path, *flags, *(("--quantize", quantize) if quantize else ("--merge",))) == 0
+    base = ligermodels.load(home / "model", quantization_config=quantize, dtype=torch.float32, device="cpu")
+    check_answers(home / "model", load_adapter(base, tmp_path / "adapter"))
+    if not quantize:
+        check_answers(home / "model", ligermodels.load(tmp_path / "model"))
+    kept = sum(path.stat().st_size for path in (tmp_path / "checkpoints").rglob("*.distcp"))
+    adapter = (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size
     assert kept < 2 * 4 * adapter + 2 * 300_000  # of each of two checkpoints: the adapter, two moments, and headers
+
+
+def test_kinds_of_adapters(home, tmp_path):
+    flags = ("--lora", "4", "--use-dora", "--use-rslora", "--lora-dropout", "0.1", "--modules-to-save", "norm")
+    assert train(home, tmp_path, *FEW, *flags) == 0
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    expected = dict(use_dora=True, use_rslora=True, lora_dropout=0.1, modules_to_save=["norm"])
+    assert {name: config[name] for name in expected} == expected
+    assert metrics(tmp_path)[5] < metrics(tmp_path)[1]
 
 
 def test_pretrain_learns_text_from_random_weights(home, capsys):
@@ -91,22 +76,16 @@ def test_pretrain_learns_text_from_random_weights(home, capsys):
     assert tokens[max(tokens)] > 5.5 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
 
 
-def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):
+def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
     flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "3")
-    assert train(home, "one", *flags) == 0
-    on_two(tmp_path, lambda: train(home, "two", *flags))
-    check_same(home / "two", home / "one")
-    resumed = (*flags, "--steps", "7", "--resume")
-    assert train(home, "one", *resumed) == 0
-    with pytest.warns(UserWarning, match="is resumed on 1 rank"):
-        assert train_with_warnings(home, "two", *resumed) == 0
-    assert metrics(home / "two") == pytest.approx(metrics(home / "one"), rel=2e-5)
-
-
-def train_with_warnings(home, out, *flags):
-    """As `train`, which prints warnings, by the function that the command calls."""
-    saved = SFTOptions.load(home / out / "options.yaml")
-    return recipes.train("sft", **{**saved, "max_steps": 7, "resume": True})
+    assert train(home, one, *flags) == 0
+    assert train(home, one, *flags, "--steps", "7", "--resume") == 0
+    on_two(tmp_path, lambda: train(home, two, *flags))
+    with pytest.warns(UserWarning, match="is resumed on 1 rank"):  # the command prints warnings
+        saved = SFTOptions.load(two / "options.yaml")
+        assert recipes.train("sft", **{**saved, "max_steps": 7, "resume": True}) == 0
+    check_same(two, one)
 
 
 def test_a_file_of_options_and_a_dry_run(home, capsys):
@@ -147,17 +126,10 @@ def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "status", "words"),
-    [
-        (("--data", "nowhere.jsonl"), 3, "error: there is no file or folder nowhere.jsonl"),
-        (
-            ("--data", "d.jsonl", "--save_interval", "3"),
-            2,
-            "error: sft has no option --save-interval; use --save-steps",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "status", "words"), [
+    (("--data", "nowhere.jsonl"), 3, "error: there is no file or folder nowhere.jsonl"),
+    (("--data", "d", "--save_interval", "3"), 2, "error: sft has no option --save-interval; use --save-steps"),
+])  # fmt: skip
 def test_an_error_under_torchrun_is_said_first_and_last(home, tmp_path, flags, status, words):
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ligermodels", "train", "sft"]
     done = subprocess.run(
@@ -169,27 +141,17 @@ def test_an_error_under_torchrun_is_said_first_and_last(home, tmp_path, flags, s
     assert any(words in line for line in first) and any(words in line for line in last)
 
 
-def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
-    rows = (home / "chats.jsonl").read_text().splitlines()
-    (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], '{"messages": 3}', *rows[5:]]))
-    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 3
-    assert "some.jsonl:6" in capsys.readouterr().err
-    flags = [flag for flag in FEW if flag not in ("--steps", "5")]
-    assert train(home, tmp_path / "b", *flags, "--skip-bad", data=tmp_path / "some.jsonl") == 0
-    assert "1 rows skipped that cannot be read" in capsys.readouterr().err
-
-
-def test_rows_that_are_cut_are_told_and_counted(home, tmp_path, capsys):
+def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
     rows = (home / "chats.jsonl").read_text().splitlines()
     long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
     (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
-    assert (
-        train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0
-    )  # --max-steps: nothing is counted before
+    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
     said = capsys.readouterr().err
     tokens = len(Tokenizer.from_folder(home / "model").apply_chat_template(json.loads(long)["messages"]))
-    told = f"warning: rows are cut at --max-length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
-    assert said.count("warning: ") == said.count(told) == 1 and tokens > 99
+    warning = (
+        f"warning: rows are cut at --max-length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
+    )
+    assert said.count("warning: ") == said.count(warning) == 1 and tokens > 99
     assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "a" / "report.md").read_text()
     (tmp_path / "long.jsonl").write_text("\n".join([long] * 8))
     assert train(home, tmp_path / "b", *FEW, data=tmp_path / "long.jsonl") == 3
@@ -198,7 +160,7 @@ def test_rows_that_are_cut_are_told_and_counted(home, tmp_path, capsys):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypatch, capfd, ranks):
-    """The steps before it are saved, and the command that the error tells ends as a run that skipped it at once."""
+    """The steps before it are saved, and the command in the error ends as a run that skipped it at once."""
     monkeypatch.setitem(Batches.__init__.__kwdefaults__, "window", 4)
     rows = (home / "chats.jsonl").read_text().splitlines()
     data, out, skipped = tmp_path / "some.jsonl", tmp_path / "out", tmp_path / "skipped"
@@ -211,6 +173,7 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
             assert run() == status
 
     on_all(lambda: train(home, skipped, *FEW, "--skip-bad", data=data), 0)
+    assert "1 rows skipped that cannot be read" in (skipped / "report.md").read_text()
     on_all(lambda: train(home, out, *FEW, data=data), 3)
     said = capfd.readouterr().err
     assert "some.jsonl:6: messages: expected a list" in said and "Traceback" not in said
@@ -224,8 +187,7 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
         data.write_text(data.read_text().replace('"messages": []', '"messages": 3'))
     on_all(lambda: main(shlex.split(again)), 0)
     assert metrics(out) == metrics(skipped)
-    for name in ("model.safetensors", "config.json"):
-        assert (out / "model" / name).read_bytes() == (skipped / "model" / name).read_bytes()
+    assert weights(out) == weights(skipped)
 
 
 def test_a_template_of_the_command_line(home, tmp_path):
@@ -239,24 +201,20 @@ def test_a_template_of_the_command_line(home, tmp_path):
     tokenizer.chat_template = text
     tokenizer.save_pretrained(home / "templated")
     flags = ("--steps", "3", "--length", "128", "--eval-share", "0.2", "--lora", "2", "--merge")
-    data, out = ("--data", str(home / "chats.jsonl")), home / "with template"
-    rest = (*flags, "--show", "0", "--report-to", "none")
-    assert main(["train", "sft", str(home / "templated"), *data, "--out", str(home / "its own"), *rest]) == 0
-    given = ("--chat-template", str(tmp_path / "template.jinja"))
-    assert main(["train", "sft", str(home / "model"), *data, "--out", str(out), *rest, *given]) == 0
+    out, given = tmp_path / "with template", ("--chat-template", tmp_path / "template.jinja")
+    assert train(home, home / "its own", *flags, model="templated") == 0
+    assert train(home, out, *flags, *given) == 0
     assert metrics(out) == metrics(home / "its own")
     for name in ("model", "adapter", "best"):
         assert Tokenizer.from_folder(out / name).chat_template == text
     assert Tokenizer.from_folder(home / "model").chat_template != text
 
 
-def test_the_folder_is_held_from_the_first_file_to_the_last(home, monkeypatch):
+def test_the_folder_is_locked_from_the_first_file_to_the_last(home, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
-    pairs = [{"prompt": "a b", "chosen": word, "rejected": f"not {word}"} for word in ("c", "d", "e", "f")]
-    (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    flags, finish, held = ("--steps", "1", "--length", "32"), Trainer._finish, []
+    finish, locked = Trainer._finish, []
 
-    def is_held(out):
+    def is_locked(out):
         folder = os.open(out, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,17 +224,13 @@ def test_the_folder_is_held_from_the_first_file_to_the_last(home, monkeypatch):
             os.close(folder)
         return False
 
-    def finish_locked(trainer):
-        held.append(is_held(trainer.out))
-        return finish(trainer)
-
-    monkeypatch.setattr(Trainer, "_finish", finish_locked)
-    assert train(home, "held", *flags, recipe="dpo", data="pairs.jsonl") == 0
-    assert held == [True] and not is_held(home / "held")
+    monkeypatch.setattr(Trainer, "_finish", lambda of: locked.append(is_locked(of.out)) or finish(of))
+    assert run(home, home / "locked", "dpo", "--steps", "1") == 0
+    assert locked == [True] and not is_locked(home / "locked")
     (home / "taken").mkdir()
-    shutil.copy(home / "held" / "options.yaml", home / "taken")
+    shutil.copy(home / "locked" / "options.yaml", home / "taken")
     folder = os.open(home / "taken", os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    assert train(home, "taken", *flags, "--resume", recipe="dpo", data="pairs.jsonl") == 3
+    assert run(home, home / "taken", "dpo", "--steps", "1", "--resume") == 3
     os.close(folder)
     assert [path.name for path in (home / "taken").iterdir()] == ["options.yaml"]
