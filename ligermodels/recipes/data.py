@@ -50,12 +50,6 @@ class BadRowError(InputError):
 # ---- encoding ----
 
 
-class Size(NamedTuple):
-    """An example without its tokens."""
-
-    size: int
-
-
 class Outcome(NamedTuple):
     """What a row gives: examples (several of a long text that is split) and counts.
 
@@ -73,7 +67,7 @@ class Encoder:
     """Makes examples of rows, by their indices. It is sent to worker processes.
 
     process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
-    text becomes several examples; else the example is cut. sizes_only: gives the sizes of examples in their place.
+    text becomes several examples; else the example is cut.
     """
 
     rows: Rows
@@ -82,7 +76,6 @@ class Encoder:
     format: tuple[str, str] | None = None
     split: bool = False
     skip_bad: bool = False
-    sizes_only: bool = False
 
     def __call__(self, index: int) -> Outcome:
         """Raises BadRowError, which names the row."""
@@ -107,7 +100,8 @@ class Encoder:
         counts, cut = {"rows": 1}, ""
         if tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
-            cut = f"{where} has {example.size:,} tokens"
+            sequences = len(getattr(example, "sequences", ()))  # each of up to `length` tokens
+            cut = f"{where} has {example.size:,} tokens" + f" in {sequences} sequences" * (sequences > 1)
         if not (parts := [part for part in parts if part.trained]):
             reason = f"nothing before --max-length {self.length}, where it is cut, is to be trained"
             return Outcome([], counts | {"cut_away": 1}, dropped=f"{where}: {reason}")
@@ -115,7 +109,7 @@ class Encoder:
             ends = any(part.ends for part in parts)
             counts |= {"with_end": 1, "ends": int(ends), "ends_cut": int(example.ends and not ends)}
         counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
-        return Outcome([Size(part.size) for part in parts] if self.sizes_only else parts, counts, cut)
+        return Outcome(parts, counts, cut)
 
     def encode_many(self, indices: Sequence[int]) -> list[Outcome | LigermodelsError]:
         """The outcomes of rows; an error in place of a row that raises it."""
@@ -232,7 +226,7 @@ class Batches(Iterator[Batch]):
     def _start(self, epoch: int, row: int) -> None:
         self.counts = Counts(self.encoder)
         self._window, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
-        self._windows = self._make_windows(self.encoder, epoch, row)
+        self._windows = self._make_windows(epoch, row)
         self._thread = ThreadPoolExecutor(1, "encode")  # encodes the next window meanwhile
         self._next: Future[Window | None] | None = None
 
@@ -271,9 +265,7 @@ class Batches(Iterator[Batch]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues after the batch after which `state_dict` was called. Raises InputError if a setting differs."""
-        own, rows = self._settings, len(self.rows)
-        if missing := sorted({"epoch", "row", "batch", *own} - state.keys()):
-            raise InputError(f"this is not a state of the data: it lacks {missing}")
+        own = self._settings
         if differ := [name for name in own if own[name] != state[name]]:
             changes = [f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest"]
             raise InputError(
@@ -281,8 +273,6 @@ class Batches(Iterator[Batch]):
                 "Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or start "
                 "a new run with another --output-dir"
             )
-        if not 0 <= state["row"] < rows or state["batch"] < 0 or state["epoch"] < 0:
-            raise InputError(f"this is not a position in {rows} rows: {dict(state)}")
         self.close()
         self._start(int(state["epoch"]), int(state["row"]))
         if state["batch"]:
@@ -293,18 +283,16 @@ class Batches(Iterator[Batch]):
 
     def count(self) -> dict[str, int]:
         """The report of a pass over the data, and the number of its "batches", none of which is made."""
-        number, counts = 0, Counts(self.encoder)
-        with contextlib.closing(self._make_windows(dataclasses.replace(self.encoder, sizes_only=True), 0, 0)) as found:
-            for window in found:
-                if window.epoch:
-                    break
-                counts.add(window.outcomes)
+        number = 0
+        with contextlib.closing(self._windows) as windows:
+            for window in windows:
+                self.counts.add(window.outcomes)
                 number += len(window.batches)
-        return {"batches": number, **counts.report()}
+        return {"batches": number, **self.counts.report()}
 
-    def _make_windows(self, encoder: Encoder, epoch: int, row: int) -> Generator[Window]:
+    def _make_windows(self, epoch: int, row: int) -> Generator[Window]:
         """The windows from a row of an epoch on."""
-        outcomes = self._encode(encoder, epoch, row)
+        outcomes = self._encode(epoch, row)
         while self.epochs is None or epoch < self.epochs:
             found, examples = list[Outcome](), list[Any]()
             # A window without packing has full batches, unless the epoch ends.
@@ -325,14 +313,14 @@ class Batches(Iterator[Batch]):
             if row == len(self.rows):
                 epoch, row = epoch + 1, 0
 
-    def _encode(self, encoder: Encoder, epoch: int, row: int) -> Iterator[Outcome]:
+    def _encode(self, epoch: int, row: int) -> Iterator[Outcome]:
         """The outcomes of rows, in processes if there are workers. Raises the error of the first row with one."""
         indices = self._indices(epoch, row)
         if not self.workers:
-            yield from map(encoder, indices)
+            yield from map(self.encoder, indices)
             return
         chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
-        with contextlib.closing(Workers(encoder.encode_many, chunks, self.workers)) as found:
+        with contextlib.closing(Workers(self.encoder.encode_many, chunks, self.workers)) as found:
             for outcome in itertools.chain.from_iterable(found):
                 if isinstance(outcome, LigermodelsError):
                     raise outcome

@@ -253,7 +253,7 @@ def test_counts_are_those_of_the_batches(how):
         assert batches_of(sizes, workers=workers, **how).count() == expected
     assert torch.equal(torch.get_rng_state(), random_numbers)
     with pytest.raises(InputError, match="lengths:121: length: it is 0"):
-        batches_of([*[5] * 120, 0, *[5] * 120], length=8, shuffle=False, workers=2).count()
+        batches_of([*[5] * 120, 0, *[5] * 120], length=8, shuffle=False, workers=2, epochs=1).count()
 
 
 def said(*texts):
@@ -287,8 +287,6 @@ def test_bad_rows_are_named_or_skipped(write, bad, message):
     ("sizes", "length", "change", "message"),
     [
         (lengths(39, low=2), 11, {}, "rows was 40, now it is 39, length was 12, now it is 11"),
-        (lengths(40, low=2), 12, {"row": None}, r"lacks \['row'\]"),
-        (lengths(40, low=2), 12, {"row": 40}, "not a position in 40 rows"),
         (lengths(40, low=2), 12, {"digest": 1}, "its files have changed"),
         ([2] * 40, 12, {"batch": 9}, "the rows have changed"),
     ],
@@ -296,7 +294,7 @@ def test_bad_rows_are_named_or_skipped(write, bad, message):
 def test_another_state_is_refused(sizes, length, change, message):
     state = batches_of(lengths(40, low=2), length=12, per_batch=2).state_dict() | change
     with pytest.raises(InputError, match=message):
-        batches_of(sizes, length=length, per_batch=2).load_state_dict({k: x for k, x in state.items() if x is not None})
+        batches_of(sizes, length=length, per_batch=2).load_state_dict(state)
 
 
 def test_several_sets_with_weights(write):

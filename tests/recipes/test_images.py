@@ -1,7 +1,6 @@
 """Images in training rows: ids, labels and pixels against transformers' processors, batches against its models."""
 
 import base64
-import io
 import json
 
 import pytest
@@ -57,6 +56,13 @@ def theirs(home):
     return TheirQwen(images, tokenizer, TheirVideos(images), chat_template=folders.QWEN_TEMPLATE)
 
 
+@pytest.fixture
+def encode_row(home):
+    """encode_row(row): its example."""
+    tokenizer = Tokenizer.from_folder(home / "model")
+    return lambda row: encode(read(row), tokenizer)
+
+
 def said(text):
     return {"role": "assistant", "content": text}
 
@@ -80,13 +86,7 @@ def rows_of(home, *rows, name="data.jsonl"):
     return open_rows(home / name)
 
 
-def encoder_of(home):
-    """row -> example"""
-    tokenizer = Tokenizer.from_folder(home / "model")
-    return lambda row: encode(read(row), tokenizer)
-
-
-def padded(home, rows, length, *, skip_bad=False):
+def batches_of(home, rows, length, *, skip_bad=False):
     """Batches of one row, in order."""
     options = options_of("sft", max_length=length, batch_tokens=length, packing=False, skip_bad=skip_bad)
     recipe = find("sft")(options, Tokenizer.from_folder(home / "model"))
@@ -114,18 +114,19 @@ def forms(home):
     history = [["is<image>like<image>", "a cat"]]
     yield {"instruction": "why", "output": "the cat sat", "history": history, "images": json.dumps(given)}
     yield {"prompt": TWO[:3], "completion": TWO[3:], "images": given}
+    yield {"messages": TWO, "images": [{"bytes": path.read_bytes(), "path": None} for path in (red, tall)]}
 
 
-def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs):
-    whole = theirs(
-        text=theirs.apply_chat_template(TWO, tokenize=False), add_special_tokens=False, return_tensors="pt",
-        images=[transformers.image_utils.load_image(str(home / NAMES[n])) for n in (0, 2)],
-    )  # fmt: skip
-    text = theirs.tokenizer.decode(whole["input_ids"][0])
-    end = "<|im_end|>" if "im_end" in text else "<|eot_id|>"
+def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs, encode_row):
+    def theirs_of(messages, *names):
+        images = [transformers.image_utils.load_image(str(home / name)) for name in names]
+        text = theirs.apply_chat_template(messages, tokenize=False)
+        return theirs(text=text, add_special_tokens=False, return_tensors="pt", images=images)
+
+    whole = theirs_of(TWO, NAMES[0], NAMES[2])
+    end = "<|im_end|>" if "im_end" in theirs.tokenizer.decode(whole["input_ids"][0]) else "<|eot_id|>"
     for number, row in enumerate(forms(home)):
-        rows = rows_of(home, row)
-        example = encoder_of(home)(rows[0])
+        example = encode_row(row if number == 8 else rows_of(home, row)[0])
         batch = padded_batch([example])
         assert example.ids == whole["input_ids"][0].tolist(), row
         trained = [index if label != IGNORED else -1 for index, label in zip(example.ids, example.labels, strict=True)]
@@ -134,19 +135,10 @@ def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs):
         assert runs == ([f"a cat{end}"] if number != 7 else []) + [f"the cat sat{end}"]
         for name in set(whole) - {"input_ids", "attention_mask", "mm_token_type_ids"}:
             torch.testing.assert_close(batch[name], whole[name], rtol=0, atol=1e-6, msg=name)
-
-
-def test_without_a_mark_images_stand_before_the_first_question(home, theirs):
-    """As TRL places them."""
-    messages = [{"role": "user", "content": "why"}, said("the cat")]
-    rows = rows_of(home, {"messages": messages, "images": NAMES[:2]})
-    example = encoder_of(home)(rows[0])
-    expected = theirs(
-        text=theirs.apply_chat_template([asked(HERE, HERE, "why"), said("the cat")], tokenize=False),
-        images=[transformers.image_utils.load_image(str(home / name)) for name in NAMES[:2]],
-        add_special_tokens=False,
-    )  # fmt: skip
-    assert example.ids == list(expected["input_ids"][0])
+    # Without a mark they stand before the first question, as TRL places them.
+    row = {"messages": [{"role": "user", "content": "why"}, said("the cat")], "images": NAMES[:2]}
+    expected = theirs_of([asked(HERE, HERE, "why"), said("the cat")], *NAMES[:2])
+    assert encode_row(rows_of(home, row)[0]).ids == expected["input_ids"][0].tolist()
 
 
 def mixed(home):
@@ -162,9 +154,9 @@ def mixed(home):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_batch_has_the_losses_of_transformers_row_by_row(home, packed):
+def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row, packed):
     rows = mixed(home)
-    examples = [encoder_of(home)(row) for row in (rows[0], rows[1], rows[2], rows[3])]
+    examples = [encode_row(rows[n]) for n in range(4)]
     token = examples[0].images.token
     assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
     if packed and home.name.startswith("mllama"):
@@ -190,10 +182,6 @@ def test_a_batch_has_the_losses_of_transformers_row_by_row(home, packed):
     assert loss.item() == pytest.approx(expected, rel=2e-5)
 
 
-def broken(home, source, name="data.jsonl"):
-    return rows_of(home, {"messages": [asked(HERE, "why"), said("a cat")], "images": [source]}, name=name)
-
-
 def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
     good = (home / NAMES[0]).read_bytes()
     (home / "cut.png").write_bytes(good[: len(good) // 2])
@@ -214,23 +202,23 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
     ):
         rows = rows_of(home, ok, wrong)
         with pytest.raises(InputError, match=rf"data.jsonl:2: .*{message}"):
-            list(padded(home, rows, 400))
-        batches = padded(home, rows, 400, skip_bad=True)
+            list(batches_of(home, rows, 400))
+        batches = batches_of(home, rows, 400, skip_bad=True)
         assert sum(len(batch["input_ids"]) for batch in batches) == 1 and batches.counts.report()["bad"] == 1
 
 
-def test_a_cut_goes_through_no_image(home):
+def test_a_cut_goes_through_no_image(home, encode_row):
     rows = rows_of(home, {"messages": [asked("a cat " * 20, image(image=NAMES[1]), "why"), said("x")]})
     with pytest.raises(InputError, match=r"data.jsonl:1: .* would cut its images.* a larger --max-length"):
-        next(padded(home, rows, 24))
+        next(batches_of(home, rows, 24))
     long, short = ({"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * n)]} for n in (30, 1))
     rows = rows_of(home, long, short)
-    whole = encoder_of(home)(rows[0])
-    batch = next(padded(home, rows, len(whole.ids) - 9))
+    whole = encode_row(rows[0])
+    batch = next(batches_of(home, rows, len(whole.ids) - 9))
     assert batch["input_ids"].tolist() == [whole.ids[:-9]] and "pixel_values" in batch
 
 
-def test_rows_with_images_need_a_model_with_eyes(home, tmp_path):
+def test_rows_with_images_need_a_model_that_takes_them(home, encode_row, tmp_path):
     (tmp_path / "text").mkdir()
     for path in (home / "model").glob("tokenizer*"):
         (tmp_path / "text" / path.name).write_bytes(path.read_bytes())
@@ -240,13 +228,12 @@ def test_rows_with_images_need_a_model_with_eyes(home, tmp_path):
         encode(read(rows[0]), Tokenizer.from_folder(tmp_path / "text"))
     pairs = rows_of(home, {"chosen": TWO[:2], "rejected": [TWO[0], said("x")], "images": list(NAMES[:2])})
     with pytest.raises(InputError, match="images: rows of pairs train on text only"):
-        encoder_of(home)(pairs[0])
+        encode_row(pairs[0])
 
 
-def test_show_counts_the_tokens_of_an_image(home):
-    rows = mixed(home)
-    tokenizer, example = Tokenizer.from_folder(home / "model"), encoder_of(home)(rows[0])
-    text = show(example, tokenizer)
+def test_show_counts_the_tokens_of_an_image(home, encode_row):
+    example = encode_row(mixed(home)[0])
+    text = show(example, Tokenizer.from_folder(home / "model"))
     assert len(text) < 900 and "[a cat<|" in text.replace("[ ", "[")
     if home.name.startswith("qwen"):
         sizes = example.images.tensors["image_grid_thw"].prod(1) // 4
@@ -258,18 +245,8 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
     answers = dict(zip(NAMES, ("the cat sat", "a dog", "cat"), strict=True))
     rows = [{"messages": [asked(image(image=name), "What?"), said(answer)]} for name, answer in answers.items()]
     rows_of(home, *rows, name="images.jsonl")
-    flags = [
-        "--length",
-        "120",
-        "--accumulation",
-        "1",
-        "--epochs",
-        "40",
-        "--lr",
-        "4e-3",
-        "--eval-data",
-        home / "images.jsonl",
-    ]
+    flags = ["--length", "120", "--accumulation", "1", "--epochs", "40", "--lr", "4e-3"]
+    flags += ["--eval-data", home / "images.jsonl"]
     flags += ["--no-packing", "--batch-tokens", "360"] if home.name.startswith("mllama") else []
     assert train(home, "tuned", *flags, data="images.jsonl") == 0
     losses = metrics(home / "tuned")
@@ -283,20 +260,14 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
         assert processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip() == answer
 
 
-def test_images_of_a_data_set_are_pil_images_or_bytes(home, tmp_path):
+def test_images_of_a_data_set(home, encode_row, tmp_path):
     datasets = pytest.importorskip("datasets")
-    values = {"messages": [[{"role": "user", "content": "why"}, said("a cat")]], "images": [[str(home / NAMES[0])]]}
-    rows = rows_of(home, {"messages": values["messages"][0], "images": [NAMES[0]]})
-    expected = encoder_of(home)(rows[0])
-    features = datasets.Features({
-        "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-        "images": datasets.List(datasets.Image()),
-    })  # fmt: skip
-    datasets.Dataset.from_dict(values, features=features).to_parquet(tmp_path / "rows.parquet")
-    found = open_rows(tmp_path / "rows.parquet")
-    example = encoder_of(home)(found[0])
+    messages = [{"role": "user", "content": "why"}, said("a cat")]
+    expected = encode_row(rows_of(home, {"messages": messages, "images": [NAMES[0]]})[0])
+    text = datasets.Value("string")
+    features = {"messages": [{"role": text, "content": text}], "images": datasets.List(datasets.Image())}
+    values = {"messages": [messages], "images": [[str(home / NAMES[0])]]}
+    datasets.Dataset.from_dict(values, datasets.Features(features)).to_parquet(tmp_path / "rows.parquet")
+    example = encode_row(open_rows(tmp_path / "rows.parquet")[0])
     assert example.ids == expected.ids
     assert torch.equal(example.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])
-    stored = io.BytesIO((home / NAMES[0]).read_bytes()).getvalue()
-    raw = encoder_of(home)({"messages": values["messages"][0], "images": [{"bytes": stored, "path": None}]})
-    assert torch.equal(raw.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])

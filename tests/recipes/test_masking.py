@@ -1,5 +1,6 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
+import itertools
 import re
 
 import pytest
@@ -25,16 +26,9 @@ ROUNDS = [SYSTEM, USER, SAID | {"reasoning": "hm"}, USER, SAID, USER, SAID | {"c
 
 def trained_text(tokenizer, example):
     """What is trained, "|" between the stretches that are not next to each other."""
-    kept = [index if label != IGNORED else None for index, label in zip(example.ids, example.labels, strict=True)]
     assert all(label in (index, IGNORED) for index, label in zip(example.ids, example.labels, strict=True))
-    runs, run = [], []
-    for index in [*kept, None]:
-        if index is None:
-            runs += [tokenizer.decode(run)] if run else []
-            run = []
-        else:
-            run.append(index)
-    return "|".join(runs)
+    runs = [list(run) for trained, run in itertools.groupby(example.labels, lambda x: x != IGNORED) if trained]
+    return "|".join(map(tokenizer.decode, runs))
 
 
 # ---- conversations ----
@@ -64,194 +58,164 @@ def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name):
         assert (found.ids, found.labels, found.ends) == (expected["input_ids"], labels, True), template is MARKED
 
 
-# What of TALK is trained, by family: also the stop, and the line break that a template writes after it.
 TALK = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Yes."},
-    {"role": "user", "content": "Why?"},
-    {"role": "assistant", "content": "It is the cat"},
+    USER | {"content": "Hi"},
+    SAID | {"content": "Yes."},
+    USER | {"content": "Why?"},
+    SAID | {"content": "It is the cat"},
 ]
-ENDS = {
-    "llama 2": "</s>",
-    "llama 3.1": "<|eot_id|>",
-    "mistral 0.3": "</s>",
-    "nemo": "</s>",
-    "gemma 1": "<end_of_turn>\n",
-    "gemma 2": "<end_of_turn>\n",
-    "qwen 2.5": "<|im_end|>\n",
-    "phi 3": "<|end|>",
+ENDS = {  # the stop, and the line break that a template writes after it
+    "llama 2": "</s>", "llama 3.1": "<|eot_id|>", "mistral 0.3": "</s>", "nemo": "</s>",
+    "gemma 1": "<end_of_turn>\n", "gemma 2": "<end_of_turn>\n", "qwen 2.5": "<|im_end|>\n", "phi 3": "<|end|>",
     "phi 4": "<|im_end|>",
-}
-
-
+}  # fmt: skip
 PHI = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content ~ '<|end|>' }}{% endfor %}"
 TEMPLATES = {
     "phi 3": PHI + "{{ '<|assistant|>' if add_generation_prompt else eos_token }}",
     "phi 4": PHI.replace("<|end|>", "<|im_end|>") + "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}",
 }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(folder_of, name):
+    tokenizer, end, template = Tokenizer.from_folder(folder_of(name)), ENDS[name], {}
+    if name in TEMPLATES:
+        tokenizer.chat_template = template["chat_template"] = TEMPLATES[name]
+    ids = theirs(name, folder_of(name)).apply_chat_template(TALK, **template)["input_ids"]
+    last = "<|end|><|endoftext|>" if name == "phi 3" else end  # its template ends the text as well
+    silent = [*TALK[:3], TALK[3] | {"train": False}]
+    for talk, expected in ((TALK, f"Yes.{end}|Itisthecat{last}"), (silent, f"Yes.{end}")):
+        found = encode(Conversation(talk), tokenizer)
+        assert found.ids == ids and found.ends
+        assert trained_text(tokenizer, found).replace(" ", "") == expected
+    found = encode(Conversation(TALK), tokenizer, every_message=True)
+    assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
+
+
+ONE_OF_THREE = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
+
+
+def test_messages_that_are_not_trained_under_a_marked_template(qwen):
+    results = [encode(Conversation(ONE_OF_THREE), qwen[0], template=text) for text in (MARKED, UNMARKED)]
+    assert results[0] == results[1]
+    text = trained_text(qwen[0], results[0])
+    assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
+
+
+@pytest.mark.parametrize("name", ["tokenizer-qwen3", "tokenizer-llama3_1", "tokenizer-gemma3"])
+def test_released_templates(name):
+    tokenizer = Tokenizer.from_folder(real_files.path(f"{name}/tokenizer.json").parent)
+    end = {"tokenizer-qwen3": "<|im_end|>\n", "tokenizer-gemma3": "<end_of_turn>\n"}.get(name, "<|eot_id|>")
+    found = encode(Conversation(TALK), tokenizer)
+    thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
+    assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}" and found.ends
+    assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
+    if "qwen3" in name:
+        calls = [USER, SAID | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "here"}, TALK[1]]
+        text = trained_text(tokenizer, encode(Conversation(calls, [CALL | {"function": {"name": "find"}}]), tokenizer))
+        assert text == (
+            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>\n|'
+            "<think>\n\n</think>\n\nYes.<|im_end|>\n"
+        )
+
+
+def test_a_stop_token_that_is_not_trained(qwen):
+    outside = QWEN_3.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
+    plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+    for template in (outside, plain):
+        found = encode(Conversation([USER, SAID]), qwen[0], template=template)
+        assert found.trained and found.ends is False
+
+
 LATE_SYSTEM = (
     "{% set system = messages[0].content %}{% for m in messages[1:] %}"
     "{{ '[INST]' ~ (system if loop.last else '') ~ m.content ~ '[/INST]' if m.role == 'user' else m.content }}"
     "{% endfor %}"
 )
 """Mistral's: the system prompt stands beside a last message of the user only."""
+GROWING = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
+CHANGING = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
+DOUBLED = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
+CHANGED = r"changes the conversation up to messages\[{}\] .* a system prompt or tools"
+REFUSED = {
+    "system late": (Conversation([SYSTEM, *TALK]), dict(template=LATE_SYSTEM), CHANGED.format(2)),
+    "growing": (Conversation(TALK), dict(template=GROWING), CHANGED.format(1)),
+    "changing": (Conversation([TALK[0] | {"content": "HI"}, *TALK[1:]]), dict(template=CHANGING), CHANGED.format(1)),
+    "two marks": (Conversation(ONE_OF_THREE), dict(template=DOUBLED), "marks 6 stretches .* it has 3 messages"),
+    "assistant first": (Conversation([SAID, USER]), {}, "the first message is the assistant's; start with a user"),
+    "every": (Conversation([*TALK[:3], SAID | {"train": False}]), dict(every_message=True), "every message is trained"),
+    "answers": (Answers("a", ("b", "c")), {}, r"answers to compare.*dpo"),
+    "surrogate": (Text("\ud800"), {}, "lone surrogate"),
+    "foreign id": (Tokens([5, 99999], [5, 99999]), {}, "99999 is not an id of the tokenizer"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families(folder_of, name):
-    tokenizer, end = Tokenizer.from_folder(folder_of(name)), ENDS[name]
-    if name in TEMPLATES:
-        tokenizer.chat_template = TEMPLATES[name]
-    template = {"chat_template": TEMPLATES[name]} if name in TEMPLATES else {}
-    ids = theirs(name, folder_of(name)).apply_chat_template(TALK, **template)["input_ids"]
-    last = "<|end|><|endoftext|>" if name == "phi 3" else end  # its template ends the text as well
-    found = encode(Conversation(TALK), tokenizer)
-    assert found.ids == ids and found.ends
-    assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}|Itisthecat{last}"
-    silent = [m | {"train": False} if n == 3 else m for n, m in enumerate(TALK)]
-    found = encode(Conversation(silent), tokenizer)
-    assert found.ids == ids
-    assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}"
-    found = encode(Conversation(TALK), tokenizer, every_message=True)
-    assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_trained(byte_level, case):
+    item, how, message = REFUSED[case]
+    with pytest.raises((InputError, TokenizerError), match=message):
+        encode(item, byte_level, **how)
 
 
-def test_messages_that_are_not_trained_under_a_marked_template(qwen):
-    chat = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
-    results = [encode(Conversation(chat), qwen[0], template=text) for text in (MARKED, UNMARKED)]
-    assert results[0] == results[1]
-    text = trained_text(qwen[0], results[0])
-    assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
-    doubled = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
-    with pytest.raises(InputError, match="marks 6 stretches as the assistant's, but it has 3 messages"):
-        encode(Conversation(chat), qwen[0], template=doubled)
-
-
-@pytest.mark.parametrize("name", ["tokenizer-qwen3", "tokenizer-llama3_1", "tokenizer-gemma3"])
-def test_released_templates(name):
-    folder = real_files.path(f"{name}/tokenizer.json").parent
+def test_tokenizers_that_cannot_train(tmp_path):
+    folder = folders.byte_level(tmp_path)
+    (folder / "generation_config.json").unlink()
+    settings = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(settings.replace('"eos_token": "<|eot_id|>", ', ""))
     tokenizer = Tokenizer.from_folder(folder)
-    end = {"tokenizer-qwen3": "<|im_end|>\n", "tokenizer-gemma3": "<end_of_turn>\n"}.get(name, "<|eot_id|>")
-    found = encode(Conversation(TALK), tokenizer)
-    thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
-    assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}"
-    assert found.ends
-    assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
-    if "qwen3" in name:
-        calls = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                 {"role": "tool", "content": "here"}, SAID | {"content": "There."}]  # fmt: skip
-        schema = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
-        text = trained_text(tokenizer, encode(Conversation(calls, [schema]), tokenizer))
-        assert text == (
-            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>\n|'
-            "<think>\n\n</think>\n\nThere.<|im_end|>\n"
-        )
-
-
-def test_templates_that_rewrite_earlier_turns(folder_of):
-    tokenizer = Tokenizer.from_folder(folder_of("nemo"))
-    chat = Conversation([{"role": "system", "content": "Be brief."}, *TALK])
-    with pytest.raises(InputError, match=r"changes the conversation up to messages\[2\] .* a system prompt or tools"):
-        encode(chat, tokenizer, template=LATE_SYSTEM)
-    growing = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
-    with pytest.raises(InputError, match=r"up to messages\[1\]"):
-        encode(Conversation(TALK), tokenizer, template=growing)
-    changing = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
-    with pytest.raises(InputError, match=r"up to messages\[1\]"):
-        encode(Conversation([{"role": "user", "content": "HI"}, *TALK[1:]]), tokenizer, template=changing)
-
-
-def test_the_beginning_of_a_turn_is_not_trained_nor_told(byte_level):
-    with pytest.raises(InputError, match="the first message is the assistant's; start with a user message"):
-        encode(Conversation([SAID, USER]), byte_level)
-    with pytest.raises(InputError, match="every message is trained"):
-        encode(Conversation([USER, SAID | {"train": False}]), byte_level, every_message=True)
-
-
-def test_a_stop_token_outside_the_mask_is_told(qwen):
-    outside = QWEN_3.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
-    found = encode(Conversation([USER, SAID]), qwen[0], template=outside)
-    assert found.trained and found.ends is False
-    plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
-    found = encode(Conversation([USER, SAID]), qwen[0], template=plain)
-    assert found.trained and found.ends is False
+    tokenizer.chat_template = None
+    with pytest.raises(InputError, match="has no eos token"):
+        encode(Text("a"), tokenizer)
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        encode(Conversation(TALK), tokenizer)
 
 
 # ---- texts and tokens ----
 
 
-def test_text_and_completion(byte_level):
+def test_texts_and_tokens(byte_level):
     bos, eos = byte_level.bos_token_id, byte_level.eos_token_id
     plain = byte_level.encode("the cat sat on", add_special_tokens=False)
-    found = encode(Text("the cat sat on"), byte_level)
-    assert found == Example([bos, *plain, eos], [IGNORED, *plain, eos])
-    assert encode(Text("<|begin|>the cat sat on<|eot_id|>"), byte_level) == found  # none is doubled
-    found = encode(Text(" sat on", "the cat"), byte_level)
-    assert found.ids == [bos, *plain, eos]
-    assert trained_text(byte_level, found) == " sat on<|eot_id|>"
+    whole, completion = encode(Text("the cat sat on"), byte_level), encode(Text(" sat on", "the cat"), byte_level)
+    assert whole == Example([bos, *plain, eos], [IGNORED, *plain, eos])
+    assert encode(Text("<|begin|>the cat sat on<|eot_id|>"), byte_level) == whole  # none is doubled
+    assert completion.ids == whole.ids and trained_text(byte_level, completion) == " sat on<|eot_id|>"
+    assert encode(Text(" sat on", "the cat"), byte_level, every_message=True).labels == whole.labels
     assert encode(Text("", "the cat"), byte_level).labels[-1] == eos
+    assert encode(Tokens([5, 6, 7], [5, IGNORED, 7]), byte_level) == Example([5, 6, 7], [IGNORED, IGNORED, 7], None)
 
 
-def test_texts_of_a_tokenizer_that_adds_eos(tmp_path):
-    model = folders.sentencepiece_model()
-    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model, add_eos_token=True))
+def test_a_tokenizer_that_adds_eos_or_normalises(tmp_path):
+    def tokenizer_of(name, how, **settings):
+        model = folders.sentencepiece_model(**how)
+        return Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path / name, model, **settings))
+
+    (tmp_path / "eos").mkdir(), (tmp_path / "nfkc").mkdir()
+    tokenizer = tokenizer_of("eos", {}, add_eos_token=True)
     found = encode(Text(" sat", "the cat"), tokenizer)
     assert found.ids == tokenizer.encode("the cat sat") and found.ids.count(tokenizer.eos_token_id) == 1
     assert trained_text(tokenizer, found).strip() == "sat</s>"
-
-
-def test_a_tokenizer_that_normalises(tmp_path):
-    """The offsets of its tokens are those of the text before that."""
-    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
-    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
-    chat = [{"role": "user", "content": "\uff43\uff41\uff54"}, {"role": "assistant", "content": "the ﬁne mat"}]
+    assert show(found, tokenizer).startswith("<s> the cat[ sat</s>]")  # with the spaces of sentencepiece
+    tokenizer = tokenizer_of("nfkc", dict(normalization_rule_name="nmt_nfkc"))  # offsets are those before that
+    chat = [USER | {"content": "\uff43\uff41\uff54"}, SAID | {"content": "the ﬁne mat"}]
     found = encode(Conversation(chat), tokenizer)
     assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
     assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
-
-
-def test_tokens(byte_level):
-    found = encode(Tokens([5, 6, 7], [5, IGNORED, 7]), byte_level)
-    assert found == Example([5, 6, 7], [IGNORED, IGNORED, 7], None)
-    with pytest.raises(InputError, match="99999 is not an id of the tokenizer"):
-        encode(Tokens([5, 99999], [5, 99999]), byte_level)
-
-
-def test_what_cannot_be_trained(byte_level, tmp_path):
-    with pytest.raises(InputError, match=r"answers to compare.*dpo"):
-        encode(Answers("a", ("b", "c")), byte_level)
-    with pytest.raises(TokenizerError, match="lone surrogate"):
-        encode(Text("\ud800"), byte_level)
-    folder = folders.byte_level(tmp_path)
-    (folder / "generation_config.json").unlink()
-    settings = (folder / "tokenizer_config.json").read_text()
-    (folder / "tokenizer_config.json").write_text(settings.replace('"eos_token": "<|eot_id|>", ', ""))
-    with pytest.raises(InputError, match="has no eos token"):
-        encode(Text("a"), Tokenizer.from_folder(folder))
-    byte_level = Tokenizer.from_folder(folder)
-    byte_level.chat_template = None
-    with pytest.raises(TokenizerError, match="has no chat template"):
-        encode(Conversation(TALK), byte_level)
 
 
 # ---- the mask, and what is shown ----
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 3)), max_size=20), st.lists(st.integers(0, 40), unique=True)
-)
-def test_tokens_with_a_character_of_a_span_are_trained(steps, edges):
-    """A token without characters counts as the next one; tokens of one character share its offsets."""
-    offsets, at = [], 0
-    for back, size in steps:
-        if (max(0, at - back), max(0, at - back) + size) >= (offsets[-1] if offsets else (0, 0)):
-            offsets.append((max(0, at - back), max(0, at - back) + size))
-            at = max(at, offsets[-1][1])
+@given(st.lists(st.integers(0, 3), max_size=20), st.booleans(), st.lists(st.integers(0, 40), unique=True))
+def test_tokens_with_a_character_of_a_span_are_trained(sizes, twice, edges):
+    """A token without characters counts as the next one. twice: bytes of a character, which share its offsets."""
+    ends = list(itertools.accumulate(sizes))
+    offsets = [pair for pair in zip([0, *ends], ends, strict=False) for _ in range(1 + twice)]
+    assume(not offsets or offsets[-1] != (0, 0))
     spans = list(zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False))
     characters = [set(range(start, max(end, start + 1))) for start, end in offsets]
     expected = [int(any(each & set(range(*span)) for span in spans)) for each in characters]
-    assume(not offsets or offsets[-1] != (0, 0))
     assert mask_of([*offsets, (0, 0)], spans) == [*expected, 0]  # the last is a special token after the text
 
 
@@ -266,8 +230,3 @@ def test_show(byte_level):
     fox = byte_level.encode("🦊", add_special_tokens=False)
     assert len(fox) == 4  # bytes: a run may end inside a character
     assert show(Example(fox, [IGNORED, IGNORED, *fox[2:]]), byte_level).startswith("\ufffd[🦊]")
-
-
-def test_show_keeps_the_spaces_of_sentencepiece(tmp_path):
-    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path))
-    assert show(encode(Text(" sat on", "the cat"), tokenizer), tokenizer).startswith("<s> the cat[ sat on</s>]")

@@ -7,16 +7,11 @@ import torch.nn.functional as F
 from ligermodels.errors import InputError
 from ligermodels.recipes.sft import dft_loss
 from tests.recipes import losses
-from tests.recipes.runs import metrics, train
-
-FEW = (
-    "--length", "64", "--accumulation", "2", "--steps", "4", "--lr", "1e-3", "--warmup-steps", "0",
-    "--eval-share", "0.3",
-)  # fmt: skip
+from tests.recipes.runs import FEW, metrics, train
 
 
 def test_dft_is_cross_entropy_times_the_probability():
-    """The probability gets no gradient. An evaluation tells the cross entropy."""
+    """The probability gets no gradient. An evaluation gives the cross entropy."""
     for family in ("Llama", "Gemma2"):
         model = losses.model(family)
         packed, padded = losses.batches(9, 14, 5)
@@ -31,8 +26,8 @@ def test_dft_is_cross_entropy_times_the_probability():
             losses.assert_same(losses.gradients(model, loss), gradients)
         model.eval()
         with torch.no_grad():
-            told = dft_loss(model, packed | {"return_logits": False}, count)
-        torch.testing.assert_close(told, each.sum().detach() / 7)
+            evaluated = dft_loss(model, packed | {"return_logits": False}, count)
+        torch.testing.assert_close(evaluated, each.sum().detach() / 7)
 
 
 def test_a_loss_function_that_cannot_be_called_is_refused():
@@ -51,5 +46,5 @@ def test_a_run_with_dft(home):
     first = [metrics(home / out, "eval_loss")[0] for out in ("nll", "dft")]
     assert first[0] == first[1]
     assert metrics(home / "dft")[1] < 0.5 * metrics(home / "nll")[1]
-    told = metrics(home / "dft", "eval_loss")
-    assert told[4] < told[0]
+    evaluated = metrics(home / "dft", "eval_loss")
+    assert evaluated[6] < evaluated[0]

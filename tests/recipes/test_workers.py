@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ SECONDS = 4
 
 @pytest.fixture(scope="module")
 def folder(home):
-    """`home` with so many rows that those encoded ahead do not fit into a pipe."""
+    """`home` with more rows than fit into a pipe when they are encoded ahead."""
     rows = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "red or blue " * (20 + n % 3)}]
         for n in range(1500)]  # fmt: skip
     (home / "many.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -112,17 +111,18 @@ def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatc
     all_end(all_of_it)
 
 
-def test_a_row_that_is_wrong_is_told_as_without_processes_and_the_command_ends(folder, monkeypatch, capsys):
+def test_a_wrong_row_gives_the_error_that_it_gives_without_processes(folder, monkeypatch, capfd):
     lines = (folder / "many.jsonl").read_text().splitlines()[:200]
     lines[100] = '{"messages": 7}'
     (folder / "wrong.jsonl").write_text("\n".join(lines))
-    flags = ["train", "sft", folder / "model", "--data", folder / "wrong.jsonl", "--out", folder / "wrong", *FLAGS[:4]]
-    flags = [str(flag) for flag in (*flags, "--steps", "50", "--show", "0")]
-    code = "import sys; from ligermodels.recipes import data; data.encoding_workers = lambda *_, **__: 2; "
-    code += "from ligermodels.cli import main; sys.exit(main(sys.argv[1:]))"
-    with_them = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
-    monkeypatch.setattr(data, "encoding_workers", lambda *_, **__: 0)
-    assert train(folder, "wrong", *FLAGS[:4], "--steps", "50", data="wrong.jsonl") == 3 == with_them.returncode
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert with_them.stderr.splitlines()[-1] == error and "wrong.jsonl:101: messages: expected a list" in error
+
+    def work():
+        assert train(folder, "wrong", *FLAGS[:4], "--steps", "50", data="wrong.jsonl") == 3
+
+    errors = []
+    for workers in (2, 0):
+        monkeypatch.setattr(data, "encoding_workers", lambda *_, n=workers, **__: n)
+        assert Child(work).wait() == 0
+        errors.append(capfd.readouterr().err.splitlines()[-1])
+    assert errors[0] == errors[1] and "wrong.jsonl:101: messages: expected a list" in errors[0]
     assert not (folder / "wrong").exists()
