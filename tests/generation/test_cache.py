@@ -1,6 +1,7 @@
-"""The KV cache against concatenation, and transformers' caches against ours."""
+"""States and caches against keys and values in one tensor, and transformers' caches against ours."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.state import Cache, ImageKeyValues, KeyValues, as_cache
 
+WINDOWS = [None, 1, 5, 17]
 
-def tokens(length, batch_size=2, **options):
-    return torch.randn(batch_size, length, 3, 4, **options), torch.randn(batch_size, length, 3, 4, **options)
+
+def tokens(length, rows=2, **options):
+    return torch.randn(rows, length, 3, 4, **options), torch.randn(rows, length, 3, 4, **options)
 
 
 def state(max_length=8, window=None, rows=2, **options):
@@ -25,76 +28,79 @@ def make(max_length=8, windows=(None, None), rows=2, **options):
     return Cache([state(max_length, window, rows, **options) for window in windows], rows)
 
 
-def append(cache, lengths, histories=None, grad=False):
-    """Appends tokens call by call; each call returns the last keys and values in order, as concatenation does."""
-    histories = histories or [None] * len(cache)
-    for length in lengths:
-        for i, layer in enumerate(cache):
-            new = tokens(length, cache.rows, requires_grad=grad)
-            old = histories[i]
-            histories[i] = list(new) if old is None else [torch.cat(pair, 1) for pair in zip(old, new, strict=True)]
-            start = 0 if layer.window is None else max(0, cache.length - layer.window + 1)
-            for found, expected in zip(layer.append(*new, cache.length), histories[i], strict=True):
-                assert torch.equal(found, expected[:, start:])
-        cache.advance(length)
-    return histories
+def rounded(x):
+    """Each head by itself, as the cache in fp8 rounds it."""
+    scale = (x.abs().amax(-1, keepdim=True) / 448).bfloat16().float()
+    scale = scale.where(scale > 0, 1)
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-CALLS = [
-    [5] + [1] * 30,
-    [4, 4, 4, 1, 1, 6, 1, 1, 1, 5, 1, 1],
-    [1, 40, 2, 40, 1, 1, 3],
-    [7, 2, 9, 3, 8, 1, 11, 1, 1, 14, 2, 2, 2, 2, 2],
-]
+def append(cache, histories, length, stored=lambda x: x, grad=False):
+    """Appends tokens to each state. histories: [2, B, tokens, 3, 4] of each, what it stores; extended in place."""
+    for i, (layer, past) in enumerate(zip(cache, histories, strict=True)):
+        new = torch.stack(tokens(length, cache.rows, requires_grad=grad))
+        histories[i] = torch.cat([past, stored(new).detach()], 2)
+        start = 0 if layer.window is None else max(0, cache.length - layer.window + 1)
+        expected = histories[i][:, :, start:] if cache.length else new  # the first see each other as they are
+        assert torch.equal(torch.stack(layer.append(*new, cache.length)), expected)
+    cache.advance(length)
 
 
-@pytest.mark.parametrize("lengths", CALLS, ids=str)
-@pytest.mark.parametrize("window", [1, 5, 17])
-@pytest.mark.parametrize("max_length, step", [(64, 1), (7, 1), (3, 4)])
-@pytest.mark.parametrize("grad", [False, True])
-def test_append_is_concatenation(lengths, window, max_length, step, grad, poison):
-    cache = make(max_length, [window, None])
-    cache.reserve(max_length, step)
-    append(cache, lengths, grad=grad)
-    assert cache[0].capacity <= window - 1 + step and cache.length == sum(lengths)
+def take_step(cache, histories, starts, stored, spread):
+    """A token by `attend` is attention to what `append` would return."""
+    angles, ends = spread * torch.randn(cache.rows, 1, 2), torch.full((cache.rows,), cache.length + 1)
+    token, tables = NextToken(starts=starts.int(), ends=ends.int()), (angles.cos(), angles.sin())
+    for i, (layer, past) in enumerate(zip(cache, histories, strict=True)):
+        (k, v), q = tokens(1, cache.rows), torch.randn(cache.rows, 1, 6, 4)
+        options = dict(window=layer.window, softcap=2.0, scale=0.7)
+        found = layer.attend(q.clone(), k.clone(), v, token, tables, **options)
+        q, k = rope_qk_reference(q, k, *tables)
+        histories[i] = keys, values = torch.cat([past, stored(torch.stack([k, v]))], 2)
+        mask = torch.arange(cache.length + 1) >= starts[:, None]
+        wanted = attention(q, keys, values, key_mask=mask, **options)
+        torch.testing.assert_close(found[mask[:, -1]], wanted[mask[:, -1]])
+    cache.advance(1)
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 17])
-@pytest.mark.parametrize("lengths", [[5], [1], [9, 3, 22]], ids=str)
-def test_attend_is_attention_to_what_append_returns(window, lengths, poison):
-    """After prompts in one call and in several, over many turns of the ring, a crop, and over a copy of its rows."""
-    starts, attended = torch.tensor([0, 4]), make(sum(lengths), [window, None])
-    expected, order = make(windows=[window, None]), torch.tensor([1, 0])
-    for length in lengths:
-        for mine, layer in zip(attended, expected, strict=True):
-            k, v = tokens(length)
-            mine.append(k, v, attended.length), layer.append(k, v, expected.length)
-        attended.advance(length), expected.advance(length)
-    copied = make(60, [window, None])
-    copied.take(attended, order)
-    expected.reorder(order)
-    starts, attended = starts[order], copied
-    attended.reserve(80)
-    places = [x.data_ptr() for x in attended.tensors()]
-    for step in range(40):
-        if step == 20:
-            for cache in (attended, expected):
-                cache.crop(cache.length - 1)
-        past = expected.length
-        angles, ends = torch.randn(2, 1, 2), torch.full((2,), past + 1, dtype=torch.int32)
-        token, tables = NextToken(starts=starts.int(), ends=ends), (angles.cos(), angles.sin())
-        for mine, layer, own in zip(attended, expected, [window, None], strict=True):
-            (k, v), q = tokens(1), torch.randn(2, 1, 6, 4)
-            found = mine.attend(q, k, v, token, tables, window=own, softcap=2.0, scale=0.7)
-            q, k = rope_qk_reference(q, k, *tables)
-            keys, values = layer.append(k, v, past)
-            mask = past + 1 - keys.shape[1] + torch.arange(keys.shape[1]) >= starts[:, None]
-            if own == 1 or past >= 4:  # a row of padding sees itself there, and nothing here
-                wanted = attention(q, keys, values, window=own, softcap=2.0, scale=0.7, key_mask=mask)
-                torch.testing.assert_close(found[mask[:, -1]], wanted[mask[:, -1]])
-        attended.advance(1), expected.advance(1)
-    assert attended.length == expected.length
-    assert places == [x.data_ptr() for x in attended.tensors()], "a graph knows no other place"
+@pytest.mark.parametrize("seed", range(30))
+def test_it_is_one_tensor_whatever_is_done(seed, poison):
+    r, kind = random.Random(seed), ["auto", "fp8", "gradients"][seed % 3]
+    options = dict(kv_cache_dtype="fp8") if kind == "fp8" else {}
+    stored, spread = (rounded, 0) if kind == "fp8" else (lambda x: x, 1)
+    cache, starts = make(r.choice([3, 7, 64]), WINDOWS, **options), torch.tensor([0, 4])
+    histories = [torch.zeros(2, 2, 0, 3, 4) for _ in WINDOWS]
+    for _ in range(40):
+        rows = torch.tensor(r.choices(range(cache.rows), k=r.randint(1, 3)))
+        what = r.choice(["append", "step", "step", "reserve", "reorder", "take", "put", "crop"])
+        if what == "append" or not cache.length:
+            append(cache, histories, r.choice([1, 1, 2, 5, 9, 40]), stored, kind == "gradients")
+        elif what == "step":
+            cache.reserve(cache.length + 4)
+            places = [x.data_ptr() for x in cache.tensors()]
+            for _ in range(r.randint(1, 4)):
+                take_step(cache, histories, starts, stored, spread)
+            assert places == [x.data_ptr() for x in cache.tensors()], "a graph knows no other place"
+        elif what == "reserve":
+            cache.reserve(cache.length + r.randint(0, 9), r.choice([1, 4]))
+        elif what == "crop":
+            length = max(0, cache.length - r.randint(0, 4))
+            cache.crop(length)
+            assert cache.length in (0, length)
+            histories = [x[:, :, : cache.length] for x in histories]
+        elif what == "put":
+            other, new = make(cache.length, [None] * 4, 1, **options), [torch.zeros(2, 1, 0, 3, 4) for _ in WINDOWS]
+            append(other, new, cache.length, stored)
+            cache.put(other, torch.tensor([0]), rows[:1], torch.tensor([cache.length]))
+            histories = [x.index_copy(1, rows[:1], row) for x, row in zip(histories, new, strict=True)]
+        else:
+            old = cache
+            if what == "take":
+                cache = make(r.choice([3, 90]), WINDOWS, len(rows), **options)
+                cache.take(old, rows)
+            else:
+                cache.reorder(rows)
+            histories, starts = [x[:, rows] for x in histories], starts[rows]
+        assert cache.rows == len(starts) and not any(x.requires_grad for x in cache.tensors())
 
 
 def test_memory_is_allocated_once_and_then_doubles():
@@ -108,16 +114,6 @@ def test_memory_is_allocated_once_and_then_doubles():
     assert k.data_ptr() == cache[0].buffers[0].data_ptr(), "a view, no copy"
 
 
-@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
-@pytest.mark.parametrize("window", [None, 4])
-def test_reorder_moves_rows(rows, window, poison):
-    cache, order = make(windows=[window] * 2), torch.tensor(rows)
-    histories = append(cache, [5, 1, 1, 1, 1, 1])
-    cache.reorder(order)
-    assert cache.rows == len(rows) and cache.length == 10
-    append(cache, [1] * 6, [[x[order] for x in history] for history in histories])
-
-
 @pytest.mark.parametrize("window, step, lengths, least", [
     (None, 1, [5, 1, 1, 1, 1, 1], 0), (1, 3, [5, 1, 1, 1, 1], 6), (4, 1, [5, 1, 1], 6), (4, 3, [3, 40], 40),
     (40, 1, [9], 0),
@@ -126,36 +122,34 @@ def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window,
     for crop in range(sum(lengths) + 1):
         cache = make(windows=[None, window])
         cache.reserve(8, step)
-        cache.values["deltas"] = 1
-        histories = append(cache, lengths)
+        cache.values["deltas"], histories = 1, [torch.zeros(2, 2, 0, 3, 4)] * 2
+        for length in lengths:
+            append(cache, histories, length)
         cache.crop(crop)
         length = crop if crop >= least else 0
         assert cache.length == length and bool(cache.values) == bool(length)
-        append(cache, [1, 2, 1, 7], [[x[:, :length] for x in history] for history in histories])
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("lengths", [[7, 3], [1, 6]], ids=str)
 def test_rows_that_come_begin_at_the_left(window, lengths, poison):
     """The rows of a padded batch are those of each prompt alone, for the steps that follow."""
-    cache, batch, alone = make(24, [window]), make(7, [None]), [make(24, [window], rows=1) for _ in lengths]
-    (history,) = append(batch, [7])
+    cache, batch, history = make(24, [window]), make(7, [None]), [torch.zeros(2, 2, 0, 3, 4)]
+    append(batch, history, 7)
     cache.put(batch, torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor(lengths))
-    for one, row, length in zip(alone, [1, 0], lengths, strict=True):
-        one[0].append(*(x[row : row + 1, :length] for x in history), 0)
-        one.advance(length)
-        one.reserve(24)
     cache.reserve(24)
+    alone = [history[0][:, row : row + 1, :length] for row, length in zip([1, 0], lengths, strict=True)]
     for step in range(12):
-        (k, v), q, angles = tokens(1), torch.randn(2, 1, 6, 4), torch.zeros(2, 1, 2)
-        ends = torch.tensor(lengths, dtype=torch.int32) + step + 1
-        options = dict(window=window, softcap=None, scale=None)
-        found = []
-        for rows, state in [(slice(0, 2), cache[0]), *((slice(i, i + 1), one[0]) for i, one in enumerate(alone))]:
-            token = NextToken(starts=torch.zeros_like(ends[rows]), ends=ends[rows])
-            tables = angles.cos()[rows], angles.sin()[rows]
-            found.append(state.attend(q[rows].clone(), k[rows], v[rows], token, tables, **options))
-        torch.testing.assert_close(found[0], torch.cat(found[1:]))
+        (k, v), q, no_angles = tokens(1), torch.randn(2, 1, 6, 4), (torch.ones(2, 1, 2), torch.zeros(2, 1, 2))
+        ends, options = (
+            torch.tensor(lengths, dtype=torch.int32) + step + 1,
+            dict(window=window, softcap=None, scale=None),
+        )
+        token = NextToken(starts=torch.zeros_like(ends), ends=ends)
+        found = cache[0].attend(q.clone(), k, v, token, no_angles, **options)
+        for row, new in enumerate(torch.stack([k, v]).unbind(1)):
+            alone[row] = torch.cat([alone[row], new[:, None]], 2)
+            torch.testing.assert_close(found[row : row + 1], attention(q[row : row + 1], *alone[row], **options))
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -6,19 +6,12 @@ from transformers import DynamicCache
 
 from ligermodels import LlamaVision
 from ligermodels.generation import engine, generate, generate_many
-from ligermodels.layers.batch import NextToken
-from ligermodels.layers.state import Cache, KeyValues
+from ligermodels.layers.state import KeyValues
 from tests.arch import llama_vision
 from tests.generation.models import family, llama, padded, prompt, with_large_weights
+from tests.generation.test_cache import rounded, state
 
 FP8 = {"kv_cache_dtype": "fp8"}
-
-
-def rounded(x):
-    """Each head by itself, as the cache says that it rounds."""
-    scale = (x.abs().amax(-1, keepdim=True) / 448).bfloat16().float()
-    scale = scale.where(scale > 0, 1)
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class Rounding(DynamicCache):
@@ -117,65 +110,8 @@ def test_keys_of_images_stay_as_they_are(captured):
     assert torch.equal(out.sequences, other)
 
 
-def make(windows, rows=2, **options):
-    options = dict(dtype=torch.float32, device="cpu", **options)
-    return Cache([KeyValues(rows, 4, 3, 4, window=window, **options) for window in windows], rows)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_it_is_the_plain_cache_of_rounded_tokens(seed, poison):
-    """Whatever is done with the cache: the plain one, given what is rounded, holds and attends to the same."""
-    windows = [None, 1, 5]
-    mine, plain = make(windows, **FP8), make(windows)
-    choose = torch.Generator().manual_seed(seed)
-
-    def any_of(n):
-        return int(torch.randint(n, (1,), generator=choose))
-
-    for _ in range(40):
-        kind, rows = any_of(8), torch.tensor([any_of(2), any_of(2)])
-        if kind < 3 or not mine.length:
-            first, length = not mine.length, 1 + any_of(9)
-            for a, b in zip(mine, plain, strict=True):
-                k, v = torch.randn(2, 2, length, 3, 4).unbind()
-                found, expected = a.append(k, v, mine.length), b.append(rounded(k), rounded(v), plain.length)
-                if first:
-                    expected = k, v
-                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-            mine.advance(length), plain.advance(length)
-        elif kind == 3:
-            mine.reorder(rows), plain.reorder(rows)
-        elif kind == 4:
-            length = max(1, mine.length - any_of(3))
-            mine.crop(length), plain.crop(length)
-        elif kind == 5:
-            old, mine, plain = (mine, plain), make(windows, **FP8), make(windows)
-            mine.take(old[0], rows), plain.take(old[1], rows)
-        elif kind == 6:
-            length, into = mine.length, rows[:1]
-            k, v = torch.randn(2, 1, length, 3, 4).unbind()
-            for cache, kind, change in ((mine, FP8, lambda x: x), (plain, {}, rounded)):
-                other = make([None] * 3, rows=1, **kind)
-                for state in other:
-                    state.append(change(k), change(v), 0)
-                cache.put(other, torch.tensor([0]), into, torch.tensor([length]))
-        else:
-            angles, q, new, out = torch.zeros(2, 1, 2), torch.randn(2, 1, 6, 4), torch.randn(2, 2, 1, 3, 4), []
-            starts, ends = torch.tensor([[0] * 2, [mine.length + 1] * 2], dtype=torch.int32)
-            token, tables = NextToken(starts=starts, ends=ends), (angles.cos(), angles.sin())
-            for cache, (k, v) in ((mine, new), (plain, (rounded(new[0]), rounded(new[1])))):
-                cache.reserve(cache.length + 4)
-                out.append([
-                    state.attend(q.clone(), k, v, token, tables, window=window, softcap=None, scale=None)
-                    for state, window in zip(cache, windows, strict=True)
-                ])  # fmt: skip
-                cache.advance(1)
-            torch.testing.assert_close(*out, rtol=1e-6, atol=1e-6, equal_nan=True)
-        assert mine.length == plain.length
-
-
 def test_under_autocast_the_first_tokens_decide_what_it_gives():
-    layer, keys = make([None], **FP8)[0], torch.randn(2, 2, 3, 4).bfloat16()
+    layer, keys = state(**FP8), torch.randn(2, 2, 3, 4).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         layer.append(keys[:, :1], keys[:, :1], 0)
         assert torch.equal(layer.append(keys[:, 1:], keys[:, 1:], 1)[0], rounded(keys.float()).bfloat16())

@@ -12,9 +12,7 @@ import torch
 import ligermodels
 from ligermodels.generation import generate_many
 
-pytestmark = pytest.mark.slow
-
-VOCAB, CASES = 97, 500
+VOCAB, CASES, QUICK = 97, 500, 60
 CLOSE = dict(rtol=1e-4, atol=2e-4)  # logits are about 5; fp32 sums in another order
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -141,7 +139,9 @@ def assert_same_steps(found, expected, start):
     assert torch.equal(found.sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("seed", range(CASES))
+@pytest.mark.parametrize(
+    "seed", [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, CASES))]
+)
 def test_generate(pairs, seed):
     case = Case(seed, ["none", "none", "pad ids", "left", "between"])
     theirs, ours = pairs[case.arch]
