@@ -70,14 +70,6 @@ def test_every_family_writes_what_it_writes_alone(name, device, steps):
         steps.clear()
 
 
-def test_bfloat16(device):
-    model, texts = models.llama().to(device).bfloat16(), prompts([7, 3])
-    options = dict(max_new_tokens=2, eos_token_id=())
-    found = generate_many(model, texts, batch_size=1, **options)
-    assert [ids[:1].tolist() for ids in found] == [ids[:1].tolist() for ids in alone(model, texts, **options)]
-    assert [len(ids) for ids in found] == [2, 2]
-
-
 def test_text_alone_in_models_that_read_images(device):
     qwen = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
     vision = with_large_weights(ligermodels.LlamaVision.from_config(llama_vision.tiny())).to(device)
@@ -233,22 +225,6 @@ def test_hooks_and_adapters_are_run(device, monkeypatch):
     own_forward(model)
     with pytest.warns(UserWarning, match="has a hook, or a forward that was replaced"):
         assert_equal(generate_many(model, texts, batch_size=2, **options), expected)
-
-
-def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
-    model, texts = family("gemma2"), prompts(LENGTHS[:5])
-    expected = alone(model, texts, max_new_tokens=9)
-    forward = engine.Step._forward
-
-    def fail(self, model, cache):
-        if len(steps) == 7:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        forward(self, model, cache)
-
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(engine.Step, "_forward", fail)
-    with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
-        assert_equal(generate_many(model, texts, batch_size=2, max_new_tokens=9), expected)
 
 
 def test_nan_logits_are_an_error_of_rows_that_have_a_text(device):

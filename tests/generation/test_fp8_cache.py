@@ -5,10 +5,10 @@ import torch
 from transformers import DynamicCache
 
 from ligermodels import LlamaVision
-from ligermodels.generation import engine, generate, generate_many
+from ligermodels.generation import generate, generate_many
 from ligermodels.layers.state import KeyValues
 from tests.arch import llama_vision
-from tests.generation.models import family, llama, padded, prompt, with_large_weights
+from tests.generation.models import llama, padded, prompt, with_large_weights
 from tests.generation.test_cache import rounded, state
 
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -48,15 +48,6 @@ def test_generate_writes_what_a_cache_that_rounds_does(windows, lengths, capture
     for row, length in enumerate(lengths):
         alone = model.generate(ids[row : row + 1, -length:], max_new_tokens=25, **FP8)
         assert torch.equal(alone[0, length:], found[row, ids.shape[1] :]), "padding changes nothing"
-
-
-@pytest.mark.parametrize("name", ["gemma2", "phi3"])
-def test_families_write_the_same_as_a_graph(name, device, monkeypatch):
-    """Softcaps and windows; another set of frequencies past a length."""
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
-    model, (ids, mask) = family(name).to(device), (x.to(device) for x in padded([9, 4, 13]))
-    options = dict(attention_mask=mask, max_new_tokens=20, eos_token_id=(), **FP8)
-    assert torch.equal(generate(model, ids, **options), generate(model, ids, disable_compile=True, **options))
 
 
 def test_copies_of_a_prompt_take_their_cache(captured):

@@ -9,14 +9,17 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 import ligermodels
-from ligermodels.generation import engine, generate, generate_iter
+from ligermodels.generation import engine, generate, generate_iter, generate_many
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl
 from tests.generation.models import family, llama, padded, prompt, with_large_weights
 from tests.tiny import FAMILIES
+
+CLOSE = dict(rtol=1e-4, atol=1e-4)  # fp32 sums in another order
 
 
 def assert_same_ids(model, steps, ids, recomputed=0, **options):
@@ -36,21 +39,12 @@ def assert_same_ids(model, steps, ids, recomputed=0, **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_writes_the_same(name, device, steps):
-    model = family(name).to(device)
-    for lengths in ([9], [9, 4, 13]):
+    model, recomputed = family(name).to(device), int(name == "phi3")
+    for lengths, own in (([9], {}), ([9, 4, 13], {}), ([9, 4, 13], dict(kv_cache_dtype="fp8"))):
         ids, mask = (x.to(device) for x in padded(lengths))
-        assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=name == "phi3")
-
-
-def test_a_prompt_in_chunks_or_as_embeddings(device, steps):
-    model = family("gemma2").to(device)
-    ids, mask = (x.to(device) for x in padded([9, 4, 13]))
-    options = dict(attention_mask=mask, max_new_tokens=20, eos_token_id=())
-    expected = generate(model, ids, disable_compile=True, **options)
-    for own in (dict(prefill_chunk_size=4), dict(inputs_embeds=model.get_input_embeddings()(ids))):
-        steps.clear()
-        assert torch.equal(generate(model, ids, **own, **options), expected)
-        assert len(steps) == 19
+        assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=recomputed, **own)
+    own = dict(inputs_embeds=model.get_input_embeddings()(ids), prefill_chunk_size=4)
+    assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=recomputed, **own)
 
 
 def test_images_of_qwen2_vl(device, steps):
@@ -118,29 +112,26 @@ def test_the_cache_holds_all_but_the_last_token_however_it_ends(name, device, st
     assert torch.equal(start, free[:, 7:32].cpu()) and cache.length == 31
 
 
-def test_criteria_strings_scores_and_processors_see_what_they_saw(device, steps):
-    model, ids = family("mistral").to(device), prompt(2, 5).to(device)
-    kept = [[], []]
-    outputs = []
-    for i, off in enumerate((True, False)):
+@pytest.mark.parametrize("own, rows", [({}, 2), (dict(prompt_lookup_num_tokens=2), 1)], ids=["graph", "drafter"])
+def test_criteria_scores_and_processors_see_what_they_saw(own, rows, device, steps):
+    model, ids, kept, outputs = family("mistral").to(device), prompt(rows, 5).to(device).repeat(1, 3), [[], []], []
+    for seen, how in zip(kept, (dict(disable_compile=True), own), strict=True):
 
-        def keep(ids, logits, kept=kept[i]):
-            kept.append(logits)
-            return logits
-
-        def stop(ids, scores):
-            return ids[:, -1] % 7 == 3
+        def keep(ids, logits, seen=seen):
+            seen.append((ids.clone(), logits))
+            return logits.index_fill(1, ids[0, -3:] if len(seen) % 2 else ids[0, :1], 3.0)  # some drafts are right
 
         outputs.append(generate(
-            model, ids, max_new_tokens=20, logits_processor=keep, stopping_criteria=stop, disable_compile=off,
+            model, ids, max_new_tokens=20, logits_processor=keep, stopping_criteria=lambda ids, s: ids[:, -1] % 7 == 3,
             return_dict_in_generate=True, output_scores=True, output_logits=True, eos_token_id=(), pad_token_id=0,
+            repetition_penalty=1.3, **how,
         ))  # fmt: skip
     assert torch.equal(outputs[0].sequences, outputs[1].sequences) and steps
     for name in ("scores", "logits"):
-        for a, b in zip(outputs[0][name], outputs[1][name], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
-    for a, b in zip(*kept, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # as above
+        torch.testing.assert_close(*(torch.stack(output[name]) for output in outputs), **CLOSE)
+    for (text, a), (same, b) in zip(*kept, strict=True):
+        assert torch.equal(text, same)
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 # Reuse.
@@ -253,52 +244,54 @@ def own_class(model):
     model.decoder.layers[0].mlp.down_proj.__class__ = Other
 
 
-OBSTACLES = {
-    r"model.layers.1.mlp has a hook": lambda m: m.decoder.layers[1].mlp.register_forward_hook(lambda *a: None),
-    r"model.layers.0.self_attn has a hook, or a forward that was replaced": own_forward,
-    r"down_proj is a tests.generation.test_graph.Other": own_class,
-    r"is compiled by torch.compile": lambda m: setattr(m.decoder.layers[0], "_compiled_call_impl", lambda *a: None),
-}
-
-
-@pytest.mark.parametrize("reason", OBSTACLES)
-def test_what_the_host_must_run_is_run_by_it_with_one_warning(reason, steps):
-    model, ids = llama(), prompt(2)
-    expected = generate(model, ids, max_new_tokens=6)
-    steps.clear()
-    OBSTACLES[reason](model)
-    if "compile" in reason:
-        assert reason in engine.obstacle_to_capture(model)
-        return
-    with pytest.warns(UserWarning, match=reason):
-        assert torch.equal(generate(model, ids, max_new_tokens=6), expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model, ids, max_new_tokens=6)
-    assert not steps
-
-
-def test_gaps_random_numbers_and_foreign_caches_have_no_graph(steps):
-    from transformers import DynamicCache
-
-    model, ids = llama(), prompt(2)
-    mask = torch.ones_like(ids)
-    mask[1, 2] = 0
-    with pytest.warns(UserWarning, match="attention_mask has gaps between tokens"):
-        generate(model, ids, attention_mask=mask, max_new_tokens=6)
-    with pytest.warns(UserWarning, match="a cache of transformers"):
-        generate(model, ids, past_key_values=as_cache(DynamicCache(), 2), max_new_tokens=6)
+def with_dropout(model):
     add_lora(model, r=4, dropout=0.5)
     model.train()
-    with pytest.warns(UserWarning, match=r"draws random numbers in train\(\)"):
-        generate(model, ids, max_new_tokens=6)
+
+
+GAPS = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 1, 1]])
+OBSTACLES = [
+    (lambda m: m.decoder.layers[1].mlp.register_forward_hook(lambda *a: None), {}, "model.layers.1.mlp has a hook"),
+    (own_forward, {}, "model.layers.0.self_attn has a hook, or a forward that was replaced"),
+    (own_class, {}, "down_proj is a tests.generation.test_graph.Other"),
+    (with_dropout, {}, r"draws random numbers in train\(\)"),
+    (lambda m: None, dict(attention_mask=GAPS), "attention_mask has gaps between tokens"),
+    (lambda m: None, dict(past_key_values=lambda: as_cache(DynamicCache(), 2)), "a cache of transformers"),
+]
+
+
+@pytest.mark.parametrize("change, own, reason", OBSTACLES, ids=[reason for *_, reason in OBSTACLES])
+def test_what_the_host_must_run_is_run_by_it_with_one_warning(change, own, reason, steps):
+    model, ids = llama(), prompt(2)
+    change(model)
+
+    def run(**options):
+        torch.manual_seed(3)
+        made = {name: value() if callable(value) else value for name, value in own.items()}
+        return generate(model, ids, max_new_tokens=6, **made, **options)
+
+    expected = run(disable_compile=True)
+    with pytest.warns(UserWarning, match=reason):
+        assert torch.equal(run(), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
     assert not steps
 
 
-def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
-    model, ids = family("gemma2"), prompt(2, 9)
-    expected = generate(model, ids, max_new_tokens=20)
-    forward = engine.Step._forward
+def test_a_compiled_module_is_an_obstacle():
+    model = llama()
+    model.decoder.layers[0]._compiled_call_impl = lambda *a: None
+    assert "is compiled by torch.compile" in engine.obstacle_to_capture(model)
+
+
+@pytest.mark.parametrize("call", [
+    lambda model, ids: generate(model, ids, max_new_tokens=20)[:, 9:],
+    lambda model, ids: torch.stack(generate_many(model, list(ids), max_new_tokens=20)),
+], ids=["generate", "generate_many"])  # fmt: skip
+def test_a_step_that_cannot_be_captured_is_run_by_the_host(call, steps, monkeypatch):
+    model, ids, forward = family("gemma2"), prompt(2, 9), engine.Step._forward
+    expected = call(model, ids)
 
     def fail(self, model, cache):
         if len(steps) == 7:
@@ -308,5 +301,5 @@ def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
     monkeypatch.setattr(engine.Step, "_forward", fail)
     steps.clear()
     with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
-        assert torch.equal(generate(model, ids, max_new_tokens=20), expected)
+        assert torch.equal(call(model, ids), expected)
     assert len(steps) == 20 and steps[-1].by_host

@@ -203,26 +203,3 @@ def ligermodels_words(ids):
             return "".join(f"<{i}>" for i in ids)
 
     return Words()
-
-
-def test_scores_logits_and_processors_see_what_they_saw(device, steps, guess):
-    model, ids = family("mistral").to(device), prompt(1, 5).to(device)
-    seen, outputs = [[], []], []
-    for i, options in enumerate(({}, dict(prompt_lookup_num_tokens=K))):
-
-        def keep(ids, logits, seen=seen[i]):
-            seen.append((ids.clone(), logits))
-            return logits
-
-        outputs.append(generate(
-            model, ids, max_new_tokens=20, logits_processor=keep, return_dict_in_generate=True, output_scores=True,
-            output_logits=True, eos_token_id=(), repetition_penalty=1.3, **options,
-        ))  # fmt: skip
-        guess(outputs[0].sequences, 0.8)
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences) and 6 < len(steps.all) < 19
-    for name in ("scores", "logits"):
-        for a, b in zip(outputs[0][name], outputs[1][name], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
-    for (ids, a), (same, b) in zip(*seen, strict=True):
-        assert torch.equal(ids, same)
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # as above
