@@ -20,39 +20,27 @@ def full_logits(model, ids, mask):
     return model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
 
 
-def assert_is_full_forward(model, ids, mask, steps):
+@pytest.mark.parametrize("windows, rope, lengths, extra", [
+    # Prompts shorter than, as long as and longer than the window, past many turns of the ring.
+    *((windows, "default", *rows) for windows in [(4, None), (1, 9), (30, 10)] for rows in [([9], 0), ([9, 9, 3], 4)]),
+    *(((6, None), rope, [12, 3], 9) for rope in sorted(ROPES.keys() - {"default", "dynamic", "longrope"})),
+    # Below, at and past 16, the original length; with padding it switches by positions, not columns.
+    *(((6, None), "longrope", *rows) for rows in [([15], 0), ([16], 0), ([17], 0), ([12, 3], 9), ([16, 4], 1)]),
+], ids=str)  # fmt: skip
+def test_cached_decoding_is_the_full_forward(windows, rope, lengths, extra):
+    model, (ids, mask), steps = llama(windows, rope), padded(lengths, extra), 25 if rope == "default" else 12
     width = ids.shape[1]
     out, logits = cached_logits(model, ids, mask, steps)
-    if model.config.rope_parameters["rope_type"] == "longrope":  # each call has its own tables
-        full = [full_logits(model, out[:, :end], mask)[:, -1] for end in range(width, width + steps)]
-        full = torch.stack(full, 1)
+    if rope == "longrope":  # each call has its own tables
+        ends = range(width, width + steps)
+        full = torch.stack([full_logits(model, out[:, :end], mask)[:, -1] for end in ends], 1)
     else:
         full = full_logits(model, out, mask)[:, width - 1 : -1]
     torch.testing.assert_close(logits, full, rtol=1e-4, atol=1e-4)  # fp32 sums in another order; logits are ~1
     assert torch.equal(out[:, width:], full.argmax(-1))
     assert out[:, width:].unique().numel() > 4, "a model that repeats itself proves little"
-    return out
-
-
-@pytest.mark.parametrize("windows", [(4, None), (1, 9), (30, 10)], ids=str)
-@pytest.mark.parametrize("lengths, extra", [([9], 0), ([9, 9, 3], 4)], ids=str)
-def test_windows_decode_as_the_full_forward(windows, lengths, extra):
-    """Prompts shorter than, as long as and longer than the window; past many moves of the buffers."""
-    model, (ids, mask) = llama(windows), padded(lengths, extra)
-    out = assert_is_full_forward(model, ids, mask, steps=25)
-    assert not torch.allclose(full_logits(llama(), out, mask), full_logits(model, out, mask), atol=0.01)
-
-
-@pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"dynamic", "longrope"}))
-def test_rope_types_decode_as_the_full_forward(rope):
-    assert_is_full_forward(llama((6, None), rope), *padded([12, 3], 9), steps=12)
-
-
-@pytest.mark.parametrize("lengths, extra", [([15], 0), ([16], 0), ([17], 0), ([12, 3], 9), ([16, 4], 1)], ids=str)
-def test_longrope_decodes_as_the_full_forward(lengths, extra):
-    """Below, at and past 16, the original length; with padding it switches by positions, not columns. Against
-    transformers: tests/arch/test_phi3.py."""
-    assert_is_full_forward(llama((6, None), "longrope"), *padded(lengths, extra), steps=8)
+    other = llama(rope=rope) if rope == "default" else llama(windows)
+    assert not torch.allclose(full_logits(other, out, mask), full_logits(model, out, mask), atol=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")

@@ -40,25 +40,6 @@ def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(mo
     assert len(set(found[0, 5:].tolist())) > 3, "a model that repeats itself proves little"
 
 
-def test_stop_ids_are_those_of_the_call_or_else_of_a_generation_config_or_else_of_the_config(model):
-    ids = prompt()
-    free = generate(model, ids, max_new_tokens=16)[0, 5:].tolist()
-    second, third, fifth = free[1], free[3], free[5]
-    assert len({second, third, fifth}) == 3
-
-    def new_tokens(**options):
-        return generate(model, ids, max_new_tokens=16, **options).shape[1] - 5
-
-    model.config.eos_token_id = second
-    assert new_tokens() == free.index(second) + 1
-    model.generation_config["eos_token_id"] = [fifth]
-    assert new_tokens() == new_tokens(eos_token_id=None) == free.index(fifth) + 1
-    assert new_tokens(generation_config={"eos_token_id": None}) == free.index(fifth) + 1
-    assert new_tokens(generation_config={"eos_token_id": third}) == free.index(third) + 1
-    assert new_tokens(generation_config={"eos_token_id": third}, eos_token_id=second) == free.index(second) + 1
-    assert new_tokens(eos_token_id=()) == 16
-
-
 def test_stream_and_streamer_say_what_generate_returns(model):
     class Log:
         def __init__(self):

@@ -11,7 +11,6 @@ from ligermodels.generation.processors import (
     keep_top_k,
     keep_top_p,
     keep_typical,
-    penalize_repetition,
 )
 from tests.generation.models import llama, prompt
 
@@ -42,12 +41,3 @@ def test_a_seed_repeats_and_leaves_the_global_generator_alone():
     a, b, c = (generate(model, ids, max_new_tokens=20, temperature=2.0, seed=s) for s in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(state, torch.get_rng_state())
-
-
-def test_repetition_penalty_leaves_padding_out():
-    logits, ids = torch.randn(8, 200) * 3, torch.randint(0, 200, (8, 30))
-    expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits)
-    padded = torch.cat([torch.full((8, 4), 7), ids], 1)
-    mask = torch.ones(8, 50, dtype=torch.bool)
-    mask[:, :4] = False
-    assert torch.equal(penalize_repetition(padded, logits, 1.3, mask), expected)
