@@ -109,38 +109,14 @@ def test_modules_are_skipped_by_name(plain, tmp_path):
 
 @pytest.mark.parametrize("double", [True, False])
 def test_what_is_saved_is_loaded_bit_for_bit(plain, tmp_path, double):
+    """tests/tools compares the folder with the one that transformers writes."""
     model = load(plain, NF4(double=double, compute_dtype="float32"))
     folder = model.save_pretrained(tmp_path / "one")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert config == {
-        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "llm_int8_threshold": 6.0,
-        "llm_int8_skip_modules": None, "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
-        "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double,
-        "bnb_4bit_quant_storage": "uint8",
-    }  # fmt: skip
-    tensors = load_file(folder / "model.safetensors")
-    of_q = {name.removeprefix(f"{Q}.") for name in tensors if name.startswith(f"{Q}.")}
-    nested = {"weight.nested_absmax", "weight.nested_quant_map"} if double else set()
-    state = "weight.quant_state.bitsandbytes__nf4"
-    assert of_q == {"weight", "bias", "weight.absmax", "weight.quant_map", state} | nested
-    values = json.loads(bytes(tensors[STATE].tolist()))
-    assert values["shape"] == [16, 16] and values["dtype"] == "float32" and values["blocksize"] == 64
     again = load(folder)
     assert again.hf_quantizer == model.hf_quantizer and torch.equal(again(IDS).logits, model(IDS).logits)
     again = load(again.save_pretrained(tmp_path / "two", max_shard_size="8KB"))
-    found = load_file(again.save_pretrained(tmp_path / "three") / "model.safetensors")
-    assert found.keys() == tensors.keys() and all(same_bits(found[name], tensors[name]) for name in tensors)
-
-
-def test_other_storage_dtypes_are_read(saved, tmp_path):
-    """bnb_4bit_quant_storage="bfloat16" keeps the same bytes as another dtype."""
-    shutil.copytree(saved, tmp_path / "x")
-    tensors = load_file(saved / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("proj.weight"):
-            tensors[name] = tensor.view(-1).view(torch.bfloat16)[:, None]
-    save_file(tensors, tmp_path / "x" / "model.safetensors", {"format": "pt"})
-    assert torch.equal(load(tmp_path / "x")(IDS).logits, load(saved)(IDS).logits)
+    assert same(stored(again.save_pretrained(tmp_path / "three")), stored(folder))
+    assert (f"{Q}.weight.nested_absmax" in stored(folder)) is double
 
 
 def test_weights_are_quantised_one_by_one(plain, monkeypatch):
@@ -162,25 +138,19 @@ def test_weights_are_quantised_one_by_one(plain, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_casting_and_copying_leave_the_bits(plain, kind):
-    model = load(plain, WeightOnly(quant_method=kind, skip_modules=["down_proj"]))
+    model, other = (load(plain, WeightOnly(quant_method=kind, skip_modules=["down_proj"])) for _ in range(2))
     assert len(quantised(model)) == 12
-    layer, name = model.model.layers[0].self_attn, "model.layers.0.self_attn.q_proj"
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    layer, before = model.model.layers[0].self_attn, {name: x.clone() for name, x in model.state_dict().items()}
     half = copy.deepcopy(model).to(torch.float16)
-    for key in ("weight", "scale"):
-        found, wanted = half.state_dict()[f"{name}.{key}"], before[f"{name}.{key}"]
-        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    for key in (f"{Q}.weight", f"{Q}.scale"):
+        assert same_bits(half.state_dict()[key], before[key])
     assert half(IDS).logits.isfinite().all() and half.lm_head.weight.dtype == torch.float16
     assert is_fusable(layer.q_proj, layer.k_proj) and f"kind='{kind}'" in repr(layer.q_proj)
     ends = [m.weight.data_ptr() + m.weight.nbytes for m in layer.joint_modules]
     assert [m.weight.data_ptr() for m in layer.joint_modules][1:] == ends[:-1]  # one product for q, k and v
     with torch.no_grad():
-        for parameter in half.parameters():
+        for parameter in (*half.parameters(), *other.parameters()):
             parameter.zero_()
-    other = load(plain, WeightOnly(quant_method=kind, skip_modules=["down_proj"]))
-    for module in other.modules():
-        if isinstance(module, QuantizedLinear):
-            module.weight.zero_()
     other.load_state_dict(before)
     assert torch.equal(other(IDS).logits, model(IDS).logits)
 
@@ -268,42 +238,49 @@ def test_damaged_modules_are_named(saved, tmp_path, damage, message):
         load(tmp_path)
 
 
-def test_what_cannot_be_honoured_raises(plain, saved, tmp_path):
-    with pytest.raises(InputError, match="'nf5'; supported: 'nf4'"):
-        load(plain, "nf5")
-    with pytest.raises(InputError, match="no 'blok'; it has double, skip_modules"):
-        load(plain, {"quant_method": "nf4", "blok": 64})
-    with pytest.raises(ConfigError, match=r"(?s)pip install.*quantization_config=\"nf4\""):
-        load(saved, None)
+@pytest.mark.parametrize("config, error, message", [
+    ("nf5", InputError, "'nf5'; supported: 'nf4'"),
+    ({"quant_method": "nf4", "blok": 64}, InputError, "no 'blok'; it has double, skip_modules"),
+    ({"quant_method": "int4", "double": True}, InputError, "has no 'double'"),
+    (None, ConfigError, r"(?s)pip install.*quantization_config=\"nf4\""),
+    ({"bnb_4bit_quant_type": "fp4"}, ConfigError, "weights are in fp4"),
+    ({"load_in_4bit": False}, ConfigError, "weights are in 8 bits"),
+])  # fmt: skip
+def test_settings_that_cannot_be_honoured_raise(plain, saved, tmp_path, config, error, message):
+    folder = plain if error is InputError else saved
+    if error is ConfigError and config is not None:  # in config.json
+        values = json.loads((saved / "config.json").read_text())
+        values["quantization_config"] |= config
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        folder, config = tmp_path, "nf4"
+    with pytest.raises(error, match=message):
+        load(folder, config)
+
+
+def test_the_settings_of_a_quantised_checkpoint_are_used(saved):
     with pytest.warns(UserWarning, match="its own settings are used"):
         assert load(saved, NF4(double=False)).hf_quantizer.double
-    for kind, setting in (("fp4", {"bnb_4bit_quant_type": "fp4"}), ("8 bits", {"load_in_4bit": False})):
-        config = json.loads((saved / "config.json").read_text())
-        config["quantization_config"] |= setting
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match=f"weights are in {kind}"):
-            load(tmp_path)
-    model = load(plain)
-    with pytest.raises(CheckpointError, match="leave state_dict out"):
-        model.save_pretrained(tmp_path / "x", state_dict=model.state_dict())
+
+
+def test_weights_with_nan_are_not_quantised(plain, tmp_path):
     tensors = load_file(plain / "model.safetensors")
     tensors[f"{Q}.weight"][0] = float("nan")
-    shutil.copytree(plain, tmp_path / "nan")
-    save_file(tensors, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    shutil.copy(plain / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match="q_proj holds NaN"):
-        load(tmp_path / "nan")
+        load(tmp_path)
 
 
-def test_what_is_refused_of_int8(plain, saved, tmp_path):
-    model = load(plain, "int8")
-    with pytest.raises(InputError, match="int8, which is for inference: load the base in bf16, or with"):
-        add_lora(model, r=4)
-    assert all("lora" not in name for name, _ in model.named_parameters())
+def test_what_a_quantised_model_refuses(plain, tmp_path):
+    nf4, int8 = load(plain), load(plain, "int8")
+    with pytest.raises(CheckpointError, match="leave state_dict out"):
+        nf4.save_pretrained(tmp_path / "x", state_dict=nf4.state_dict())
     with pytest.raises(CheckpointError, match=r"no format on disk.*nf4"):
-        model.save_pretrained(tmp_path / "x")
+        int8.save_pretrained(tmp_path / "x")
     assert not (tmp_path / "x").exists()
-    with pytest.raises(InputError, match="has no 'double'"):
-        load(plain, {"quant_method": "int4", "double": True})
+    with pytest.raises(InputError, match="int8, which is for inference: load the base in bf16, or with"):
+        add_lora(int8, r=4)
+    assert all("lora" not in name for name, _ in int8.named_parameters())
     with pytest.raises(InputError, match="int8"):
         QuantizedLinear(8, 4, kind="int3")
     with pytest.raises(InputError, match="bias requires"):
