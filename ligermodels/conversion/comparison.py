@@ -106,21 +106,21 @@ def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = 
 
 def _keys(a: View, b: View, *, dtypes: bool) -> Iterator[str]:
     """Differences of architecture, configs, names, shapes and, if asked, dtypes."""
-    if type(a.model) is type(b.model):
+    if type(a.model) is not type(b.model):
+        yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
+    else:
         configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
         generation = [view.generation_config() for view in (a, b)]
         for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
             for name in {**one, **other}:
                 if one.get(name) != other.get(name):
                     yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
-    else:
-        yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
     counts = Counter[tuple[str, str]]()
     for name in {**a.headers, **b.headers}:
-        if name not in b.headers or name not in a.headers:
-            yield f"{name}: only in {a.source if name in a.headers else b.source}"
+        first, second = a.headers.get(name), b.headers.get(name)
+        if first is None or second is None:
+            yield f"{name}: only in {a.source if second is None else b.source}"
             continue
-        first, second = a.headers[name], b.headers[name]
         if first.shape != second.shape:
             yield f"{name}: shape {list(first.shape)} and {list(second.shape)}"
         if dtypes and first.dtype != second.dtype:
@@ -142,21 +142,22 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes(a: View, b: View, report: Report, progress: bool) -> Iterator[str]:
+    """Tensors with other values; those that a cast makes equal are counted in the report."""
     total = sum(info.nbytes for info in a.headers.values())
-    disable = None if progress else True
-    with tqdm(desc="Comparing", total=total, unit="B", unit_scale=True, disable=disable) as bar:
+    with tqdm(None, "Comparing", total, unit="B", unit_scale=True, disable=None if progress else True) as bar:
         for name, info in a.headers.items():
-            if name in b.headers and b.headers[name].shape == info.shape:
-                one, other = a.read(name), b.read(name)
-                pair = _name(one.dtype), _name(other.dtype)
-                if one.dtype == other.dtype:
-                    if not weights.same_bits(one, other):
-                        yield f"{name}: values differ"
-                elif _is_cast(one, other):
-                    report.casts[pair] += 1
-                else:
-                    yield f"{name}: values differ by more than a cast ({pair[0]} and {pair[1]})"
             bar.update(info.nbytes)
+            if name not in b.headers or b.headers[name].shape != info.shape:
+                continue
+            one, other = a.read(name), b.read(name)
+            pair = _name(one.dtype), _name(other.dtype)
+            if one.dtype == other.dtype:
+                if not weights.same_bits(one, other):
+                    yield f"{name}: values differ"
+            elif _is_cast(one, other):
+                report.casts[pair] += 1
+            else:
+                yield f"{name}: values differ by more than a cast ({pair[0]} and {pair[1]})"
 
 
 def _is_cast(one: Tensor, other: Tensor) -> bool:
@@ -179,23 +180,20 @@ def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
         if not values.isfinite().all():
             yield f"logits: {view.source} gives NaN or infinity, so they cannot be compared"
             return
-    kl = (one.exp() * (one - other)).sum(-1).mean().item()
     greedy = (one.argmax(-1) != other.argmax(-1)).sum().item()
-    spread = _spread(one - other)
-    difference = spread / max(_spread(one), _spread(other)) if spread else 0.0
-    report.details |= {"difference_of_logits": difference, "mean_kl": kl}
-    report.details |= {"greedy_tokens_that_differ": greedy, "positions": ids.numel()}
-    if is_cast:
-        return
-    if not difference <= DIFFERENCE:
+    # Standard deviations about the mean of each position.
+    spread, *sizes = ((x - x.mean(-1, keepdim=True)).square().mean().sqrt().item() for x in (one - other, one, other))
+    difference = spread / max(sizes) if spread else 0.0
+    report.details |= {
+        "difference_of_logits": difference,
+        "mean_kl": (one.exp() * (one - other)).sum(-1).mean().item(),
+        "greedy_tokens_that_differ": greedy,
+        "positions": ids.numel(),
+    }
+    if not is_cast and not difference <= DIFFERENCE:
         yield f"logits: they differ by {difference:.1e} of their size; up to {DIFFERENCE:.0e} is rounding"
-    if greedy:
+    if not is_cast and greedy:
         yield f"logits: the likeliest token differs at {greedy} of {ids.numel()} positions"
-
-
-def _spread(logits: Tensor) -> float:
-    """Root mean square about the mean of each position."""
-    return (logits - logits.mean(-1, keepdim=True)).square().mean().sqrt().item()
 
 
 @torch.no_grad()

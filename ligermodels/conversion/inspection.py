@@ -1,6 +1,5 @@
 """Describes a checkpoint of any layout, and how to load it, from its headers and configuration."""
 
-import math
 import os
 import shlex
 from collections import Counter
@@ -15,7 +14,7 @@ from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, rea
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import dtype_counts
-from ligermodels.conversion.layouts import LAYOUTS, FolderSource, Layout, layout_of, locate, open_source, weight_paths
+from ligermodels.conversion.layouts import LAYOUTS, Layout, layout_of, locate, open_source, weight_paths
 from ligermodels.conversion.original import PARAMS
 from ligermodels.conversion.source import Source, check_fit, model_of
 from ligermodels.errors import CheckpointError, HubError, InputError, MismatchError, TokenizerError
@@ -106,6 +105,14 @@ def inspect(
     return _of_model(source, layout, str(src), sizes, given or folder, flags, revision)
 
 
+_FACTS = {
+    "model_type": "model_type", "context": "max_position_embeddings", "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""{fact of a model: field of its config}."""
+
+
 def _of_model(
     source: Source,
     layout: Layout,
@@ -125,41 +132,26 @@ def _of_model(
     parts = Counter[str]()
     for name, parameter in model.named_parameters():
         parts[_part(name)] += parameter.numel()
-    is_pickled, types = False, {}
-    if isinstance(source, FolderSource):
-        is_pickled, types = source.is_pickled, source.types
-    if layout not in ("folder", "gguf") or "--config" in flags:
-        use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
-    else:
+    is_pickled, types = getattr(source, "is_pickled", False), getattr(source, "types", {})
+    use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
+    if layout in ("folder", "gguf") and "--config" not in flags:
         options = f", revision={revision!r}" if revision is not None else ""
-        options += ", allow_pickle=True" if is_pickled else ""
-        use = f"ligermodels.load({src!r}{options})"
+        use = f"ligermodels.load({src!r}{options}{', allow_pickle=True' * is_pickled})"
     config = model.config
+    facts = {name: getattr(config, key) for name, key in _FACTS.items()}
+    facts |= {"architecture": type(model).__name__, "tied": bool(config.tie_word_embeddings)}
+    facts |= {"dtype": str(config.torch_dtype).removeprefix("torch."), "rope": dict(config.rope_parameters)}
     return Inspection(
         source=src,
         folder=source.source,
-        layout=LAYOUTS[layout] + (", pickled" if is_pickled else ""),
+        layout=LAYOUTS[layout] + ", pickled" * is_pickled,
         use=use,
         tensors=len(source.headers),
         parameters=model.num_parameters(),
         parts=dict(parts),
         dtypes=dtype_counts(source.headers, types),
         files=sizes,
-        model={
-            "architecture": type(model).__name__,
-            "model_type": config.model_type,
-            "tied": bool(config.tie_word_embeddings),
-            "dtype": str(config.torch_dtype).removeprefix("torch."),
-            "context": config.max_position_embeddings,
-            "rope": dict(config.rope_parameters),
-            "layers": config.num_hidden_layers,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "heads": config.num_attention_heads,
-            "kv_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-        },
+        model=facts,
         tokenizer=_tokenizer(config_folder),
         problem=problem,
     )
@@ -167,33 +159,33 @@ def _of_model(
 
 def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
     options, problem = read_json(folder / CONFIG), None
-    tensors = read_tensors(folder, allow_pickle=allow_pickle)
-    headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
     try:
         read_options(folder, computed=frozenset({"use_dora"}))
     except CheckpointError as error:
         problem = str(error)
+    tensors = read_tensors(folder, allow_pickle=allow_pickle)
+    headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
     parts = Counter[str]()
-    for name, info in headers.items():
+    for name, tensor in tensors.items():
         name = name.removeprefix(PREFIX)
         module = match["module"] if (match := FACTOR.fullmatch(name)) else name.rpartition(".")[0]
-        parts[module.rpartition(".")[2]] += math.prod(info.shape)
+        parts[module.rpartition(".")[2]] += tensor.numel()
     base = options.get("base_model_name_or_path") or None
+    revision = (base and options.get("revision")) or None
     pickled = not (folder / WEIGHTS).is_file()
     flags, more = ["--allow-pickle"] * pickled, ", allow_pickle=True" * pickled
-    revision = options.get("revision") or None
-    at = f", revision={revision!r}" if base and revision else ""
+    at = f", revision={revision!r}" if revision else ""
     load: str | None = f"ligermodels.training.load_adapter(ligermodels.load({base or 'BASE'!r}{at}), {src!r}{more})"
     use = ["ligermodels", "chat", *([src] if base else ["BASE", "--adapter", src]), *flags]
     merge = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *flags]
-    merge += ["--revision", revision] if base and revision else []
+    merge += ["--revision", revision] if revision else []
     if options.get("bias", "none") != "none" or any("lora_embedding_" in name for name in headers):
         load, use = None, merge  # such an adapter can only be merged
     keys = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
     return Inspection(
         source=src,
         folder=str(folder),
-        layout=LAYOUTS["adapter"] + (", pickled" if pickled else ""),
+        layout=LAYOUTS["adapter"] + ", pickled" * pickled,
         use=shlex.join(use),
         load=load,
         merge=None if options.get("use_dora") else shlex.join(merge),
@@ -240,9 +232,8 @@ def _part(name: str) -> str:
     path = name.removeprefix("model.").removeprefix("language_model.").split(".")
     if path[0] == "norm" or (path[0] == "layers" and path[-2].endswith("norm")):
         return "norms"
-    if path[0] == "layers":
-        return {"self_attn": "attention"}.get(path[2], path[2])
-    return {"embed_tokens": "embedding"}.get(path[0], path[0])
+    part = path[2] if path[0] == "layers" else path[0]
+    return {"self_attn": "attention", "embed_tokens": "embedding"}.get(part, part)
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:

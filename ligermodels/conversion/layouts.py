@@ -20,7 +20,6 @@ from ligermodels.checkpoint.files import (
     read_json,
     weight_files,
 )
-from ligermodels.checkpoint.gguf.reader import GgufReader
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.original import PARAMS, MetaSource, MistralSource
 from ligermodels.conversion.source import Source, View
@@ -139,7 +138,7 @@ class FolderSource(Source):
         self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
         self.is_pickled = getattr(self._reader, "single", None) == PICKLES
-        self.types = self._reader.types if isinstance(self._reader, GgufReader) else {}
+        self.types: dict[str, str] = getattr(self._reader, "types", {})
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)

@@ -10,9 +10,8 @@ Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -27,8 +26,7 @@ from ligermodels.errors import CheckpointError
 _HEAD = "lm_head.weight"
 
 
-@dataclass(frozen=True)
-class _Patch:
+class _Patch(NamedTuple):
     """A change of one tensor: scale * left [out, r] @ right [r, in] is added, or left replaces it if right is None."""
 
     left: Tensor
