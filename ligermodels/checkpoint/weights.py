@@ -98,7 +98,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
         plain, shape = plain_name(name), _shape(param)
         hits = ((match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(plain)))
         match, theirs = next(hits, (None, plain))
-        words = match.groupdict() if match else {}
+        groups = match.groupdict() if match else {}
         sources = (theirs,) if isinstance(theirs, str) else theirs
         stacked = "{e}" in sources[0]
         rows, left = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
@@ -108,7 +108,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
             for k, source in enumerate(sources):
                 index: tuple[int | slice, ...] = () if expert is None else (expert,)
                 index += (slice(k * rows, (k + 1) * rows),) if rows else ()
-                region = Region(name, index, source.format(**words, e=expert) if match else plain)
+                region = Region(name, index, source.format(**groups, e=expert) if match else plain)
                 if found.setdefault(region.source, region) is not region:
                     raise ValueError(f"the names on disk put {region.source} in two places")
     return list(found.values())

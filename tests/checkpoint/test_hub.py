@@ -149,16 +149,16 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
     assert hub.resolve("~/owner/name") == folder
 
 
-@pytest.mark.parametrize("given, subfolder, words", [
+@pytest.mark.parametrize("given, subfolder, message", [
     *((given, None, r"(?s)is not there\. Give the folder.*owner/name")
       for given in ("./x", "/no/such/folder", "a/b/c", "C:\\x", Path("x/y"))),
     ("model.safetensors", None, "is a file"), (".", "sub", "sub is not there"),
     *((".", subfolder, "must be a path inside") for subfolder in ("../x", "/etc", "a/../../b")),
 ])  # fmt: skip
-def test_what_is_neither_folder_nor_repository(given, subfolder, words, tmp_path, monkeypatch):
+def test_what_is_neither_folder_nor_repository(given, subfolder, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").write_bytes(b"")
-    with pytest.raises(HubError, match=words):
+    with pytest.raises(HubError, match=message):
         hub.resolve(given, subfolder=subfolder)
 
 
@@ -240,8 +240,8 @@ def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, offline, lost
         shutil.rmtree(tmp_path / "cache")
     else:
         (cached.snapshot / lost).unlink()
-    words = f"(?s)the cache lacks {lost or 'any snapshot'}.*network.*{offline[0]}.*hf download {REPO}"
-    with pytest.raises(HubError, match=words):
+    message = f"(?s)the cache lacks {lost or 'any snapshot'}.*network.*{offline[0]}.*hf download {REPO}"
+    with pytest.raises(HubError, match=message):
         hub.resolve(REPO, **offline[1])
     assert cached.asked == []
 
@@ -315,14 +315,14 @@ def api(monkeypatch):
 
 
 def test_push(tmp_path, api):
-    url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="words", token=SECRET)
+    url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="message", token=SECRET)
     assert url == "https://huggingface.co/commit/1"
     upload = {"folder_path": tmp_path, "repo_id": REPO, "revision": "dev", "create_pr": False}
     assert api == [
         ("token", SECRET),
         ("create_repo", REPO, {"private": True, "exist_ok": True}),
         ("create_branch", REPO, {"branch": "dev", "exist_ok": True}),
-        ("upload_folder", {**upload, "commit_message": "words"}),
+        ("upload_folder", {**upload, "commit_message": "message"}),
     ]
     assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
     assert [call[0] for call in api[4:]] == ["token", "create_repo", "upload_folder"]

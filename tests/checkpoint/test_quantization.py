@@ -147,7 +147,7 @@ def test_casting_and_copying_leave_the_bits(plain, kind):
     assert half(IDS).logits.isfinite().all() and half.lm_head.weight.dtype == torch.float16
     assert is_fusable(layer.q_proj, layer.k_proj) and f"kind='{kind}'" in repr(layer.q_proj)
     ends = [m.weight.data_ptr() + m.weight.nbytes for m in layer.joint_modules]
-    assert [m.weight.data_ptr() for m in layer.joint_modules][1:] == ends[:-1]  # one product for q, k and v
+    assert [m.weight.data_ptr() for m in layer.joint_modules][1:] == ends[:-1]  # one matmul for q, k and v
     with torch.no_grad():
         for parameter in (*half.parameters(), *other.parameters()):
             parameter.zero_()

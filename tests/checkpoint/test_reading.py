@@ -65,10 +65,10 @@ def test_names_that_a_wrapper_has_changed(tmp_path, wrapper, pickled):
     files = [
         file.replace("model", "pytorch_model").replace("safetensors", "bin") if pickled else file for file in SHARDS
     ]
-    held = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
-    for name, file in zip(held, files, strict=True):
-        write({name: held[name]}, tmp_path / file)
-    index(tmp_path, dict(zip(held, files, strict=True)), single)
+    state = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
+    for name, file in zip(state, files, strict=True):
+        write({name: state[name]}, tmp_path / file)
+    index(tmp_path, dict(zip(state, files, strict=True)), single)
     reader = open_checkpoint(tmp_path, allow_pickle=True)
     assert set(reader.headers) == set(reader.places) == {"model.a", "model.b"}
     assert torch.equal(reader.read("model.a"), torch.ones(2)) and torch.equal(reader.read("model.b"), torch.zeros(3))
@@ -255,9 +255,9 @@ BAD: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.filterwarnings("ignore")
 def test_damage_ends_in_a_typed_error(good, case):
-    spoil, words = BAD[case]
+    spoil, message = BAD[case]
     with spoiled(good["sharded" if case.startswith("shard:") else "single"], spoil) as folder:
-        with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
+        with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
             load(folder)
         assert str(folder) in str(caught.value), "a message says where"
 
@@ -270,9 +270,9 @@ def test_a_tied_head_that_is_the_embedding(good):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity_are_named_in_one_warning(good, value):
-    words = rf"1 of 12 tensors hold NaN or infinity: {Q}"
+    message = rf"1 of 12 tensors hold NaN or infinity: {Q}"
     broken = spoiled(good["single"], tensors(lambda t: t[Q][3:5, 2].fill_(value)))
-    with broken as folder, pytest.warns(UserWarning, match=words) as caught:
+    with broken as folder, pytest.warns(UserWarning, match=message) as caught:
         load(folder)
     assert len(caught) == 1
 

@@ -57,7 +57,7 @@ def test_shards(tmp_path, size, count):
 
 
 def test_every_dtype_shape_and_stride_is_read_by_safetensors(tmp_path):
-    """The tensors of wider dtypes come first in the file, so that each of them is aligned."""
+    """The tensors of larger elements come first in the file, so that each of them is aligned."""
     packed = torch.arange(24.0).reshape(4, 6)
     given = {
         "half": torch.ones(3, dtype=torch.float16), "top": packed[:2], "bottom": packed[2:], "t": packed.T,
@@ -245,7 +245,7 @@ def disguised(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("spoil", "message"),
     [
         (adapted, r"(?s)not the model's \(2\): \S+q_proj\.base_layer\.weight.*merge them first"),
         (lambda model: model.model.norm.to("meta"), r"model\.norm\.weight has no memory in this process.*state_dict="),
@@ -253,10 +253,10 @@ def disguised(model: nn.Module) -> None:
         (disguised, r"lm_head\.weight is quantised \(Quantised of torch\.float32\)"),
     ],
 )
-def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, spoil, words):
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, spoil, message):
     model = make_model()
     spoil(model)
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=message):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,7 +1,7 @@
-"""Weights that go through the ring of buffers: the bits of the files, whatever arrives when, and no thread left behind.
+"""Weights copied to a device through a ring of buffers: the bits of the files, at any timing, and no thread left.
 
-On a machine with a GPU the copies are CUDA's. Without one, `Late` stands for it: what it is told to copy it copies when
-somebody waits for it, so that a buffer that is filled again too early shows.
+On a machine with a GPU the copies are CUDA's. Elsewhere `Late` takes its place, which copies when somebody waits for a
+copy: a buffer that is filled again too early shows.
 """
 
 import errno
@@ -244,7 +244,7 @@ def broken(path):
     raise OSError(errno.EIO, "Input/output error")
 
 
-@pytest.mark.parametrize("when, damage, kind, words", [
+@pytest.mark.parametrize("when, damage, kind, message", [
     ("read", lambda path: os.truncate(path, 20_000), CheckpointError, "cut short"),
     ("read", broken, HubError, "cannot be read: Input/output error"),
     ("read", touch, CheckpointError, "changed or replaced"),
@@ -252,14 +252,14 @@ def broken(path):
     ("before", lambda path: path.rename(f"{path}.old").with_suffix("").write_bytes(b"x" * 40_500),
      CheckpointError, "changed or replaced"),
 ])  # fmt: skip
-def test_what_happens_to_a_file_after_its_header_was_read(stored, late, monkeypatch, when, damage, kind, words):
+def test_what_happens_to_a_file_after_its_header_was_read(stored, late, monkeypatch, when, damage, kind, message):
     parts, preadv = stored[0](late), os.preadv
     path = parts[0].stored.file.path
     if when == "before":
         damage(path)
     else:
         monkeypatch.setattr(os, "preadv", lambda *args: (preadv(*args), damage(path))[0])
-    with pytest.raises(kind, match=words) as caught:
+    with pytest.raises(kind, match=message) as caught:
         list(transfer.run(transfer.plan(parts, SMALL), late, SMALL))
     assert str(path) in str(caught.value)
 

@@ -48,14 +48,14 @@ def check_equal(source, expected):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_are_found_after_any_prefix(tmp_path, prefix, names, family):
     model = make(model_type=family).bfloat16()
-    held = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
-    state = {prefix + name: tensor.detach() for name, tensor in held.items()}
+    named = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
+    state = {prefix + name: tensor.detach() for name, tensor in named.items()}
     beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(16), "lr_scheduler": {"step": 3}, "step": 7}
     save({**state, **beside}, tmp_path)
     configured(tmp_path, model)
     (tmp_path / "tokenizer.json").write_text("{}")
     source = DcpSource(tmp_path)
-    check_equal(source, held)
+    check_equal(source, named)
     assert source.config["model_type"] == family
     assert source.files() == {name: tmp_path / name for name in ("tokenizer.json", "config.json")}
 
@@ -104,9 +104,9 @@ class Evil:
 
 def edited(change):
     def apply(folder):
-        held = pickle.loads((folder / ".metadata").read_bytes())
-        change(held, next(place for key, place in held.storage_data.items() if key.fqn == NORM))
-        (folder / ".metadata").write_bytes(pickle.dumps(held))
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata, next(place for key, place in metadata.storage_data.items() if key.fqn == NORM))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
     return apply
 

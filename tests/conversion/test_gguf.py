@@ -278,7 +278,7 @@ def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
         assert cli.main(["convert", str(source), str(tmp_path / "out.gguf"), "--to", "gguf", "--overwrite"]) == 0
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
         assert len(lines) == len(LOSSES[name] + named)
-        assert all(any(words in line for line in lines) for words in LOSSES[name] + named)
+        assert all(any(message in line for line in lines) for message in LOSSES[name] + named)
 
 
 # What is not written

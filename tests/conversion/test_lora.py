@@ -75,13 +75,11 @@ def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
 def test_mixtral_takes_both_layouts_names(tmp_path):
     base = a_base(tmp_path / "base", model_type="mixtral", num_local_experts=2)
     expert, router = "model.layers.0.block_sparse_moe.experts.1.w1", "model.layers.0.mlp.gate"
-    modules = {expert: (44, 32), router: (2, 32)}
-    tensors = an_adapter(tmp_path / "adapter", modules, target_modules=".*gate|.*w1")
+    tensors = an_adapter(tmp_path / "adapter", {expert: (44, 32), router: (2, 32)}, target_modules=".*gate|.*w1")
     source = MergedSource(base, tmp_path / "adapter")
     check_sum(source, base, tensors, expert, 1.5)
     check_sum(source, base, tensors, router, 1.5, "model.layers.0.block_sparse_moe.gate.weight")
-    both = {router: (2, 32), "model.layers.0.block_sparse_moe.gate": (2, 32)}
-    an_adapter(tmp_path / "both", both, target_modules=".*gate")
+    an_adapter(tmp_path / "both", {router: (2, 32), "model.layers.0.block_sparse_moe.gate": (2, 32)})
     with pytest.raises(CheckpointError, match="changed twice"):
         MergedSource(base, tmp_path / "both")
 
@@ -164,21 +162,19 @@ def test_peft_merges_to_the_same(tmp_path):
 
 
 def options(**fields):
-    return lambda folder: (folder / "adapter_config.json").write_text(
-        json.dumps({**json.loads((folder / "adapter_config.json").read_text()), **fields})
-    )
-
-
-def tensors(change):
     def apply(folder):
-        held = load_file(folder / "adapter_model.safetensors")
-        save_file({name: tensor.clone() for name, tensor in change(held).items()}, folder / "adapter_model.safetensors")
+        values = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**values, **fields}))
 
     return apply
 
 
-def write(name, data):
-    return lambda folder: (folder / name).write_bytes(data)
+def tensors(change):
+    def apply(folder):
+        found = change(load_file(folder / "adapter_model.safetensors"))
+        save_file({name: tensor.clone() for name, tensor in found.items()}, folder / "adapter_model.safetensors")
+
+    return apply
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -190,10 +186,7 @@ BAD = {
     "magnitudes": (tensors(lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(32)}), "variant of LoRA"),
     "another model's names": (tensors(lambda t: {k.replace("q_proj", "wq"): v for k, v in t.items()}), "has no"),
     "another size": (tensors(lambda t: {k: torch.cat([v, v], -1) if "_A" in k else v for k, v in t.items()}), "size"),
-    "a head of its own size": (
-        tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(70, 32)}),
-        "rows",
-    ),
+    "rows of a head": (tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(70, 32)}), "rows"),
     "beyond the dtype": (tensors(lambda t: {name: x * 1e6 for name, x in t.items()}), r"infinity in torch\.float16"),
     "NaN": (tensors(lambda t: {name: x * math.nan for name, x in t.items()}), "NaN or infinity"),
 }  # fmt: skip
@@ -211,10 +204,10 @@ def test_bad_adapters(tmp_path, case):
 
 def test_a_pickle_is_read_only_where_allowed(tmp_path):
     base = a_base(tmp_path / "base")
-    held = an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
+    found = an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
     expected = MergedSource(base, tmp_path / "adapter").read("model.layers.1.self_attn.q_proj.weight")
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    torch.save(held, tmp_path / "adapter" / "adapter_model.bin")
+    torch.save(found, tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="allow_pickle=True"):
         MergedSource(base, tmp_path / "adapter")
     source = MergedSource(base, tmp_path / "adapter", allow_pickle=True)

@@ -42,8 +42,8 @@ def test_round_trips_return_the_same_bits(tmp_path, script, capsys, family, tied
     (tmp_path / "hf" / "consolidated.safetensors").write_text("not to be looked at")
     assert script(tmp_path / "hf", tmp_path / "dcp", "--to", "dcp") == 0
     model = ARCHS[family].from_config(read_json(tmp_path / "hf" / "config.json"), device="meta")
-    held = DcpSource(tmp_path / "dcp").headers
-    assert {n: x.shape for n, x in held.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    found = DcpSource(tmp_path / "dcp").headers
+    assert {n: x.shape for n, x in found.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
     assert script(tmp_path / "dcp", tmp_path / "back", "--max-shard-size", f"{9 // shards}KB", "--verify", "bytes") == 0
     assert same(stored(tmp_path / "back"), tensors)
     for name in ("config.json", *FILES):
@@ -164,7 +164,7 @@ def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "gguf"])
 def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
-    """At each read, the memory of no tensor that was read before is still held: all in one file, and cast."""
+    """At each read, the memory of no tensor that was read before is still in use: all in one file, and cast."""
     small_model(tmp_path / "hf", "mixtral", "mixtral", num_local_experts=2)
     alive, read = [], View.read
 
@@ -209,9 +209,9 @@ def test_a_conversion_that_fails_leaves_the_old_folder(tmp_path, monkeypatch, to
     else:
         monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         monkeypatch.setattr(FolderSource, "read", None)
-    words = {"bit": "values differ", "disk": "free some space", "space": "are free"}[how]
+    message = {"bit": "values differ", "disk": "free some space", "space": "are free"}[how]
     options = Options(to=to, verify="bytes" if how == "bit" else "none", overwrite=True, progress=False)
-    with pytest.raises(MismatchError if how == "bit" else HubError, match=words) as caught:
+    with pytest.raises(MismatchError if how == "bit" else HubError, match=message) as caught:
         convert(tmp_path / "hf", tmp_path / "out", options)
     assert how == "bit" or caught.value.errno == 28
     assert same(stored(tmp_path / "out"), old) and names(tmp_path) == ["hf", "out"]

@@ -94,7 +94,7 @@ def test_fields_of_the_config_are_compared(tmp_path, folder):
 
 
 @pytest.mark.parametrize(
-    "change, fields, level, words",
+    "change, fields, level, message",
     [
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()}),
@@ -115,9 +115,9 @@ def test_fields_of_the_config_are_compared(tmp_path, folder):
     ],
     ids=["dtype", "cast", "bits", "nan", "shape", "names", "architecture"],
 )  # fmt: skip
-def test_each_difference_is_named(tmp_path, folder, change, fields, level, words):
+def test_each_difference_is_named(tmp_path, folder, change, fields, level, message):
     report = verify(folder, changed(folder, tmp_path / "b", change, **fields), level=level, progress=False)
-    assert not report.ok and any(words in line for line in report.mismatches), report.mismatches
+    assert not report.ok and any(message in line for line in report.mismatches), report.mismatches
 
 
 @pytest.mark.parametrize("dtype, first", [(torch.float16, True), (torch.bfloat16, False), (torch.float64, True)])
