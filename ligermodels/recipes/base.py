@@ -15,6 +15,7 @@ from ligermodels.recipes.options import TextOptions, TrainOptions
 from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
 from ligermodels.recipes.rows import Rows
 from ligermodels.text import Tokenizer
+from ligermodels.training.lora import save_adapter
 
 if TYPE_CHECKING:
     from ligermodels.recipes.steps import StepBatches
@@ -126,12 +127,10 @@ class Recipe:
 
     def save(self, model: Any, folder: Path) -> None:
         """Writes what was trained. Called by every rank."""
-        if not self.options.lora_r:
+        if self.options.lora_r:
+            save_adapter(model, folder)
+        else:
             model.save_pretrained(folder)
-            return
-        from ligermodels.training.lora import save_adapter
-
-        save_adapter(model, folder)
 
     @property
     def result(self) -> str:
@@ -187,10 +186,3 @@ def decoder_inputs(batch: Batch) -> Batch:
     """The arguments of a model's forward among a batch's entries."""
     names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")
     return {name: batch[name] for name in names if name in batch}
-
-
-def without_adapters(model: Any) -> Any:
-    """A context in which the adapters of the model are off."""
-    from ligermodels.training.lora import adapters_off
-
-    return adapters_off(model)

@@ -111,15 +111,8 @@ class Encoder:
         counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
         return Outcome(parts, counts, cut)
 
-    def encode_many(self, indices: Sequence[int]) -> list[Outcome | LigermodelsError]:
-        """The outcomes of rows; an error in place of a row that raises it."""
-        found: list[Outcome | LigermodelsError] = []
-        for index in indices:
-            try:
-                found.append(self(index))
-            except LigermodelsError as error:
-                found.append(error)
-        return found
+    def encode_many(self, indices: Sequence[int]) -> list[Outcome]:
+        return [self(index) for index in indices]
 
 
 class Counts:
@@ -314,17 +307,14 @@ class Batches(Iterator[Batch]):
                 epoch, row = epoch + 1, 0
 
     def _encode(self, epoch: int, row: int) -> Iterator[Outcome]:
-        """The outcomes of rows, in processes if there are workers. Raises the error of the first row with one."""
+        """The outcomes of rows, in processes if there are workers."""
         indices = self._indices(epoch, row)
         if not self.workers:
             yield from map(self.encoder, indices)
             return
         chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
         with contextlib.closing(Workers(self.encoder.encode_many, chunks, self.workers)) as found:
-            for outcome in itertools.chain.from_iterable(found):
-                if isinstance(outcome, LigermodelsError):
-                    raise outcome
-                yield outcome
+            yield from itertools.chain.from_iterable(found)
 
     def _indices(self, epoch: int, row: int) -> Iterator[int]:
         """The rows from a place of an epoch on."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss, sum_over_ranks, without_adapters
+from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss, sum_over_ranks
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option, override
@@ -22,6 +22,7 @@ from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
+from ligermodels.training.lora import adapters_off
 
 
 @dataclass(kw_only=True)
@@ -249,7 +250,7 @@ class GRPO(Sampling):
             found.append(logps.reshape(-1)[batch["places"]])
             return logps.new_zeros(())
 
-        with torch.no_grad(), contextlib.nullcontext() if self.reference is not None else without_adapters(model):
+        with torch.no_grad(), contextlib.nullcontext() if self.reference is not None else adapters_off(model):
             (self.reference or model)(**decoder_inputs(batch), loss_function=keep)
         return found[0]
 

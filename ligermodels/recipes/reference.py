@@ -16,13 +16,13 @@ from ligermodels.arch.inputs import Targets
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.layers.preference import sum_per_sequence
-from ligermodels.recipes.base import without_adapters
 from ligermodels.recipes.masking import IGNORED
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import check_ids, on_device
+from ligermodels.training.lora import adapters_off
 
 if TYPE_CHECKING:
     from ligermodels.recipes.trainer import Trainer
@@ -132,7 +132,7 @@ class Reference:
                     "the data as before, or a new --output-dir"
                 ) from None
             return torch.tensor(found).to(batch["labels"].device, non_blocking=True)
-        with torch.no_grad(), without_adapters(self.model) if self.adapters_off else contextlib.nullcontext():
+        with torch.no_grad(), adapters_off(self.model) if self.adapters_off else contextlib.nullcontext():
             return logps(self.model, batch, prefix=prefix).sums
 
 

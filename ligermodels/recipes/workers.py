@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError, LigermodelsError, TrainingError
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -29,7 +29,8 @@ _AHEAD = 2
 class Workers(Iterator[Any]):
     """work(item) for each item, in the order of the items.
 
-    Raises InputError if `work` cannot be pickled, TrainingError if a process dies.
+    Raises the errors of ligermodels that `work` raises, InputError if it cannot be pickled, TrainingError if a process
+    dies.
     """
 
     def __init__(self, work: Callable[[Any], Any], items: Iterator[Any], number: int) -> None:
@@ -72,6 +73,8 @@ class Workers(Iterator[Any]):
             result = connection.recv()
         except (EOFError, OSError):
             raise self._death(process) from None
+        if isinstance(result, LigermodelsError):
+            raise result
         self._give(worker)
         return result
 
@@ -120,6 +123,11 @@ def _serve(connection: Any) -> None:
     try:
         work = connection.recv()
         while True:
-            connection.send(work(connection.recv()))
+            item = connection.recv()
+            try:
+                result = work(item)
+            except LigermodelsError as error:
+                result = error
+            connection.send(result)
     except (EOFError, OSError):
         return
