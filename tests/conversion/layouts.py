@@ -171,7 +171,9 @@ def write_own(folder: Path, hf: Path, to: str, *, ranks: int = 1) -> None:
             moe = {"num_experts": config.num_local_experts, "num_experts_per_tok": config.num_experts_per_tok}
             params["moe"] = moe
         folder.mkdir()
-        save_file(own, folder / "consolidated.safetensors")
+        for part in (1, 2):
+            half = {name: own[name] for name in sorted(own)[part - 1 :: 2]}
+            save_file(half, folder / f"consolidated-0000{part}-of-00002.safetensors")
         (folder / "params.json").write_text(json.dumps(params))
     for path in hf.iterdir():
         if not path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -199,12 +201,8 @@ def write_adapter(folder: Path, **options: object) -> None:
 def logits(state: dict[str, Tensor], ids: Tensor, params: dict, frequencies: Tensor | None = None) -> Tensor:
     """Meta's and Mistral's forward pass in fp64, from their description: neighbouring dimensions rotated together, a
     window, experts weighed by softmax. state: under their names. frequencies: of the rotation, where it is scaled."""
-    heads, groups, width = (
-        params["n_heads"],
-        params["n_heads"] // params["n_kv_heads"],
-        len(state["layers.0.attention.wq.weight"]),
-    )
-    width //= heads
+    heads, groups = params["n_heads"], params["n_heads"] // params["n_kv_heads"]
+    width = len(state["layers.0.attention.wq.weight"]) // heads
     batch, length = ids.shape
     if frequencies is None:
         frequencies = params["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)

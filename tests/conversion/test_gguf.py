@@ -446,15 +446,6 @@ def test_it_opens_by_its_name_and_by_its_folder(tiny, tmp_path, monkeypatch):
         ligermodels.load(tmp_path)
 
 
-def test_the_commands_take_it(tiny, capsys, tmp_path):
-    assert cli.main(["inspect", str(tiny)]) == 0
-    out = capsys.readouterr().out
-    assert all(text in out for text in ("layout          GGUF", f"load('{tiny}')", "tokenizer.json, ")), out
-    assert cli.main(["convert", str(tiny), str(tmp_path / "hf"), "--verify", "logits", "--dtype", "bf16"]) == 0
-    assert read_json(tmp_path / "hf" / "config.json")["dtype"] == "bfloat16"
-    assert cli.main(["generate", str(tiny), "--prompt", "the", "--max-new-tokens", "2", "--device", "cpu"]) == 0
-
-
 # What is not read
 
 NEW = {float: [gguf.GGUFValueType.FLOAT32], int: [gguf.GGUFValueType.UINT32], str: [gguf.GGUFValueType.STRING]}

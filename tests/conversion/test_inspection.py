@@ -49,7 +49,12 @@ def test_every_layout_says_the_same_of_its_model(folders, layout, unread):
     assert found.tensors == 21
     assert found.dtypes == {"bfloat16" if layout == "mistral" else "float32": sum(PARAMETERS.values())}
     weights = {path.name: path.stat().st_size for path in folder.iterdir() if "json" not in path.suffix and path.suffix}
-    assert found.files == weights and len(found.files) == {"sharded": len(weights), "meta": 2, "dcp": 21}.get(layout, 1)
+    assert found.files == weights and len(found.files) == {
+        "sharded": len(weights),
+        "meta": 2,
+        "mistral": 2,
+        "dcp": 21,
+    }.get(layout, 1)
     assert len(found.files) > 3 or layout != "sharded"
     says = {"tied": False, "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 48}
     assert found.model == {**found.model, **says, "intermediate_size": 24}

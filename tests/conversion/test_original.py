@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -18,7 +18,7 @@ from ligermodels.conversion.layouts import open_source
 from ligermodels.conversion.original import MetaSource
 from ligermodels.errors import CheckpointError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
-from tests.conversion.layouts import cut, logits, own_weights, same, write_meta
+from tests.conversion.layouts import cut, logits, write_meta
 from tests.text import folders
 
 META = {
@@ -76,26 +76,6 @@ def opened(folder: Path, **options):
 
 
 # The same bits and logits
-
-
-@pytest.mark.parametrize(
-    "params, parts, axis, dtype",
-    [
-        ({**META, "dim": 4, "n_heads": 2}, 1, 0, torch.float32),
-        ({**META, "dim": 48, "n_heads": 6, "n_kv_heads": 3}, 3, 1, torch.bfloat16),
-        ({**META, "dim": 32, "n_heads": 8}, 2, 0, torch.float16),
-        (MISTRAL, 3, 0, torch.bfloat16), (MISTRAL | MOE, 3, 0, torch.float32),
-    ],
-)  # fmt: skip
-def test_every_bit_arrives_however_the_files_are_cut(tmp_path, params, parts, axis, dtype):
-    state = own_state(params, rows=24, dtype=dtype)
-    folder = a_folder(tmp_path / "in", params, state, parts=parts, axis=axis)
-    source = opened(folder)
-    found = {name: source.read(name) for name in source.headers}
-    assert same(own_weights(found, head_dim=params.get("head_dim") or params["dim"] // params["n_heads"]), state)
-    assert source.config["torch_dtype"] == str(dtype).removeprefix("torch.")
-    convert(folder, tmp_path / "hf", Options(allow_pickle=True, verify="bytes", progress=False))
-    assert same(load_file(tmp_path / "hf" / "model.safetensors"), found)
 
 
 @pytest.mark.parametrize(
