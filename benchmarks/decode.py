@@ -324,7 +324,7 @@ def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str,
         owner = model
         if baseline.startswith("hf"):
             owner = peer(name, options, model.dtype, num_hidden_layers=model.config.num_hidden_layers)
-            state = dict(export(model, type(model).DISK_NAMES))
+            state = dict(export(model, model.names_on_disk))
             missing, unexpected = owner.load_state_dict(state, strict=False)
             assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # a tied head
         calls[baseline] = lambda ids, owner=owner, baseline=baseline: first_call(owner, ids, 1, baseline)

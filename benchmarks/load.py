@@ -169,7 +169,7 @@ def _barrier() -> None:
 def _ours(folder: str, device: str, mesh: Any) -> tuple[str, Mapping[str, Tensor], Any]:
     where: dict[str, Any] = {"device": device} if mesh is None else {"mesh": mesh}
     model = ligermodels.load(folder, progress=False, **where)
-    boxes = weights.export(model, type(model).DISK_NAMES).boxes
+    boxes = weights.export(model, model.names_on_disk).boxes
     if divided := [name for name, (_, index) in boxes.items() if index]:
         raise RuntimeError(f"{divided[0]} is a part of a parameter: only whole ones are compared")
     return "a model", {name: tensor for name, (tensor, _) in boxes.items()}, model

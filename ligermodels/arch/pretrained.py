@@ -166,20 +166,19 @@ class Pretrained(nn.Module):
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
         elif device is None and device_map is None and quantizer is not None:
             place = quantizer.default_device(place)
-        load_options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
-        load_options |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
+        load_options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress)
+        names = model.names_on_disk
         on_disk = placement.on_disk(model, plan) if place is None else set()
         if on_disk:
-            table = weights.layout(model, cls.DISK_NAMES, opened.headers, also=cls.ALSO_READ)
-            stored = weights.Renamed(model, opened, table, {})
+            stored = weights.Renamed(model, opened, names.found(model, opened.headers).table, {})
         with contextlib.nullcontext(opened) if on_disk else opened as reader:  # stays open for what is on the disk
             if quantizer is None:
-                weights.load(model, cls.DISK_NAMES, reader, adopt=reader.is_mapped, leave=on_disk, **load_options)
+                weights.load(model, names, reader, adopt=reader.is_mapped, leave=on_disk, **load_options)
             else:
                 if place is None:
                     load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
                 load_options["from_quantized"] = saved_with is not None
-                quantization.load(model, cls.DISK_NAMES, reader, quantizer, **load_options)
+                quantization.load(model, names, reader, quantizer, **load_options)
         if place is None:
             placement.dispatch(model, plan, stored if on_disk else None)
         model.source_folder = folder
@@ -325,11 +324,11 @@ class Pretrained(nn.Module):
         # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
+            tensors = weights.export(shapes, self.names_on_disk, given)
         elif is_state:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
-            tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
+            tensors, metadata = quantization.export(self, shapes, self.names_on_disk, quantizer)
             values["quantization_config"] = quantizer.to_dict()
         files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
@@ -363,6 +362,10 @@ class Pretrained(nn.Module):
         """The name of the embedding's parameter."""
         table = self.get_input_embeddings()
         return next(f"{name}.weight" for name, module in self.named_modules() if module is table)
+
+    @property
+    def names_on_disk(self) -> weights.Names:
+        return weights.Names(self.DISK_NAMES, self.ALSO_READ, self.IGNORE, self.tied_weights)
 
     @property
     def tied_weights(self) -> dict[str, str]:

@@ -111,7 +111,7 @@ def linears(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
 
 def load(
     model: nn.Module,
-    table: weights.Table,
+    names: weights.Names,
     reader: Any,
     quantizer: Quantizer,
     *,
@@ -119,9 +119,6 @@ def load(
     devices: Mapping[str, torch.device] | None = None,
     from_quantized: bool = False,
     progress: bool = True,
-    ignore: Iterable[str] = (),
-    tied: Mapping[str, str] | None = None,
-    also: Iterable[weights.Table] = (),
 ) -> None:
     """Does `weights.load`, and quantises linear modules one by one as their weights are read.
 
@@ -130,21 +127,22 @@ def load(
     Raises CheckpointError, also for a weight with NaN or infinity.
     """
     chosen = linears(model, quantizer)
-    table = weights.layout(model, table, reader.headers, also=also)
-    boxes = weights.regions(model, table)
+    names = names.found(model, reader.headers)
+    boxes = weights.regions(model, names.table)
     if from_quantized:
         found = _saved_parts(boxes, reader.headers)
         saved = {name: found[name] for name in chosen if name in found}
         chosen = {name: chosen[name] for name in saved}
         taken = {source for parts in saved.values() for source in parts.values()}
     else:
-        weights.check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
+        weights.check(model, names, reader.headers, reader.source)
         taken = {box.source for box in boxes if box.param.rpartition(".")[0] in chosen}
-        ours = weights.Renamed(model, reader, table, {})
+        ours = weights.Renamed(model, reader, names.table, {})
     for name in chosen:
         model.set_submodule(name, nn.Module())  # until the others are loaded
     quantized = f"^({'|'.join(map(re.escape, taken))})$"
-    weights.load(model, table, reader, device=device, progress=progress, ignore=(*ignore, quantized), tied=tied)
+    others = dataclasses.replace(names, ignore=(*names.ignore, quantized))
+    weights.load(model, others, reader, device=device, progress=progress)
     for name, linear in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
         place = device if devices is None else devices[name]
         if from_quantized:
@@ -170,12 +168,7 @@ def mark(model: Any, quantizer: Quantizer) -> None:
 
 
 def export(
-    model: nn.Module,
-    shapes: nn.Module,
-    table: weights.Table,
-    quantizer: Quantizer,
-    *,
-    tied: Mapping[str, str] | None = None,
+    model: nn.Module, shapes: nn.Module, names: weights.Names, quantizer: Quantizer
 ) -> tuple[weights.Exported, dict[str, str]]:
     """(the tensors under their names on disk, the metadata of the files). Raises the errors of `weights.export`.
 
@@ -183,7 +176,7 @@ def export(
     """
     chosen = {name: model.get_submodule(name) for name in linears(shapes, quantizer)}
     chosen = {name: module for name, module in chosen.items() if quantizer.is_quantized(module)}
-    place = {box.param: box.source.rpartition(".")[0] for box in weights.regions(shapes, table)}
+    place = {box.param: box.source.rpartition(".")[0] for box in weights.regions(shapes, names.table)}
     state = {name: tensor for name, tensor in model.named_parameters() if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
     quantized: dict[str, Any] = {}
@@ -195,7 +188,7 @@ def export(
     if len(metadata) > 1:  # torchao's, which names the plain tensors too
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in state}
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
-    plain = weights.export(shapes, table, state, tied=tied)
+    plain = weights.export(shapes, names, state)
     return weights.Exported({**plain.boxes, **quantized}), metadata
 
 

@@ -19,8 +19,8 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,27 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the weights of a model are named on disk.
+
+    table: of the names that are written. also: tables of other layouts, which are read as well.
+    ignore: regular expressions; other names on disk in which one is found are allowed.
+    tied: {name on disk: our parameter}: it may be missing on disk; if it is there, it is a copy of that parameter.
+    """
+
+    table: Table
+    also: tuple[Table, ...] = ()
+    ignore: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def found(self, model: nn.Module, stored: Container[str]) -> Self:
+        """With the one of the tables that has the most names in a checkpoint of `stored`; in a tie, the first."""
+        tables = (self.table, *self.also)
+        counts = [sum(region.source in stored for region in regions(model, table)) for table in tables]
+        return replace(self, table=tables[counts.index(max(counts))], also=())
 
 
 class Reader(Protocol):
@@ -114,33 +135,17 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     return list(found.values())
 
 
-def layout(model: nn.Module, table: Table, names: Container[str], *, also: Iterable[Table] = ()) -> Table:
-    """The one of `table` and `also` with the most names in a checkpoint of `names`; in a tie, `table`."""
-    found = [sum(region.source in names for region in regions(model, one)) for one in (table, *also)]
-    return (table, *also)[found.index(max(found))]
-
-
-def check(
-    model: nn.Module,
-    table: Table,
-    headers: Mapping[str, TensorInfo],
-    *,
-    ignore: Iterable[str] = (),
-    tied: Mapping[str, str] | None = None,
-    where: str = "the checkpoint",
-) -> None:
+def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], where: str = "the checkpoint") -> None:
     """Compares names, shapes and dtypes of the model, which may be on meta, with the headers of a checkpoint.
 
-    ignore: regular expressions; unexpected names on disk in which one is found are allowed.
-    tied: {name on disk: our parameter}: it may be missing on disk; if it is there, it is a copy of that parameter.
     Raises CheckpointError with the names that do not fit and a likely cause.
     """
     params = dict(model.named_parameters())
-    expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, table)}
-    copies = {name: _shape(params[ours]) for name, ours in (tied or {}).items()}
+    expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, names.table)}
+    copies = {name: _shape(params[ours]) for name, ours in names.tied.items()}
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
-    skip = re.compile("|".join(ignore) or "(?!)")
+    skip = re.compile("|".join(names.ignore) or "(?!)")
     unexpected = [name for name in headers if name not in shapes and not skip.search(name)]
     misshapen = [name for name, shape in shapes.items() if headers[name].shape != shape]
     lists = {
@@ -160,10 +165,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def check_tied(model: nn.Module, table: Table, reader: Reader, tied: Mapping[str, str] | None) -> None:
-    """Raises CheckpointError if a tied copy on disk differs from its parameter; `tied` as in `check`."""
-    copies = {name: param for name, param in (tied or {}).items() if name in reader.headers}
-    sources = {region.param: region.source for region in regions(model, table)} if copies else {}
+def check_tied(model: nn.Module, names: Names, reader: Reader) -> None:
+    """Raises CheckpointError if a tied copy on disk differs from its parameter."""
+    copies = {name: param for name, param in names.tied.items() if name in reader.headers}
+    sources = {region.param: region.source for region in regions(model, names.table)} if copies else {}
     for name, param in copies.items():
         if not same_bits(reader.read(name), reader.read(sources[param])):
             raise CheckpointError(
@@ -175,15 +180,12 @@ def check_tied(model: nn.Module, table: Table, reader: Reader, tied: Mapping[str
 
 def load(
     model: nn.Module,
-    table: Table,
+    names: Names,
     reader: Reader,
     *,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
     progress: bool = True,
-    ignore: Iterable[str] = (),
-    tied: Mapping[str, str] | None = None,
-    also: Iterable[Table] = (),
     adopt: bool = False,
     leave: Container[str] = (),
 ) -> None:
@@ -191,21 +193,19 @@ def load(
 
     dtype: of all parameters, by default each one's own.
     progress: show a bar over bytes on stderr if that is a terminal.
-    ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
-    also: tables of other layouts that are read as well; see `layout`.
     adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself. Nothing else may use
         its memory, as with a mapped safetensors file. So without a GPU, one copy of the weights is in memory.
     leave: parameters that stay on the meta device.
-    A reader with `locate` is copied to a GPU through transfer.py. Otherwise one tensor at a time is copied, in file
-    order, so host memory beyond the model stays below the largest tensor. Only the local part of a sharded parameter
-    (DTensor) is filled, and only that part of a mapped file is read. Weights with NaN or infinity are loaded, with one
-    warning that names them. A module with buffers must rebuild them in its own `_apply`.
+    `check` and `check_tied` run first. A reader with `locate` is copied to a GPU through transfer.py. Otherwise one
+    tensor at a time is copied, in file order, so host memory beyond the model stays below the largest tensor. Only the
+    local part of a sharded parameter (DTensor) is filled, and only that part of a mapped file is read. Weights with NaN
+    or infinity are loaded, with one warning that names them. A module with buffers must rebuild them in its `_apply`.
     Raises CheckpointError.
     """
-    table = layout(model, table, reader.headers, also=also)
-    check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
-    check_tied(model, table, reader, tied)
-    boxes = {region.source: region for region in regions(model, table) if region.param not in leave}
+    names = names.found(model, reader.headers)
+    check(model, names, reader.headers, reader.source)
+    check_tied(model, names, reader)
+    boxes = {region.source: region for region in regions(model, names.table) if region.param not in leave}
     adopted: dict[str, Tensor] = {}
     if adopt and torch.device(device).type == "cpu":
         params = dict(model.named_parameters())
@@ -217,19 +217,19 @@ def load(
                 adopted[box.param] = tensor
     allocate(model, device, dtype, adopted, leave)
     params = dict(model.named_parameters())
-    names = [name for name in reader.headers if name in boxes]
+    order = [name for name in reader.headers if name in boxes]
     extremes: dict[str, list[Tensor]] = {}
     with torch.no_grad():
-        parts = {name: list(_parts(params[boxes[name].param], boxes[name].index)) for name in names}
+        parts = {name: list(_parts(params[boxes[name].param], boxes[name].index)) for name in order}
         place = next((memory.device for found in parts.values() for memory, _ in found), torch.device("cpu"))
         locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
         if locate is not None and transfer.serves(place):
-            wanted = [transfer.Part(name, locate(name), at, to) for name in names for to, at in parts[name]]
+            wanted = [transfer.Part(name, locate(name), at, to) for name in order for to, at in parts[name]]
             blocks = transfer.plan(wanted, transfer.SETTINGS)
             total, steps = sum(block.nbytes for block in blocks), transfer.run(blocks, place, transfer.SETTINGS)
         else:
-            total = sum(reader.headers[name].nbytes for name in names)
-            steps = _copy(reader, parts, {name for name in names if boxes[name].param in adopted})
+            total = sum(reader.headers[name].nbytes for name in order)
+            steps = _copy(reader, parts, {name for name in order if boxes[name].param in adopted})
         disable = None if progress else True  # None: unless stderr is a terminal
         bar = tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable)
         with bar, contextlib.closing(steps):
@@ -237,7 +237,7 @@ def load(
                 for name in complete:  # NaN is an extreme too, and this makes no copy
                     extremes[name] = [extreme for memory, _ in parts[name] for extreme in memory.aminmax()]
                 bar.update(nbytes)
-    _warn_of_nan({name: extremes[name] for name in names if extremes.get(name)}, reader.source)
+    _warn_of_nan({name: extremes[name] for name in order if extremes.get(name)}, reader.source)
 
 
 def _copy(
@@ -301,29 +301,22 @@ def fill(param: Tensor, draw: Callable[[Tensor], object]) -> None:
         values.copy_(whole[index])
 
 
-def export(
-    model: nn.Module,
-    table: Table,
-    state_dict: Mapping[str, Tensor] | None = None,
-    *,
-    tied: Mapping[str, str] | None = None,
-) -> "Exported":
+def export(model: nn.Module, names: Names, state_dict: Mapping[str, Tensor] | None = None) -> "Exported":
     """The weights of `model` under their names on disk, each a view of its parameter.
 
     state_dict: {name of a parameter: tensor}, saved instead of the model's own; names may have a wrapper's prefixes.
-        The model then gives names and shapes only and may be on the meta device.
-    tied: as in `check`; a copy in `state_dict` must equal its parameter, and is dropped.
-    Raises CheckpointError for names or shapes that are not the model's, and for weights that are quantised or have no
-    local memory.
+        The model then gives names and shapes only and may be on the meta device. A tied copy in it is dropped.
+    Raises CheckpointError for names or shapes that are not the model's, for a tied copy that differs, and for weights
+    that are quantised or have no local memory.
     """
     params = model.named_parameters() if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in params}
-    for name, ours in (tied or {}).items():
+    for name, ours in names.tied.items():
         copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
     _check_saveable(model, tensors)
-    return Exported({r.source: (tensors[plain_name(r.param)], r.index) for r in regions(model, table)})
+    return Exported({r.source: (tensors[plain_name(r.param)], r.index) for r in regions(model, names.table)})
 
 
 class Exported:

@@ -200,5 +200,5 @@ def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
 def _log_probabilities(view: View, ids: Tensor) -> Tensor:
     """Log probabilities [prompts, length, vocabulary] in fp64, of the model in fp32."""
     model = type(view.model).from_config(view.config, device="meta", dtype=torch.float32)
-    weights.load(model, model.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
+    weights.load(model, weights.Names(model.DISK_NAMES), view, device="cpu", dtype=torch.float32, progress=False)
     return model.eval()(ids, use_cache=False).logits.double().log_softmax(-1)

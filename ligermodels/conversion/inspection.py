@@ -123,10 +123,10 @@ def _of_model(
     revision: str | None,
 ) -> Inspection:
     """flags: the options with which `ligermodels convert` reads it."""
-    model, table = model_of(source)
+    model, names = model_of(source)
     problem = None
     try:
-        check_fit(source, model, table)
+        check_fit(source, model, names)
     except MismatchError as error:
         problem = str(error)
     parts = Counter[str]()

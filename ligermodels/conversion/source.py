@@ -49,10 +49,10 @@ class View(Source):
     def __init__(self, origin: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
         self.origin, self.source, self.config = origin, origin.source, origin.config
         self.on_read: Callable[[int], object] = lambda nbytes: None
-        self.model, table = model_of(origin)
-        check_fit(origin, self.model, table)
-        weights.check_tied(self.model, table, origin, self.model.tied_weights)
-        self._renamed = weights.Renamed(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
+        self.model, names = model_of(origin)
+        check_fit(origin, self.model, names)
+        weights.check_tied(self.model, names, origin)
+        self._renamed = weights.Renamed(self.model, origin, names.table, {} if memory else self.model.DISK_NAMES)
         headers = self._renamed.headers
         self.headers = {name: TensorInfo(dtype or info.dtype, info.shape) for name, info in headers.items()}
         if dtype is not None:
@@ -78,10 +78,10 @@ class View(Source):
         return {**lenient_json(text.decode()), "transformers_version": None}
 
 
-def model_of(source: Source) -> tuple[CausalLM, weights.Table]:
-    """(the model that the config asks for, on the meta device; the table of the source's names). Raises ConfigError."""
+def model_of(source: Source) -> tuple[CausalLM, weights.Names]:
+    """(the model that the config asks for, on the meta device; the source's names). Raises ConfigError."""
     model = model_on_meta(source.config, source.source)
-    return model, weights.layout(model, model.DISK_NAMES, source.headers, also=model.ALSO_READ)
+    return model, model.names_on_disk.found(model, source.headers)
 
 
 def model_on_meta(config: Mapping[str, Any], where: str) -> CausalLM:
@@ -92,9 +92,9 @@ def model_on_meta(config: Mapping[str, Any], where: str) -> CausalLM:
     return ARCHS[model_type].from_config(config, device="meta")
 
 
-def check_fit(source: Source, model: CausalLM, table: weights.Table) -> None:
+def check_fit(source: Source, model: CausalLM, names: weights.Names) -> None:
     """Raises MismatchError where names or shapes of the weights do not fit the model of their config."""
     try:
-        weights.check(model, table, source.headers, ignore=model.IGNORE, tied=model.tied_weights, where=source.source)
+        weights.check(model, names, source.headers, source.source)
     except CheckpointError as error:
         raise MismatchError(str(error)) from error

@@ -110,7 +110,7 @@ def test_a_model_has_the_bits_that_safetensors_reads(
     read = stored_tensors(tmp_path / "x")
     with pytest.warns(UserWarning, match="hold NaN or infinity"):
         model = ligermodels.load(tmp_path / "x", device=through, dtype=dtype, progress=False)
-    for name, box in weights.export(model, model.DISK_NAMES):
+    for name, box in weights.export(model, model.names_on_disk):
         assert same_bits(box.cpu(), read[name].to(dtype)) or stored != dtype, name
         torch.testing.assert_close(box.cpu(), read[name].to(dtype), rtol=0, atol=0, equal_nan=True)
         assert box.device.type == torch.device(through).type

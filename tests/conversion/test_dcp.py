@@ -48,7 +48,7 @@ def check_equal(source, expected):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_are_found_after_any_prefix(tmp_path, prefix, names, family):
     model = make(model_type=family).bfloat16()
-    named = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
+    named = dict(model.named_parameters() if names == "memory" else weights.export(model, model.names_on_disk))
     state = {prefix + name: tensor.detach() for name, tensor in named.items()}
     beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(16), "lr_scheduler": {"step": 3}, "step": 7}
     save({**state, **beside}, tmp_path)

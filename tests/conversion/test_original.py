@@ -100,8 +100,7 @@ def test_logits_are_theirs_and_not_without_the_permutation(tmp_path, params, par
 
     def error() -> Tensor:
         model = ARCHS[source.config["model_type"]].from_config(source.config, device="meta", dtype=torch.float32)
-        options = dict(device="cpu", progress=False, ignore=model.IGNORE, tied=model.tied_weights)
-        weights.load(model, model.DISK_NAMES, source, **options)
+        weights.load(model, model.names_on_disk, source, device="cpu", progress=False)
         with torch.no_grad():
             return (model.eval()(ids).logits - expected).abs().max() / expected.abs().max()
 
