@@ -17,7 +17,7 @@ class TestGemma(Suite):
         "plain": tiny(),
         "gelu_means_tanh": tiny(hidden_act="gelu"),
         "silu": tiny(hidden_act="silu", hidden_activation="silu"),
-        "wide_heads_sharing_one": tiny(head_dim=20, num_key_value_heads=1),
+        "large_heads_sharing_one": tiny(head_dim=20, num_key_value_heads=1),
         "untied": tiny(tie_word_embeddings=False),
         "other_theta_and_eps": tiny(
             rms_norm_eps=0.05, rope_parameters={"rope_type": "default", "rope_theta": 20.0}, num_hidden_layers=3

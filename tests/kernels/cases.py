@@ -41,7 +41,7 @@ class Case:
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
-    "part of wider rows": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "part of longer rows": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
     "every other column": lambda t: torch.stack([t, t], -1)[..., 0],
     "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
     "expanded rows": lambda t: t[:1].expand_as(t) if t.shape[0] else t,
@@ -112,7 +112,6 @@ class Op:
     matmuls: it multiplies by weights, so that torch.autocast applies to it.
     runs_once: its backward hands out what the forward computed, unless reduction is "none".
     checks: it raises InputError for arguments that do not fit.
-    widest: the dtype that is compared with the reference, closely.
     """
 
     call: Callable
@@ -133,10 +132,13 @@ class Op:
     matmuls: bool = False
     runs_once: bool = False
     checks: bool = True
-    widest: torch.dtype = torch.float64
 
     def of_sizes(self, interpreted: bool) -> dict[str, list]:
         return {n: v.values(interpreted) if isinstance(v, Sizes) else v for n, v in self.choices.items()}
+
+    def distinct(self) -> dict[str, list]:
+        """The choices on a CPU, each once."""
+        return {n: list(dict.fromkeys(v)) for n, v in self.of_sizes(interpreted=True).items()}
 
 
 def drawn(name: str, op: Op, interpreted: bool) -> Iterator[tuple[int, int, dict[str, Any], int, torch.dtype]]:

@@ -63,7 +63,7 @@ def judge(
 ) -> None:
     """The op is as exact as eager on this case, writes over none of its inputs, and has the dtypes of its inputs.
 
-    A case of few numbers is drawn several times and judged as one: from a few errors no rms can be told.
+    A case of few numbers is drawn several times and judged as one: few errors have no reliable rms.
     """
     draws = []
     torch.manual_seed(seed)

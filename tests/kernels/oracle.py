@@ -12,7 +12,7 @@ def assert_as_exact(
     """`actual` errs no more than `eager`, both against `exact` (fp64): rms 1.0x, max 1.25x + 1 ulp.
 
     Rounding an exact result to the dtype already errs by up to half an ulp, so below that floor eager is
-    lucky rather than better, and is not asked for. In fp32, whose accumulators are no wider than itself, every
+    lucky rather than better, and is not asked for. In fp32, whose accumulators are fp32 too, every
     operation rounds, and the floor is one ulp. Nor are two equally exact results equally far off: over n independent
     errors their rms differs by chance, by about 1 / sqrt(n); four times that is allowed for. `shared` elements have
     one error in common, as those of a row that is divided by one number, so that n is the number of elements over

@@ -108,11 +108,11 @@ def test_hidden_ends_are_left_out(seen, causal, device, poison):
     mask = torch.zeros(2, 133, dtype=torch.bool, device=device)
     mask[0, slice(*seen)] = mask[1, ::7] = True
     weights = torch.randn(q.shape, device=device).to(dtype)
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    exact = attention_reference(*wide, causal=causal, key_mask=mask)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    exact = attention_reference(*doubles, causal=causal, key_mask=mask)
     actual = our_attention(*leaves, causal=causal, key_mask=mask)
     tolerance = 1e-10 if dtype == torch.float64 else 5e-3  # bf16: 2^-8 a rounding
-    pairs = zip(torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(exact, wide, weights.double()),
+    pairs = zip(torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(exact, doubles, weights.double()),
                 strict=True)  # fmt: skip
     for a, b in ((actual, exact), *pairs):
         assert (a.double() - b).norm() <= tolerance * b.norm()

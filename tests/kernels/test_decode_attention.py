@@ -178,32 +178,6 @@ def test_offsets_past_32_bits(device):
     torch.testing.assert_close(decode_attention(q, keys, keys, starts, ends), expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("packed, rotated, ring", [(True, 16, False), (False, 16, True), (True, 12, True)])
-def test_a_token_is_rotated_and_written_to_its_place_alone(device, packed, rotated, ring):
-    for dtype in DTYPES:
-        rows, heads, size = 3, (4, 2, 2), 16
-        qkv = torch.randn(rows, 1, sum(heads) * size, device=device).to(dtype)
-        q, k, v = (x.unflatten(-1, (-1, size)) for x in qkv.split([n * size for n in heads], -1))
-        if not packed:
-            q, k, v = (x.clone() for x in (q, k, v))
-        angles = torch.randn(rows, 1, rotated // 2, device=device)
-        cos, sin = angles.cos(), angles.sin()
-        ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
-        keys, values = (
-            torch.full((rows, 8 if ring else 14, 2, size), 7.0, device=device, dtype=dtype) for _ in range(2)
-        )
-        expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
-        expected_v = v.clone()
-        found = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring)
-        torch.testing.assert_close(found, expected_q)
-        here = torch.arange(rows), ((ends.long() - 1) % keys.shape[1]).cpu()
-        torch.testing.assert_close(keys[here], expected_k[:, 0])
-        assert torch.equal(values[here], expected_v[:, 0])
-        for x in (keys, values):
-            x[here] = 7.0
-            assert (x == 7.0).all(), "nothing else is written"
-
-
 def test_quantized_heads():
     x = torch.randn(2, 50, 3, 64) * torch.exp2(torch.randint(-30, 30, (2, 50, 3, 1)))
     x[0, 0] = 0
@@ -221,41 +195,53 @@ def test_quantized_heads():
     assert (error.square().sum() / x.double().square().sum()) ** 0.5 < 0.03
 
 
-@pytest.mark.parametrize("ring, rotated, expands", [(False, 16, False), (True, 12, False), (True, 16, True)])
-def test_a_token_is_written_in_fp8(device, ring, rotated, expands):
-    """Heads that e4m3 holds exactly, turned by quarters, come out bit for bit; others, on a GPU, as the reference."""
-    for dtype, plain in itertools.product(DTYPES, (True, False) if ON_GPU else (True,)):
-        rows, size, capacity = 3, 16, 10 if ring else 14
-        bits = torch.randint(0, 120, (2, rows, 1, 2, size), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        bits[..., 3] = 448  # makes the scale a power of two
-        bits *= torch.randint(0, 2, bits.shape) * 2 - 1
-        k, v = (bits * torch.exp2(torch.randint(-9, 4, (2, rows, 1, 2, 1)))).to(device, dtype)
-        quarters = torch.randint(0, 4, (rows, 1, rotated // 2), device=device)
-        cos, sin = (torch.tensor(x, device=device)[quarters] for x in ([1.0, 0, -1, 0], [0.0, 1, 0, -1]))
-        if not plain:
-            k, v = torch.randn(2, rows, 1, 2, size, device=device).to(dtype)
-            cos, sin = (f(torch.randn(rows, 1, rotated // 2, device=device)) for f in (torch.cos, torch.sin))
-        q = torch.randn(rows, 1, 4, size, device=device).to(dtype)
-        ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
-        held = [torch.full((rows, capacity, 2, size), 7.0, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
-        held += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        if expands:
+def exact_in_fp8(rows, rotated, device, dtype):
+    """k, v, cos and sin of quarters of a turn: e4m3 and a scale hold the rotated heads exactly."""
+    bits = torch.randint(0, 120, (2, rows, 1, 2, 16), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    bits[..., 3] = 448  # makes the scale a power of two
+    bits *= torch.randint(0, 2, bits.shape) * 2 - 1
+    k, v = (bits * torch.exp2(torch.randint(-9, 4, (2, rows, 1, 2, 1)))).to(device, dtype)
+    quarters = torch.randint(0, 4, (rows, 1, rotated // 2), device=device)
+    return k, v, *(torch.tensor(x, device=device)[quarters] for x in ([1.0, 0, -1, 0], [0.0, 1, 0, -1]))
+
+
+@pytest.mark.parametrize("rotated, ring, how", [
+    (16, False, "packed"), (16, True, ""), (12, True, "packed"), (16, False, "fp8"), (12, True, "fp8"),
+    (16, True, "fp8, expands"), pytest.param(16, True, "fp8, rounds", marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_a_token_is_rotated_and_written_to_its_place_alone(device, rotated, ring, how):
+    """In fp8, what can be held exactly comes out bit for bit; the rest, on a GPU, as the reference."""
+    rows, capacity, fp8, rounds = 3, 10 if ring else 14, "fp8" in how, "rounds" in how
+    here = torch.arange(rows), (torch.tensor([6, 9, 14]) - 1) % capacity
+    for dtype in DTYPES:
+        q = torch.randn(rows, 1, 4, 16, device=device).to(dtype)
+        k, v = torch.randn(2, rows, 1, 2, 16, device=device).to(dtype)
+        cos, sin = (f(torch.randn(rows, 1, rotated // 2, device=device)) for f in (torch.cos, torch.sin))
+        if fp8 and not rounds:
+            k, v, cos, sin = exact_in_fp8(rows, rotated, device, dtype)
+        if how == "packed":
+            q, k, v = torch.cat([q, k, v], 2).split([4, 2, 2], 2)
+        stored = torch.float8_e4m3fn if fp8 else dtype
+        held = [torch.full((rows, capacity, 2, 16), 7.0, device=device).to(stored) for _ in range(2)]
+        held += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2 * fp8)]
+        if "expands" in how:
             held = [x[:1].expand(rows, *x.shape[1:]) for x in held]
         expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
-        found = rope_to_cache(q, k, v, cos, sin, *held[:2], ends, ring=ring, scales=(held[2], held[3]))
-        torch.testing.assert_close(found, expected_q)
-        here = torch.arange(rows), ((ends.long() - 1) % capacity).cpu()
-        for x, of_x, expected in ((held[0], held[2], expected_k), (held[1], held[3], v)):
-            written = dequantize_heads(x[here], of_x[here], torch.float64)
-            if plain:
-                assert torch.equal(written, expected[:, 0].double())
-            else:
-                wanted = dequantize_heads(*quantize_heads(expected[:, 0]), torch.float64)
+        options = dict(ring=ring, scales=tuple(held[2:]) or None)
+        ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
+        expected_v = v.clone()
+        torch.testing.assert_close(rope_to_cache(q, k, v, cos, sin, *held[:2], ends, **options), expected_q)
+        for i, expected in enumerate((expected_k[:, 0], expected_v[:, 0])):
+            written = held[i][here] if not fp8 else dequantize_heads(held[i][here], held[i + 2][here], torch.float64)
+            if rounds:
+                wanted = dequantize_heads(*quantize_heads(expected), torch.float64)
                 assert ((written - wanted).abs() <= wanted.abs() / 7 + 1e-2).all()
                 assert (written == wanted).double().mean() > 0.95, "a quotient may round to the other side"
-            for one in (x.float(), of_x.float().clone()):
-                one[:, here[1]] = 7.0
-                assert (one == 7.0).all(), "nothing else is written"
+            else:
+                torch.testing.assert_close(written, expected.to(written.dtype), **dict(rtol=0, atol=0) if fp8 else {})
+        for x in (x.float().clone() for x in held):
+            x[here if "expands" not in how else (slice(None), here[1])] = 7.0
+            assert (x == 7.0).all(), "nothing else is written"
 
 
 def test_infinities_do_not_become_numbers(device):

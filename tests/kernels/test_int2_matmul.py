@@ -48,14 +48,14 @@ def test_sums_are_exact(device, poison, shape):
 def test_leading_dims_and_layouts(device, poison):
     w = ternary(12, 20, device=device)
     a = int8(20, 2, 3, device=device).permute(1, 2, 0)
-    wide = torch.cat([pack_int2(w), pack_int2(w)], 1)[:, 20:]
+    part = torch.cat([pack_int2(w), pack_int2(w)], 1)[:, 20:]
     odd = torch.cat([a, a], -1)[..., 1:21]  # starts in the middle of a word
     scale = torch.rand(3, 2, device=device).t()
     for x in (a, odd, odd[0], a[:1].expand(2, 3, 20), a[0, 0]):
-        out = int2_matmul(x, wide, out_dtype=torch.int32)
+        out = int2_matmul(x, part, out_dtype=torch.int32)
         assert torch.equal(out.long(), exact(x.reshape(-1, 20), w).view(*x.shape[:-1], 12))
-    narrow = int2_matmul(odd[0, :, 3:9], wide[:, :6], out_dtype=torch.int32)  # whole words apart, but no whole number
+    narrow = int2_matmul(odd[0, :, 3:9], part[:, :6], out_dtype=torch.int32)  # whole words apart, but no whole number
     assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
     scale_w, bias = torch.rand(2, 12, device=device)
-    out = int2_matmul(a, wide, scale_a=scale, scale_w=scale_w, bias=bias, out_dtype=torch.float32)
+    out = int2_matmul(a, part, scale_a=scale, scale_w=scale_w, bias=bias, out_dtype=torch.float32)
     torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None] * scale_w + bias)

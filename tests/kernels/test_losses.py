@@ -72,7 +72,7 @@ def results(op, call: dict, rows=slice(None), **options) -> dict[str, Tensor]:
     return found | dict(zip(trained, gradients, strict=True))
 
 
-def wide(call):
+def in_fp64(call):
     return {n: t.detach().requires_grad_(call[n].requires_grad) for n, t in as_dtype(call, torch.float64).items()}
 
 
@@ -191,7 +191,7 @@ def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     size = 4 * CHUNK
     call = problem("linear_cross_entropy", 3 * CHUNK, 131, device, dtype, size, 0.0, 1 / size**0.25, bias=False)
-    exact = results(linear_cross_entropy_reference, wide(call), reduction="sum")["weight"]
+    exact = results(linear_cross_entropy_reference, in_fp64(call), reduction="sum")["weight"]
 
     def error(**options):
         found = results(linear_cross_entropy, call, reduction="sum", **options)["weight"]
@@ -236,7 +236,7 @@ def test_ignored_tokens_reach_nothing(device, poison, name, reduction):
 
 @each_head
 def test_more_valid_labels_than_announced(device, name):
-    """A multiple of the smallest chunk is announced, of so many tokens that leaving some out pays."""
+    """num_valid is a multiple of the smallest chunk, small enough that the ignored tokens are dropped."""
     tokens, (op, reference) = CHUNK + CHUNK // 2, OPS[name]
     call = problem(name, tokens, 30, device, ignored=0.0)
     assert op(**call, num_valid=CHUNK).isnan().any()
@@ -251,7 +251,7 @@ def test_fp16_gradients_do_not_underflow(device, name):
     call = problem(name, 32, 20, device, torch.float16, ignored=0.0, scale=0.3)
     small = {"weight_soft": 1e-3, "weight_hard": 1e-4} if name == "linear_jsd" else {"num_items_in_batch": 2_000_000}
     trained = [n for n, t in call.items() if t.requires_grad]
-    inputs = wide(call)
+    inputs = in_fp64(call)
     (op, reference), scale = OPS[name], 2.0**16
     actual = torch.autograd.grad(op(**call, **small) * scale, [call[n] for n in trained])
     exact = torch.autograd.grad(reference(**inputs, **small) * scale, [inputs[n] for n in trained])
@@ -273,7 +273,7 @@ def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, v
     call["teacher_weight"] = weight + 0.01 * torch.randn_like(weight)
     options = options | {"weight_soft": 256.0}  # so that no gradient of a logit is a subnormal of fp16
     actual = results(linear_jsd, call, workspace_bytes=1, **options)
-    expected = results(linear_jsd_reference, wide(call), **options)
+    expected = results(linear_jsd_reference, in_fp64(call), **options)
     errors = {name: ((actual[name].double() - t).norm() / t.norm()).item() for name, t in expected.items()}
     # The loss is of second order in differences of 0.1 between fp32 logits near 16, off by some 1e-6. The gradients of
     # the logits are rounded to the dtype, and so are those made of them, each by eps / 2 at most.

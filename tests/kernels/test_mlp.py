@@ -101,7 +101,7 @@ def test_what_is_frozen_costs_nothing(device, poison, mode, trained):
 
 
 def test_tiles_bound_what_exists_at_once(device):
-    """With recompute no tensor of all tokens is as wide as z or h; one tile where they fit twice."""
+    """With recompute no tensor has z or h of all tokens; one tile where they fit twice."""
     inputs, dy = make(device, True, 6 * CHUNK, inner=100)
     workspace = 2 * CHUNK * 2 * 100 * 4
     with Seen() as seen:

@@ -14,7 +14,7 @@ SHAPES = [(1,), (3,), (64,), (65,), (5, 13), (127,), (33, 70), (48, 128), (64 * 
 
 
 def make(shape, dtype=torch.float32, device="cpu"):
-    """Rows of very different size, some zeros, and a block of nothing but zeros where there is room."""
+    """Rows of very different size, some zeros, and, where the weight is large enough, a block of zeros."""
     weight = torch.randn(shape) * torch.logspace(-3, 1, shape[-1])
     weight.view(-1)[64:128] = 0
     return weight.to(device=device, dtype=dtype)

@@ -66,8 +66,8 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
     gate, up = weights(device, kind, (n, n), k)
     x, b1, b2 = (torch.randn(size, device=device).to(dtype) for size in ((1, k), n, n))
     for biases in ((None, None), (b1, b2)):
-        wide = [None if b is None else b.double() for b in biases]
-        y = [F.linear(x.double(), exact(w), b) for w, b in zip((gate, up), wide, strict=True)]
+        exact_biases = [None if b is None else b.double() for b in biases]
+        y = [F.linear(x.double(), exact(w), b) for w, b in zip((gate, up), exact_biases, strict=True)]
         assert_close(quantized_linear(x, [gate], biases[:1]), y[0], dtype, device)
         h = quantized_glu(x, gate, up, *biases, activation="silu")
         assert_close(h, ACTIVATIONS["silu"](y[0]) * y[1], dtype, device)
@@ -128,12 +128,12 @@ def test_the_mlp(device, kind, rows, packed):
     gate_up, down = weights(device, kind, (12, 5), 128)[0], weights(device, kind, [5], 6)[0]
     first = gate_up if packed else gate_up.halves()
     x = torch.randn(1, rows, 128, device=device)
-    wide = x.double().requires_grad_()
-    wanted = gated_mlp_reference(wide, exact(gate_up), exact(down))
+    x64 = x.double().requires_grad_()
+    wanted = gated_mlp_reference(x64, exact(gate_up), exact(down))
     assert_close(gated_mlp(x, first, down), wanted, torch.float32, device)
     dy = torch.randn_like(wanted)
     (found,) = torch.autograd.grad(gated_mlp(x.requires_grad_(), first, down), x, dy.float())
-    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, wide, dy)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.double(), torch.autograd.grad(wanted, x64, dy)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_what_it_takes(device):

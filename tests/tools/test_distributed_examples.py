@@ -13,7 +13,7 @@ import torch
 import ligermodels
 from ligermodels.training import AdamW
 
-pytestmark = pytest.mark.slow  # processes that import everything anew
+pytestmark = pytest.mark.slow  # each starts processes that import everything
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 

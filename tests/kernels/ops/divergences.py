@@ -13,9 +13,9 @@ from tests.kernels.ops.losses import (
     head_choices,
     head_of_usual_size,
     known_labels,
+    largest_row_of_a_head,
     no_chunks,
     probability_noise,
-    widest_of_a_head,
 )
 
 
@@ -173,12 +173,12 @@ def linear_jsd_op() -> Op:
         m, rows, *, vocab, hidden, padded=0, bias=False, hard=False, known=False, ignored=None, scale=1.0, same=False,
         **options,
     ):  # fmt: skip
-        lead, wide = m.lead(rows), hidden if same else hidden + 3
+        lead, teacher_hidden = m.lead(rows), hidden if same else hidden + 3
         tensors = {
             "student_x": m(*lead, hidden, scale=scale * hidden**-0.5),
             "student_weight": m(vocab, hidden),
-            "teacher_x": m(*lead, wide, scale=scale * wide**-0.5, train=False),
-            "teacher_weight": m(vocab + padded, wide, train=False),
+            "teacher_x": m(*lead, teacher_hidden, scale=scale * teacher_hidden**-0.5, train=False),
+            "teacher_weight": m(vocab + padded, teacher_hidden, train=False),
         }
         if same:
             tensors["teacher_x"], tensors["teacher_weight"] = (tensors[n].detach() for n in list(tensors)[:2])
@@ -225,7 +225,7 @@ def linear_jsd_op() -> Op:
             "vocab": 7, "hidden": 5, "hard": True, "reduction": "none", "bias": True, "student_softcap": 3.0,
             "teacher_softcap": 2.0,
         },
-        row=widest_of_a_head,
+        row=largest_row_of_a_head,
         more=MORE_OF_A_HEAD | {
             "bias": [False, True], "return_soft_hard_loss": [False, True], "student_softcap": [3.0],
             "teacher_softcap": [3.0],

@@ -102,7 +102,7 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
             "tiny rows": edge(lambda r, n: torch.randn(r, n) * 1e-4),
             "one number of 1e4 in each row": edge(outlier),
             "far from zero": edge(lambda r, n: 100 + 0.25 * torch.randn(r, n)),
-            "wide, and one row": edge(lambda r, n: torch.randn(r, n), width=20001, rows=1),
+            "one row of 20001": edge(lambda r, n: torch.randn(r, n), width=20001, rows=1),
         },
         past_2_31=huge,
         noise=functools.partial(row_noise, layer=layer),

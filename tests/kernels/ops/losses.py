@@ -177,7 +177,7 @@ def head_of_usual_size(chosen: dict[str, Any]) -> bool:
     return chosen["hidden"] * chosen["vocab"] <= 2**25 and not one_number
 
 
-def widest_of_a_head(chosen: dict[str, Any]) -> int:
+def largest_row_of_a_head(chosen: dict[str, Any]) -> int:
     return max(chosen["vocab"], chosen["hidden"])
 
 
@@ -228,7 +228,7 @@ def linear_loss_op() -> Op:
         head_case,
         choices=head_choices(bias=[False, False, True]) | LOSS_CHOICES,
         complete={"vocab": 7, "hidden": 5, "reduction": "none", "bias": True, "weighted": True},
-        row=widest_of_a_head,
+        row=largest_row_of_a_head,
         more=MORE_OF_A_LOSS | MORE_OF_A_HEAD,
         few_rows=HEAD_ROWS,
         fits=head_of_usual_size,
@@ -277,7 +277,7 @@ def logprobs_op() -> Op:
             return_entropy=[False, False, True], return_logits_mean=[False, False, True],
         ),
         complete={"vocab": 7, "hidden": 5, "return_entropy": True, "bias": True},
-        row=widest_of_a_head,
+        row=largest_row_of_a_head,
         more=MORE_OF_A_HEAD | {"softcap": [3.0]},
         few_rows=HEAD_ROWS,
         fits=head_of_usual_size,

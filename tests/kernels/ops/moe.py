@@ -70,7 +70,7 @@ def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     """What one rounding of dh = dy @ down, and sums of fp32 one after the other, cost d_weights = sum(dh * h).
 
     A sum of K terms t errs by eps sqrt(K / 24 * sum(t^2)), however little is left of it. Eager's sum(dy * (down @ h))
-    is added in parts, and of as many rounded terms as the tokens are wide, where there may be one dh.
+    is added in parts: H rounded terms, where there may be one dh.
     """
     t = {name: x.detach().double() for name, x in case.tensors.items()}
     experts, dy = case.tensors["experts"], upstream[0].double()
