@@ -4,7 +4,10 @@ The result grows in a folder beside the destination. It replaces the destination
 asked for, verified. A conversion that fails or is killed leaves the destination as it was.
 """
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,7 +18,7 @@ from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import locate, open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
-from ligermodels.conversion.source import Source, View
+from ligermodels.conversion.source import View
 from ligermodels.errors import InputError, MismatchError
 from ligermodels.text import Tokenizer
 
@@ -42,40 +45,44 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     dtype = None if name in KEPT else getattr(torch, name)
     # A GGUF file is cast by its writer: norms and biases stay fp32.
     view = View(source, memory=options.to == "dcp", dtype=None if options.to == "gguf" else dtype)
-    target, shards, headers = None, None, view.headers
+    target, headers = None, view.headers
+    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": options.to}
+    write: Callable[[Path], object]
     if options.to == "gguf":
         label = options.name or model_name(src, options.adapter)
         target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=label)
-        headers = target.headers
+        headers, write, details["name"] = target.headers, target.write, target.name
     elif options.to == "hf":
         shards = _shards(view, options)
+        tensors = (view.read(name) for names in shards for name in names)
+        write, details["files"] = lambda folder: saving.write_shards(folder, headers, tensors, shards), len(shards)
+    else:
+        from ligermodels.conversion.distributed import write_dcp  # imports torch.distributed: half a second
+
+        write = functools.partial(write_dcp, view)
     nbytes = sum(info.nbytes for info in headers.values())
     report = Report(str(src), None if dst is None else str(dst), len(headers), nbytes)
-    report.details = {"architecture": type(view.model).__name__, "to": options.to, "dtypes": dtype_counts(headers)}
-    if target is not None:
-        report.details["name"] = target.name
-    if shards is not None:
-        report.details["files"] = len(shards)
+    report.details = details | {"dtypes": dtype_counts(headers)}
     if destination is None:
         return report
-    replacing = saving.replacing(destination, nbytes, is_file=options.to == "gguf")
+    replacing = saving.replacing(destination, nbytes, is_file=target is not None)
     with saving.write_errors(destination), replacing as staging:
         total = sum(info.nbytes for info in view.headers.values())
         disable = None if options.progress else True
         with tqdm(desc="Converting", total=total, unit="B", unit_scale=True, disable=disable) as bar:
             view.on_read = bar.update
-            if target is not None:
-                target.write(staging)
-            elif shards is not None:
-                tensors = (view.read(name) for names in shards for name in names)
-                saving.write_shards(staging, view.headers, tensors, shards)
-            else:
-                from ligermodels.conversion.distributed import write_dcp  # imports torch.distributed: half a second
-
-                write_dcp(view, staging)
+            write(staging)
         saving.finish(staging, view.files() if target is None else {})  # a GGUF file has the tokenizer in it
-        if options.verify != "none":
-            _verify(staging, source, target, dtype, options, report)
+        if target is not None and options.verify != "none":
+            report.details["verified"] = options.verify
+            report.mismatches += target.compare(staging, level=options.verify)
+        elif options.verify != "none":
+            expected, written = View(source, dtype=dtype), View(open_source(staging))
+            compare(expected, written, level=options.verify, report=report, progress=options.progress)
+            report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
+        if not report.ok:
+            lines = "\n  ".join(report.mismatches[:5])
+            raise MismatchError(f"{dst} was not written, for the result differs from the source:\n  {lines}")
     return report
 
 
@@ -90,24 +97,3 @@ def _shards(view: View, options: Options) -> list[list[str]]:
     for name in view.headers:
         files.setdefault(view.places[name], []).append(name)
     return [saving.align(view.headers, files[file]) for file in sorted(files)]
-
-
-def _verify(
-    staging: Path,
-    source: Source,
-    target: GgufTarget | None,
-    dtype: torch.dtype | None,
-    options: Options,
-    report: Report,
-) -> None:
-    """Compares what was written with the source. Raises MismatchError."""
-    if target is not None:
-        report.details["verified"] = options.verify
-        report.mismatches += target.compare(staging, level=options.verify)
-    else:
-        expected, written = View(source, dtype=dtype), View(open_source(staging))
-        compare(expected, written, level=options.verify, report=report, progress=options.progress)
-        report.mismatches += [f"{n} tensors are {b}, expected {a}" for (a, b), n in report.casts.items()]
-    if not report.ok:
-        lines = "\n  ".join(report.mismatches[:5])
-        raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")

@@ -123,8 +123,13 @@ def test_saving_over_a_checkpoint(tmp_path, monkeypatch, lacking):
     (tmp_path / "out" / "x").unlink()
     folder.chmod(0o750)
     put_beside(folder)
-    if lacking == "renameat2":
-        monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
+    exchange = saving._exchange
+
+    def late(a, b):
+        (folder / "written during the swap").touch()
+        return lacking != "renameat2" and exchange(a, b)
+
+    monkeypatch.setattr(saving, "_exchange", late)
     if lacking == "hard links":
         monkeypatch.setattr(os, "link", fail_with(errno.EPERM))
     with (folder / "checkpoint-5" / "runs" / "open").open("w") as log:
@@ -133,7 +138,7 @@ def test_saving_over_a_checkpoint(tmp_path, monkeypatch, lacking):
     assert value_of(folder) == 2.0 and is_beside(folder)
     assert [path.stat().st_mode & 0o777 for path in (folder, folder / "checkpoint-5")] == [0o750] * 2
     assert {path.name for path in folder.iterdir()} == {
-        "README.md", "checkpoint-5", "config.json", "latest", "model.safetensors",
+        "README.md", "checkpoint-5", "config.json", "latest", "model.safetensors", "written during the swap",
     }  # fmt: skip
     assert lacking == "hard links" or (folder / "checkpoint-5" / "runs" / "open").read_text() == "more"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
