@@ -53,7 +53,7 @@ FORWARD: dict[str, tuple[dict[str, Any], str]] = {
     "packing: descending": (dict(input_ids=IDS, cu_seqlens=bounds(0, 6, 5, 10)), "ascend from 0"),
     "packing: with a mask": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), attention_mask=ONES), "with neither"),
     "packing: that asks for a cache": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), use_cache=True), "neither"),
-    "packing: of keys and queries apart": (
+    "packing: other bounds for keys than for queries": (
         dict(input_ids=IDS, cu_seq_lens_q=bounds(0, 5, 10), cu_seq_lens_k=bounds(0, 4, 10)), "k differ"),
     "cache: of another batch size": (dict(input_ids=IDS, past_key_values=cache(batch=3)), "another batch"),
     "cache: of more layers": (dict(input_ids=IDS, past_key_values=cache(layers=2)), "another model"),

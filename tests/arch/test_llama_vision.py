@@ -187,14 +187,14 @@ class TestImages(Tiny):
 
     def test_packed_samples_in_one_row_equal_the_samples(self, model, tiny):
         ids, _, shown = images(tiny, [[(0, 1)], [(0, 2)]], length=12)
-        apart = model(ids, **shown).logits
+        separate = model(ids, **shown).logits
         mask = shown["cross_attention_mask"]
         joined = torch.zeros(1, 24, 2, mask.shape[-1], dtype=torch.long)
         joined[0, :12, 0], joined[0, 12:, 1] = mask[0, :, 0], mask[1, :, 0]
         packed = {name: shown[name].transpose(0, 1) for name in ARGUMENTS}
         bounds = torch.tensor([0, 12, 24], dtype=torch.int32)
         found = model(ids.view(1, -1), cu_seqlens=bounds, cross_attention_mask=joined, **packed).logits
-        assert relative(found.view_as(apart), apart) < LOGITS
+        assert relative(found.view_as(separate), separate) < LOGITS
         with pytest.raises(InputError, match="batch of one row"):
             model(ids, cu_seqlens=bounds, **shown)
 

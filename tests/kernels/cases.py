@@ -98,11 +98,11 @@ class Sizes(NamedTuple):
 class Op:
     """An entry of the table.
 
-    make: a case of so many rows, from (make, rows, **chosen).
+    make: a case with this many rows, from (make, rows, **chosen).
     choices: what the keyword arguments of `make` may be. A first choice of `Sizes` is taken in turn, others are drawn.
     complete: keyword arguments of a small case that has every tensor argument.
     row: how many elements a row of the largest tensor has, from the chosen; it bounds the rows.
-    more: choices that eager does not know, or that are dear: judged against the reference in fp64.
+    more: choices that eager lacks, or that are slow: judged against the reference in fp64.
     few_rows: the numbers of rows of the comparison in fp64.
     fits: whether choices fit together.
     edges: adversarial values, by what is hard about them; each from a Maker.

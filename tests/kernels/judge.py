@@ -72,7 +72,7 @@ def judge(
         draws.append(run_all(name, case))
         shared = {what: case.shared if t.dim() > 1 else 1 for what, t in draws[0][0].items()}
         if len(draws) * max(t.numel() for t in draws[0][0].values()) >= 2**21:
-            break  # what is held of the draws before it is 80 bytes for each of these
+            break  # each of these takes 80 bytes of every draw
         if all(t.numel() == 0 or t.numel() * len(draws) >= ENOUGH * shared[n] for n, t in draws[0][0].items()):
             break
     for what in draws[0][0]:

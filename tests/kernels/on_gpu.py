@@ -39,7 +39,7 @@ def assert_compiles(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tens
     compiled = forward_backward(torch.compile(op, fullgraph=True, **options), inputs, grads)
     for actual, expected in zip(compiled, forward_backward(op, inputs, grads), strict=True):
         # Where terms cancel, an element is as exact as they are, which are at most as large as the largest element.
-        # Compiled, weights that lie in one storage are matmuls of their own, which add up in another order.
+        # Compiled, the weights of one storage are separate matmuls, which add up in another order.
         eps = torch.finfo(actual.dtype).eps if actual.is_floating_point() else 0.0
         atol = max(1e-5, (4 if eps < 1e-6 else 0.5) * eps * expected.abs().max().item()) if actual.numel() else 0.0
         torch.testing.assert_close(actual, expected, rtol=max(1.3e-6, 2 * eps), atol=atol)

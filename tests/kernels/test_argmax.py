@@ -15,9 +15,9 @@ def test_the_first_of_the_largest(device, poison, shape, dtype):
     logits = torch.randn(shape).to(device, dtype)  # in 16 bits there are ties; fp64 is left to torch
     expected = argmax_reference(logits.cpu())
     assert torch.equal(argmax(logits).cpu(), expected)
-    apart = torch.full((shape[0], shape[1] + 9), NAN, device=device, dtype=dtype)
-    apart[:, : shape[1]] = logits
-    assert torch.equal(argmax(apart[:, : shape[1]]).cpu(), expected)
+    gaps = torch.full((shape[0], shape[1] + 9), NAN, device=device, dtype=dtype)
+    gaps[:, : shape[1]] = logits
+    assert torch.equal(argmax(gaps[:, : shape[1]]).cpu(), expected)
     best = logits.max(-1, keepdim=True).values
     lowest = torch.where(logits == best, torch.arange(shape[1], device=device), shape[1]).min(-1).values
     assert torch.equal(argmax(logits)[0], lowest)

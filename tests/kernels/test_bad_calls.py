@@ -263,5 +263,5 @@ def test_ids_out_of_range_of_kernels(device, name, bad):
         at = 3 if name != "moe_experts" else 3 // right.shape[1]
         rest = torch.arange(len(first), device=device) != at
         assert first[at].isnan().all()
-        # The rows of an expert may lie at other places of its tiles.
+        # The rows of an expert may be in other rows of its tiles.
         torch.testing.assert_close(first[rest], other[rest], rtol=1e-6 if name == "moe_experts" else 0, atol=1e-6)

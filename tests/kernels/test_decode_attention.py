@@ -89,8 +89,8 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads, fp8):
             reference = (keys, values) if fp8 else (exact_keys, exact_values)
             torch.testing.assert_close(decode_attention_reference(q.double(), *reference, *bounds, **scaled), exact)
             found = decode_attention(q, keys, values, *bounds, **scaled)
-            apart = [torch.stack([x, x], 1)[:, 0] for x in bounds]  # not contiguous
-            assert torch.equal(found, decode_attention(q, keys, values, *apart, **scaled))
+            strided = [torch.stack([x, x], 1)[:, 0] for x in bounds]  # not contiguous
+            assert torch.equal(found, decode_attention(q, keys, values, *strided, **scaled))
             draws.append((found, eager, exact))
         found, eager, exact = (torch.stack(one) for one in zip(*draws, strict=True))
         # In fp32 the scales of keys and of values round once more each: 2 ulp.
@@ -112,20 +112,20 @@ def test_heads_of_odd_size_in_fp8(device):
 def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, most, end):
     """417 tokens are 7 shares, which a second kernel adds up where 6 are the most for the last program.
 
-    It is launched where the memory has room for more than the most, and then leaves rows of fewer shares alone.
+    It is launched where the capacity allows for more shares than that; rows of fewer shares it leaves alone.
     """
     launched, launch = [], module.launch
     monkeypatch.setattr(module, "num_sms", lambda index: 132)
     monkeypatch.setattr(module, "MAX_BY_LAST", most)
     monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
     q, counters = torch.randn(1, 1, 4, 64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    held = cache(1, 1000, 2, 64, [3], [end], False, torch.float32, device)
+    kv = cache(1, 1000, 2, 64, [3], [end], False, torch.float32, device)
     found = [
-        decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:], counters=counters)
+        decode_attention(q, *(x[:, :capacity].contiguous() for x in kv[:2]), *kv[2:], counters=counters)
         for capacity in (1000, 600, 420)
     ]
     assert all(torch.equal(x, found[0]) for x in found) and not counters.any()
-    torch.testing.assert_close(found[0], by_rows(q, *held), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found[0], by_rows(q, *kv), rtol=1e-5, atol=1e-6)
     assert launched.count(module._many_kernel) == {6: 3, 7: 2, 300: 0}[most]
 
 
@@ -133,8 +133,8 @@ def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
     monkeypatch.setattr(module, "num_sms", lambda index: 132)
     q, counters = torch.randn(3, 1, 4, 64, device=device), torch.zeros(6, dtype=torch.int32, device=device)
     for ends in ([130, 1, 0], [20, 130, 129], [0, 0, 0], [129, 130, 130]):
-        held = cache(3, 130, 2, 64, [0, 0, 0], ends, False, torch.float32, device)
-        assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
+        kv = cache(3, 130, 2, 64, [0, 0, 0], ends, False, torch.float32, device)
+        assert torch.equal(decode_attention(q, *kv, counters=counters), decode_attention(q, *kv))
         assert not counters.any()
 
 
@@ -145,25 +145,25 @@ def test_shares_are_added_up_once_all_are_written(device, heads, ends):
     rows = len(ends)
     q = torch.randn(rows, 1, heads[0], 128, device=device).bfloat16()
     counters = torch.zeros(rows * heads[1], dtype=torch.int32, device=device)
-    held = cache(rows, ends[0], heads[1], 128, [0] * rows, ends, False, torch.bfloat16, device)
-    expected = decode_attention(q, *held)
-    torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
-    found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(3000)])
+    kv = cache(rows, ends[0], heads[1], 128, [0] * rows, ends, False, torch.bfloat16, device)
+    expected = decode_attention(q, *kv)
+    torch.testing.assert_close(expected, by_rows(q, *kv), rtol=2e-2, atol=2e-3)
+    found = torch.stack([decode_attention(q, *kv, counters=counters) for _ in range(3000)])
     assert (found == expected).all() and not counters.any()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(q, *held, counters=counters)
+        out = decode_attention(q, *kv, counters=counters)
     graph.replay()
     assert torch.equal(out, expected)
 
 
 def test_large_scores_and_nan(device):
-    held = cache(1, 200, 2, 32, [0], [150], False, torch.float32, device)
+    kv = cache(1, 200, 2, 32, [0], [150], False, torch.float32, device)
     q = 1000 * torch.randn(1, 1, 4, 32, device=device)
-    exact = by_rows(q.double(), *(x.double() for x in held[:2]), *held[2:])
-    torch.testing.assert_close(decode_attention(q, *held).double(), exact, rtol=1e-4, atol=1e-4)  # scores of 1e4
-    held[0][0, 77, 1] = torch.nan
-    found = decode_attention(q, *held)
+    exact = by_rows(q.double(), *(x.double() for x in kv[:2]), *kv[2:])
+    torch.testing.assert_close(decode_attention(q, *kv).double(), exact, rtol=1e-4, atol=1e-4)  # scores of 1e4
+    kv[0][0, 77, 1] = torch.nan
+    found = decode_attention(q, *kv)
     assert found[0, 0, 2:].isnan().all() and found[0, 0, :2].isfinite().all()
 
 
@@ -210,7 +210,7 @@ def exact_in_fp8(rows, rotated, device, dtype):
     (16, True, "fp8, expands"), pytest.param(16, True, "fp8, rounds", marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_a_token_is_rotated_and_written_to_its_place_alone(device, rotated, ring, how):
-    """In fp8, what can be held exactly comes out bit for bit; the rest, on a GPU, as the reference."""
+    """In fp8, what e4m3 holds exactly comes out bit for bit; the rest, on a GPU, as the reference."""
     rows, capacity, fp8, rounds = 3, 10 if ring else 14, "fp8" in how, "rounds" in how
     here = torch.arange(rows), (torch.tensor([6, 9, 14]) - 1) % capacity
     for dtype in DTYPES:
@@ -222,24 +222,24 @@ def test_a_token_is_rotated_and_written_to_its_place_alone(device, rotated, ring
         if how == "packed":
             q, k, v = torch.cat([q, k, v], 2).split([4, 2, 2], 2)
         stored = torch.float8_e4m3fn if fp8 else dtype
-        held = [torch.full((rows, capacity, 2, 16), 7.0, device=device).to(stored) for _ in range(2)]
-        held += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2 * fp8)]
+        kv = [torch.full((rows, capacity, 2, 16), 7.0, device=device).to(stored) for _ in range(2)]
+        kv += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2 * fp8)]
         if "expands" in how:
-            held = [x[:1].expand(rows, *x.shape[1:]) for x in held]
+            kv = [x[:1].expand(rows, *x.shape[1:]) for x in kv]
         expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
-        options = dict(ring=ring, scales=tuple(held[2:]) or None)
+        options = dict(ring=ring, scales=tuple(kv[2:]) or None)
         ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
         expected_v = v.clone()
-        torch.testing.assert_close(rope_to_cache(q, k, v, cos, sin, *held[:2], ends, **options), expected_q)
+        torch.testing.assert_close(rope_to_cache(q, k, v, cos, sin, *kv[:2], ends, **options), expected_q)
         for i, expected in enumerate((expected_k[:, 0], expected_v[:, 0])):
-            written = held[i][here] if not fp8 else dequantize_heads(held[i][here], held[i + 2][here], torch.float64)
+            written = kv[i][here] if not fp8 else dequantize_heads(kv[i][here], kv[i + 2][here], torch.float64)
             if rounds:
                 wanted = dequantize_heads(*quantize_heads(expected), torch.float64)
                 assert ((written - wanted).abs() <= wanted.abs() / 7 + 1e-2).all()
                 assert (written == wanted).double().mean() > 0.95, "a quotient may round to the other side"
             else:
                 torch.testing.assert_close(written, expected.to(written.dtype), **dict(rtol=0, atol=0) if fp8 else {})
-        for x in (x.float().clone() for x in held):
+        for x in (x.float().clone() for x in kv):
             x[here if "expands" not in how else (slice(None), here[1])] = 7.0
             assert (x == 7.0).all(), "nothing else is written"
 
@@ -250,34 +250,34 @@ def test_infinities_do_not_become_numbers(device):
     k[0, 0, 1, 3] = float("inf")
     k, v, q = k.to(device), v.to(device), torch.randn(1, 1, 4, 16, device=device)
     start, end = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
-    held = [torch.zeros(1, 4, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    kv = [torch.zeros(1, 4, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
     scales = tuple(torch.zeros(1, 4, 2, device=device, dtype=torch.bfloat16) for _ in range(2))
     for write in (
-        lambda: rope_to_cache(q.clone(), k, v, angles.cos(), angles.sin(), *held, end, scales=scales),
-        lambda: [x[:, :1].copy_(y) for x, y in zip((held[0], scales[0]), quantize_heads(k), strict=True)],
+        lambda: rope_to_cache(q.clone(), k, v, angles.cos(), angles.sin(), *kv, end, scales=scales),
+        lambda: [x[:, :1].copy_(y) for x, y in zip((kv[0], scales[0]), quantize_heads(k), strict=True)],
     ):
         write()
-        found = decode_attention(q, *held, start, end, scales=scales)
+        found = decode_attention(q, *kv, start, end, scales=scales)
         assert found[0, 0, 2:].isnan().all() and found[0, 0, :2].isfinite().all()
 
 
 def test_bad_calls_say_what_is_wrong(device):
-    held = cache(2, 20, 2, 16, [0, 0], [5, 5], False, torch.float32, device)
+    kv = cache(2, 20, 2, 16, [0, 0], [5, 5], False, torch.float32, device)
     q = torch.randn(2, 1, 4, 16, device=device)
-    bits, scales = zip(*(quantize_heads(x) for x in held[:2]), strict=True)
+    bits, scales = zip(*(quantize_heads(x) for x in kv[:2]), strict=True)
     for call in (
-        lambda: decode_attention(q[:1], *held),
-        lambda: decode_attention(q.half(), *held),
-        lambda: decode_attention(torch.cat([q, q], 1), *held),
-        lambda: decode_attention(q, held[0], held[1], held[2].long(), held[3]),
-        lambda: rope_to_cache(q, q, q, q[:, :, 0, :8], q[:, :, 0, :8], *held[:2], held[3]),
-        lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *held[:2], held[3].long()),
-        lambda: decode_attention(q, *held, scales=scales),
-        lambda: decode_attention(q, *bits, *held[2:]),
-        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0], scales[1].float())),
-        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0][:, :5], scales[1])),
-        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0][:1].expand(2, 20, 2), scales[1])),
-        lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *bits, held[3]),
+        lambda: decode_attention(q[:1], *kv),
+        lambda: decode_attention(q.half(), *kv),
+        lambda: decode_attention(torch.cat([q, q], 1), *kv),
+        lambda: decode_attention(q, kv[0], kv[1], kv[2].long(), kv[3]),
+        lambda: rope_to_cache(q, q, q, q[:, :, 0, :8], q[:, :, 0, :8], *kv[:2], kv[3]),
+        lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *kv[:2], kv[3].long()),
+        lambda: decode_attention(q, *kv, scales=scales),
+        lambda: decode_attention(q, *bits, *kv[2:]),
+        lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0], scales[1].float())),
+        lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0][:, :5], scales[1])),
+        lambda: decode_attention(q, *bits, *kv[2:], scales=(scales[0][:1].expand(2, 20, 2), scales[1])),
+        lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *bits, kv[3]),
     ):
         with pytest.raises(InputError, match="expected"):
             call()

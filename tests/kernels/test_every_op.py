@@ -139,7 +139,7 @@ def test_every_layout(device, poison, name, rows):
         for i, (layout, lay) in enumerate(list(LAYOUTS.items())[1:]):  # the first is contiguous
             torch.manual_seed(0)
             case = complete(name, Maker(random.Random(0), dtype, device), rows)
-            # All operands, and by turns one alone.
+            # All operands, and single ones in turn.
             for laid_out in (list(case.tensors), *([n] for j, n in enumerate(case.tensors) if (i + j + rows) % 4 == 0)):
                 tensors = {n: (lay(t) if n in laid_out and t.dim() else t).detach() for n, t in case.tensors.items()}
                 with failed(f"{name} {layout} {laid_out}"):

@@ -47,15 +47,15 @@ def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, at_once):
         assert_close(h, gemv_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, apart):
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, separate):
     """Where the intermediate size is not that of x too: the GLU with both weights, and the product that reads it."""
     launched = []
     monkeypatch.setattr(gemv_file, "launch", lambda kernel, *rest, **more: launched.append(kernel.fn.__name__))
     x, gate, up, b1, b2 = operands(device, torch.float32, n=40)
     down = up.t().contiguous()
     with torch.no_grad():
-        if apart:
+        if separate:
             gated_mlp(x, (gate, up), down, (b1, b2), x[0])
         else:
             gated_mlp(x, torch.cat([gate, up]), down, torch.cat([b1, b2]), x[0])
@@ -63,15 +63,15 @@ def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, apart):
 
 
 @pytest.mark.parametrize("k", [640])
-@pytest.mark.parametrize("lie", ["apart", "with gaps", "as one"])
-def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, without_triton, poison, k, lie):
+@pytest.mark.parametrize("layout", ["separate", "with gaps", "joint"])
+def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, without_triton, poison, k, layout):
     monkeypatch.setattr(gemv_file, "_has_amx", lambda: True)
     x, gate, up, b1, b2 = operands("cpu", torch.bfloat16, n=40, k=k)
     exact = [gemv_reference(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2))]
     down, weights, biases = torch.randn(7, 40).bfloat16(), [gate, up], [b1, b2]
-    if lie == "with gaps":
+    if layout == "with gaps":
         weights[0] = torch.cat([gate, gate[:, :8]], 1)[:, :k]
-    elif lie == "as one":
+    elif layout == "joint":
         weights, biases = [torch.cat(weights)], [torch.cat(biases)]
     with torch.no_grad(), Seen() as seen:
         z = joint_linear(x[None], weights, biases)

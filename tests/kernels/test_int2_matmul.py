@@ -54,7 +54,7 @@ def test_leading_dims_and_layouts(device, poison):
     for x in (a, odd, odd[0], a[:1].expand(2, 3, 20), a[0, 0]):
         out = int2_matmul(x, part, out_dtype=torch.int32)
         assert torch.equal(out.long(), exact(x.reshape(-1, 20), w).view(*x.shape[:-1], 12))
-    narrow = int2_matmul(odd[0, :, 3:9], part[:, :6], out_dtype=torch.int32)  # whole words apart, but no whole number
+    narrow = int2_matmul(odd[0, :, 3:9], part[:, :6], out_dtype=torch.int32)  # rows of 6: no whole words
     assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
     scale_w, bias = torch.rand(2, 12, device=device)
     out = int2_matmul(a, part, scale_a=scale, scale_w=scale_w, bias=bias, out_dtype=torch.float32)

@@ -13,7 +13,7 @@ from tests.kernels.ops.mlp import one_by_one
 from tests.kernels.seen import Seen, adding_in_place, saved_by
 
 WIDTH, COLUMNS = 12, (5, 3, 4)
-each_laid = pytest.mark.parametrize("laid", ["joint", "apart"])
+each_layout = pytest.mark.parametrize("layout", ["joint", "separate"])
 
 
 def after_norm(device, shape=(5, WIDTH), columns=6, dtype=torch.float32):
@@ -28,14 +28,14 @@ def normed(x, norm, weight, bias=None, *, op=linear):
     return op(rms_norm(x, norm), weight, bias)
 
 
-def several(device, laid, lead=(5,), dtype=torch.float32, columns=COLUMNS, width=WIDTH):
-    """x, weights, biases and dy; the weights, and the biases, are slices of one tensor if `laid` is "joint"."""
+def several(device, layout, lead=(5,), dtype=torch.float32, columns=COLUMNS, width=WIDTH):
+    """x, weights, biases and dy; the weights, and the biases, are slices of one tensor if `layout` is "joint"."""
     weights = [nn.Parameter((torch.randn(n, width) * width**-0.5).to(device, dtype)) for n in columns]
     biases = [nn.Parameter(torch.randn(n).to(device, dtype)) for n in columns]
-    if laid == "joint":
+    if layout == "joint":
         make_joint(weights)
         make_joint(biases)
-    assert (joint(weights) is not None) == (laid == "joint")
+    assert (joint(weights) is not None) == (layout == "joint")
     x, dy = (torch.randn(*lead, n).to(device, dtype) for n in (width, sum(columns)))
     return x.requires_grad_(), weights, biases, dy
 
@@ -58,8 +58,8 @@ def test_the_output_of_a_norm_is_not_saved(device):
         torch.testing.assert_close(a, b)
     _, saved = saved_by(lambda: linear(add_rms_norm(x, torch.randn_like(x))[0], weight), *leaves)
     assert sorted(t.numel() for t in saved) == [32, 32 * 16]  # the sum, which the norm saves anyway
-    for laid in ("joint", "apart"):
-        x, weights, biases, _ = several(device, laid, (4, 8))
+    for layout in ("joint", "separate"):
+        x, weights, biases, _ = several(device, layout, (4, 8))
         _, saved = saved_by(lambda a=(x, weights, biases): joint_linear(rms_norm(a[0]), *a[1:]), x, *weights)
         assert [t.numel() for t in saved] == [4 * 8]
 
@@ -131,14 +131,14 @@ def test_a_norm_whose_weight_may_be_away_is_not_recomputed(device):
 # How many matmuls.
 
 
-@each_laid
+@each_layout
 @pytest.mark.parametrize("some", [(0, 1, 2), (0, 2)], ids=str)
-def test_adds_in_place(device, poison, laid, some):
+def test_adds_in_place(device, poison, layout, some):
     """Micro-batch after micro-batch into the same memory, by one matmul where each .grad follows the one before.
-    One more each for y and dx; of weights apart, one for the columns of each. Nothing is joined or copied."""
-    x, weights, biases, dy = several(device, "apart")
+    One more each for y and dx; of separate weights, one for the columns of each. Nothing is joined or copied."""
+    x, weights, biases, dy = several(device, "separate")
     weights = adding_in_place(*weights)
-    if laid == "joint":
+    if layout == "joint":
         make_joint(weights)
         make_joint(biases)
     expected = (dy.t() @ rms_norm(x).detach()).split(COLUMNS)
@@ -146,7 +146,7 @@ def test_adds_in_place(device, poison, laid, some):
         w.requires_grad_(i in some)
     memory: list = []
     for times in (1, 2, 3):
-        normed_x, each = rms_norm(x), 1 if laid == "joint" else 3
+        normed_x, each = rms_norm(x), 1 if layout == "joint" else 3
         with Seen() as forward:
             out = joint_linear(normed_x, weights, biases)
         with Seen() as backward:
@@ -159,10 +159,10 @@ def test_adds_in_place(device, poison, laid, some):
     assert memory[0] == memory[1] == memory[2]
 
 
-# What lies together.
+# Which weights are one matrix.
 
 
-def apart_tensors():
+def separate_tensors():
     """Pairs of tensors that are not one matrix, by reason."""
     a, base, buffer = torch.randn(6, 4), torch.randn(48), bytearray(96)
     first, second = (torch.frombuffer(buffer, dtype=torch.float32, count=12, offset=o).view(3, 4) for o in (0, 48))
@@ -176,13 +176,13 @@ def apart_tensors():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", apart_tensors())
+@pytest.mark.parametrize("why", separate_tensors())
 def test_not_joint(why):
-    assert joint(apart_tensors()[why]) is None
+    assert joint(separate_tensors()[why]) is None
 
 
-def test_laid_together_the_parameters_stay_what_they_are(device):
-    _, weights, _, _ = several(device, "apart", dtype=torch.float16)
+def test_joint_parameters_stay_what_they_are(device):
+    _, weights, _, _ = several(device, "separate", dtype=torch.float16)
     weights[1].requires_grad_(False)
     with torch.no_grad():
         weights[0][0, :3] = torch.tensor([-0.0, torch.nan, torch.inf])
@@ -203,13 +203,13 @@ def test_tied_and_shared_parameters_are_not_moved():
         assert [p.data_ptr() for p in parameters] == before
 
 
-def test_laid_together_or_moved_between_forward_and_backward(device):
+def test_made_joint_or_moved_between_forward_and_backward(device):
     """As FSDP moves them: what was one matrix in the forward is several in the backward, and its memory is gone."""
-    for laid in ("apart", "joint"):
-        x, weights, biases, dy = several(device, laid)
+    for layout in ("separate", "joint"):
+        x, weights, biases, dy = several(device, layout)
         expected = gradients(one_by_one, x, weights, biases, dy)[1]
         y, old = joint_linear(x, weights, biases), joint(weights)
-        if laid == "apart":
+        if layout == "separate":
             make_joint(weights)
         else:
             for w in weights:

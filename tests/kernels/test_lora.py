@@ -31,15 +31,15 @@ def close(found, expected, dtype):
         assert error <= TOLERANCE[dtype], f"{error:.1e}"
 
 
-def make(device, dtype, sizes, which, *, laid="joint", ranks=(R, R + 1, R)):
-    """Frozen weights and biases of the sizes (out, in), and fp32 (fp64) adapters for those in `which`. laid: with "nf4"
+def make(device, dtype, sizes, which, *, kind="joint", ranks=(R, R + 1, R)):
+    """Frozen weights and biases of the sizes (out, in), and fp32 (fp64) adapters for those in `which`. kind: with "nf4"
     weights are of 4 bits, with "mixed" all but the second; their biases are fp32."""
     weights = [nn.Parameter(torch.randn(n, k, device=device).to(dtype) * k**-0.5, False) for n, k in sizes]
     biases = [nn.Parameter(torch.randn(n, device=device).to(dtype), False) for n, _ in sizes]
-    for i in () if laid in ("joint", "apart") else range(0, len(sizes), 2 if laid == "mixed" else 1):
+    for i in () if kind in ("joint", "separate") else range(0, len(sizes), 2 if kind == "mixed" else 1):
         weights[i] = NF4Weight(*quantize_nf4(weights[i].detach().float(), block=32))
         biases[i] = nn.Parameter(biases[i].float(), False)
-    if laid == "joint":
+    if kind == "joint":
         make_joint(weights[:2])
         make_joint(biases[:2])
     master = torch.promote_types(dtype, torch.float32)
@@ -76,11 +76,11 @@ def leaves(adapters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-@pytest.mark.parametrize("laid", ["joint", "apart", "nf4", "mixed"])
+@pytest.mark.parametrize("kind", ["joint", "separate", "nf4", "mixed"])
 @pytest.mark.parametrize("which", WHICH)
-def test_layers_side_by_side(device, poison, dtype, laid, which):
+def test_layers_side_by_side(device, poison, dtype, kind, which):
     sizes = [(OUT, HIDDEN), (OUT // 2, HIDDEN), (OUT, HIDDEN)]
-    weights, biases, adapters = make(device, dtype, sizes, WHICH[which], laid=laid)
+    weights, biases, adapters = make(device, dtype, sizes, WHICH[which], kind=kind)
     x = torch.randn(2, 5, HIDDEN, device=device).to(dtype).requires_grad_()
     y = lora_linear(x, weights, biases, adapters)
     dy = torch.randn_like(y)
@@ -99,16 +99,16 @@ def test_layers_side_by_side(device, poison, dtype, laid, which):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize(
-    ("laid", "which"), [*(("dense", which) for which in WHICH), ("nf4", "two"), ("mixed", "all"), ("mixed", "last")]
+    ("kind", "which"), [*(("dense", which) for which in WHICH), ("nf4", "two"), ("mixed", "all"), ("mixed", "last")]
 )
-def test_mlp(device, poison, laid, gated, which, mode, need_x):
+def test_mlp(device, poison, kind, gated, which, mode, need_x):
     dtype = torch.float64
     if not gated:
         sizes, chosen = [(INNER, HIDDEN), (OUT, INNER)], WHICH[which][1:]
     else:
         sizes, chosen = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)], WHICH[which]
-    laid = ("joint" if gated else "apart") if laid == "dense" else laid
-    weights, biases, adapters = make(device, dtype, sizes, chosen, laid=laid)
+    kind = ("joint" if gated else "separate") if kind == "dense" else kind
+    weights, biases, adapters = make(device, dtype, sizes, chosen, kind=kind)
     x = torch.randn(3, CHUNK, HIDDEN, device=device, dtype=dtype, requires_grad=need_x)
     if gated:
         y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
@@ -124,18 +124,18 @@ def test_mlp(device, poison, laid, gated, which, mode, need_x):
         close(one, other, dtype)
 
 
-@pytest.mark.parametrize("laid", ["joint", "nf4"])
-def test_what_is_saved(device, laid):
+@pytest.mark.parametrize("kind", ["joint", "nf4"])
+def test_what_is_saved(device, kind):
     """After a norm: its inputs, and H; of an MLP gate and up too, unless they are recomputed. No copy of x, no h, and
     no dequantised weight."""
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
-    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid=laid)
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), kind=kind)
     x, residual = torch.randn(2, 7, 9, HIDDEN, device=device).requires_grad_().unbind()
     norm = torch.randn(HIDDEN, device=device).requires_grad_()
     given = [*biases, *leaves(adapters), norm]
     for weight in weights:
         given += (
-            [weight] if laid == "joint" else [t for t in (weight.packed, *weight.state) if isinstance(t, torch.Tensor)]
+            [weight] if kind == "joint" else [t for t in (weight.packed, *weight.state) if isinstance(t, torch.Tensor)]
         )
     y, total = add_rms_norm(x, residual, norm)
     _, saved = saved_by(lambda: lora_linear(y, weights[:2], biases[:2], adapters[:2]), *given, total)
@@ -149,11 +149,11 @@ def test_what_is_saved(device, laid):
         assert [tuple(t.shape) for t in saved if t.dim() > 1] == kept
 
 
-@pytest.mark.parametrize("laid", ["joint", "nf4"])
-def test_in_how_many_matmuls(device, laid):
+@pytest.mark.parametrize("kind", ["joint", "nf4"])
+def test_in_how_many_matmuls(device, kind):
     """One for all W and one for all A; none of the shape of a weight's gradient."""
     sizes = [(OUT, HIDDEN), (OUT, HIDDEN)]
-    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1), laid=laid, ranks=(R, R))
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1), kind=kind, ranks=(R, R))
     x = torch.randn(50, HIDDEN, device=device).requires_grad_()
     with Seen() as seen:
         y = lora_linear(x, weights, [None, None], adapters)
@@ -163,13 +163,13 @@ def test_in_how_many_matmuls(device, laid):
     ]  # fmt: skip
     with Seen() as seen, torch.no_grad():
         lora_linear(x, weights, biases, adapters)
-    assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which lie apart
+    assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which are separate
 
 
 def test_four_bits_under_autocast(device):
     """As the dequantised weights, cast."""
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
-    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), kind="nf4")
     low = [dense(w, torch.float16) for w in weights]
     results = []
     for used in (weights, low):

@@ -187,7 +187,7 @@ def test_logits_are_never_whole(device, name, grad):
 
 def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
     """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, its first 128 of 131 rows are
-    summed apart from the others, and all are rounded into their memory."""
+    summed separately, and all are rounded into their memory."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     size = 4 * CHUNK
     call = problem("linear_cross_entropy", 3 * CHUNK, 131, device, dtype, size, 0.0, 1 / size**0.25, bias=False)

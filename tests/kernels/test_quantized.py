@@ -101,7 +101,7 @@ def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows, k):
 def test_layers_side_by_side(device, kind, rows, monkeypatch):
     parts = weights(device, kind, (6, 4), 130)
     whole = torch.cat([w.packed for w in parts]), torch.cat([w.scale for w in parts])
-    laid = [
+    joint = [
         type(w)(kind, packed, scale, *w.flatten()[1][1:])
         for w, packed, scale in zip(parts, whole[0].split((6, 4)), whole[1].split((6, 4)), strict=True)
     ]
@@ -111,14 +111,14 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
     for where in (gemv, quantized):
         real = where.launch
         monkeypatch.setattr(where, "launch", lambda *a, real=real, **k: launches.append(a[0]) or real(*a, **k))
-    for given, count in ((parts, 2), (laid, 1)):
+    for given, count in ((parts, 2), (joint, 1)):
         launches.clear()
         assert_close(lora_linear(x, given, [None, None], [None, None]), wanted, torch.float32, device)
         assert len(launches) == count
     wanted[:, :6] += biases[0]
-    apart = biases[0].repeat_interleave(2)[::2]  # with gaps between its numbers
-    for bias in (biases[0], apart):
-        assert_close(lora_linear(x, laid, [bias, None], [None, None]), wanted, torch.float32, device)
+    gaps = biases[0].repeat_interleave(2)[::2]  # with gaps between its numbers
+    for bias in (biases[0], gaps):
+        assert_close(lora_linear(x, joint, [bias, None], [None, None]), wanted, torch.float32, device)
 
 
 @pytest.mark.parametrize("rows", [1, 70])

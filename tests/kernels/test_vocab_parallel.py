@@ -112,7 +112,7 @@ def results(op, call, upstream):
 
 
 def joined(ranks):
-    """What the ranks found: one loss, the parts of dx added up, the rows of dweight and dbias behind one another."""
+    """What the ranks found: one loss, the parts of dx added up, the rows of dweight and dbias concatenated."""
     assert all(torch.equal(one["loss"], ranks[0]["loss"]) for one in ranks)
     whole = {"loss": ranks[0]["loss"]}
     for name in ranks[0].keys() - {"loss"}:

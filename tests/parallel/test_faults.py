@@ -95,10 +95,10 @@ def test_a_rank_that_cannot_write_stops_no_other(tmp_path):
         fsync = os.fsync
         if dist.get_rank() == 1:
             os.fsync = disk_full
-        for wait in (True, False):
+        for wait, following in ((True, None), (False, lambda: checkpoints.save(3)), (False, checkpoints.load)):
             with pytest.raises(CheckpointError, match=r"(?s)step 2 could not.*rank 1: OSError.*No space.*unchanged"):
                 checkpoints.save(2, wait=wait)
-                checkpoints.save(3)  # which waits for it
+                following()  # waits for the save, and raises what it raised
         os.fsync = fsync
         rename = Path.rename
         if dist.get_rank() == 0:

@@ -228,17 +228,6 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_modules_on_the_disk(folders, family, tmp_path):
-    pytest.importorskip("accelerate")
-    model = AutoModelForCausalLM.from_pretrained(folders[family], device_map={"": "disk"}, offload_folder=str(tmp_path))
-    expected = theirs(folders[family])
-    assert any(parameter.is_meta for parameter in model.parameters()) and model.device == torch.device("cpu")
-    compare(model, expected)
-    options = dict(attention_mask=torch.ones_like(ids()), max_new_tokens=6, do_sample=False)
-    assert torch.equal(model.generate(ids(), **options), expected.generate(ids(), **options))
-
-
 # Adapters, quantised bases, classifiers
 
 

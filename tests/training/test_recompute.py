@@ -207,7 +207,7 @@ class TestMemory:
         model, kept = make(family, activation_checkpointing="block"), []
         with saved_tensors_hooks(lambda t: kept.append(t.shape) or t.detach(), lambda t: t):
             _, alive = through_blocks(model, torch.randn(2, 16, 32))
-        assert [shape for shape in kept if shape.numel()] == [(2, 16, 32)] * 3  # of no size: torch's own, to tell by
+        assert [shape for shape in kept if shape.numel()] == [(2, 16, 32)] * 3  # those without elements are torch's own
         assert alive == [0, 0, 0]  # what the block before gave, of which the sum alone is needed
 
     def test_saved_tensors_leave_the_device_and_come_back_for_the_backward(self, monkeypatch):
