@@ -26,7 +26,11 @@ def usage_errors() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes underscores in the names of options as dashes: --max_new_tokens is --max-new-tokens."""
+    """The parser of a command. Takes underscores in the names of options as dashes, and no abbreviated names."""
+
+    def __init__(self, **options: Any) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(**{"formatter_class": raw, "allow_abbrev": False} | options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         args = list(sys.argv[1:] if args is None else args)

@@ -52,7 +52,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="measure a model's speed on this device, beside the limit of its memory bandwidth",
         description="Measures how fast MODEL loads, reads prompts (prefill) and generates (decode) on this device.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     bench.add_argument("--batches", type=_counts, default=(1, 8, 32), metavar="N,N", help="batch sizes (1,8,32)")
     bench.add_argument("--prompts", type=_counts, default=(128, 2048), metavar="N,N", help="prompt lengths (128,2048)")

@@ -54,8 +54,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
             name,
             parents=[shared],
             epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
             **texts,
         )
         parser.set_defaults(run=run, status=_status)

@@ -22,8 +22,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also\n"
         "which of its parts run as fused ops on this machine, and why the others do not, by its config.json.\n"
         "For a model in memory, with its adapters and hooks: model.fusion_report().",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     doctor.add_argument(
         "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; no weights are read"

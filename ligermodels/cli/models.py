@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
-_SAMPLING = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def model_options() -> argparse.ArgumentParser:
@@ -117,7 +117,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     Raises UsageError for options that cannot be, before torch is imported; the errors of loading.
     """
     with usage_errors():
-        Options(**{name: getattr(args, name, None) for name in _SAMPLING})  # `bench` has none
+        Options(**{name: getattr(args, name, None) for name in ("max_new_tokens", *SAMPLING)})  # `bench` has none
     folder = files.absolute(args.model)
     if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)

@@ -30,7 +30,6 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         "train",
         help="tune a model on examples, or train one on text; one GPU or torchrun",
         epilog=f"example:\n  {_example('sft')}\nligermodels train RECIPE --help lists its options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
     for name, (_, summary) in RECIPES.items():
@@ -39,9 +38,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
             help=summary.removesuffix("."),
             description=summary,
             epilog=f"example:\n  {_example(name)}\n{_EPILOG}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"ligermodels train {name} MODEL --data FILE --output-dir DIR [--config FILE] [OPTION ...]",
-            allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
         )
         parser.add_argument("--config", metavar="FILE", help="a YAML file of options")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.models import SAMPLING
 from ligermodels.cli.output import say
 
 if TYPE_CHECKING:
@@ -72,12 +73,7 @@ class Writer:
             attention_mask=torch.ones_like(prompt),  # a pad token that the user typed is a token
             past_key_values=self.cache,
             max_new_tokens=length,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
+            **{name: getattr(args, name) for name in SAMPLING},
             eos_token_id=stop_ids,
             **({} if cached or inputs is None else inputs),
         )

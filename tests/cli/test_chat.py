@@ -129,41 +129,24 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     assert {**passed, **options, "max_new_tokens": 20} == passed
 
 
-def test_generate_with_weights_in_few_bits(folder, capsys, monkeypatch):
-    loaded, load = [], ligermodels.load
-    monkeypatch.setattr(
-        ligermodels, "load", lambda *args, **options: loaded.append(load(*args, **options)) or loaded[-1]
-    )
-    for kind in ("int8", "nf4"):
-        status, out, _ = run(
-            capsys,
-            "generate",
-            folder,
-            "--prompt",
-            PROMPT,
-            "--max-new-tokens",
-            5,
-            "--dtype",
-            "float32",
-            "--quantize",
-            kind,
-        )
-        assert status == 0 and out
-        assert type(loaded[-1].decoder.layers[0].mlp.down_proj) is {"int8": L.QuantizedLinear, "nf4": L.NF4Linear}[kind]
-
-
-def test_generate_with_a_cache_in_fp8(folder, capsys, monkeypatch):
-    seen = []
-
-    def spy(*args, original=generation.generate_iter, **kwargs):
-        seen.append(kwargs["past_key_values"])
-        return original(*args, **kwargs)
+@pytest.mark.parametrize(
+    ("options", "module", "cache_dtype"),
+    [
+        ((), torch.nn.Linear, torch.float32),
+        (("--quantize", "int8"), L.QuantizedLinear, torch.float32),
+        (("--quantize", "nf4"), L.NF4Linear, torch.float32),
+        (("--kv-cache-dtype", "fp8"), torch.nn.Linear, torch.uint8),
+    ],
+)
+def test_generate_with_weights_and_cache_in_few_bits(options, module, cache_dtype, folder, capsys, monkeypatch):
+    def spy(model, *args, original=generation.generate_iter, **kwargs):
+        assert type(model.decoder.layers[0].mlp.down_proj) is module
+        assert all(state.buffers[0].dtype == cache_dtype for state in kwargs["past_key_values"])
+        return original(model, *args, **kwargs)
 
     monkeypatch.setattr(generation, "generate_iter", spy)
-    command = ("generate", folder, "--prompt", "one two", "--max-new-tokens", 4)
-    for options, held in (((), torch.float32), (("--kv-cache-dtype", "fp8"), torch.uint8)):
-        assert run(capsys, *command, *options)[0] == 0
-        assert all(state.buffers[0].dtype == held for state in seen.pop())
+    status, out, _ = run(capsys, "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 4, *options)
+    assert status == 0 and out
 
 
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
