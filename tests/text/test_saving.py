@@ -89,11 +89,14 @@ def test_what_did_not_change_is_copied(folder_of, tmp_path, name):
     assert json.loads((tmp_path / "other" / "tokenizer_config.json").read_text("utf-8")) == config
 
 
-def test_a_tokenizer_model(sentencepiece_folder, tmp_path):
+@pytest.mark.parametrize("change", [lambda tokenizer: None, everything])
+def test_a_tokenizer_model(sentencepiece_folder, tmp_path, change):
     ours = Tokenizer.from_folder(sentencepiece_folder())
-    everything(ours)
+    change(ours)
     ours.save_pretrained(tmp_path / "out")
-    assert_equal(ours, Tokenizer.from_folder(tmp_path / "out"))
+    assert files_of(tmp_path / "out") >= {"tokenizer.model", "tokenizer.json", "tokenizer_config.json"}
+    for other in (Tokenizer, AutoTokenizer):
+        assert_equal(ours, other.from_pretrained(tmp_path / "out"))
 
 
 def test_over_another_tokenizer(folder_of, byte_level_folder, tmp_path):
