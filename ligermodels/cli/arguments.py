@@ -29,8 +29,7 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command. Takes underscores in the names of options as dashes, and no abbreviated names."""
 
     def __init__(self, **options: Any) -> None:
-        raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(**{"formatter_class": raw, "allow_abbrev": False} | options)
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         args = list(sys.argv[1:] if args is None else args)
