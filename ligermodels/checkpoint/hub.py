@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
-from ligermodels.errors import HubError, LigermodelsError
+from ligermodels.errors import HubError, InputError, LigermodelsError
 
 
 def resolve(
@@ -30,8 +30,10 @@ def resolve(
     The Hub is asked for the commit of a branch or tag, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A
     complete copy in the cache needs neither network nor token: it is used if the revision is a commit, and if the Hub
     cannot be reached or refuses. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT work as in huggingface_hub.
-    Raises HubError.
+    Raises HubError, and InputError for an empty name.
     """
+    if not str(repo_or_folder):
+        raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.checkpoint import weights
+from ligermodels.checkpoint import hub, weights
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.conversion.layouts import layout_of, locate, open_source, takes_config
+from ligermodels.conversion.layouts import layout_of, open_source, takes_config
 from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.source import View
 from ligermodels.errors import InputError
@@ -71,7 +71,7 @@ def verify(
     config, rope_factor: as in `Options`, for those of the two that have no config or are Meta's files.
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
-    folders = [locate(one, allow_pickle=allow_pickle) for one in (a, b)]
+    folders = [hub.resolve(one, allow_pickle=allow_pickle) for one in (a, b)]
     if config and not any(map(takes_config, folders)):
         raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
     if rope_factor is not None and not any(layout_of(folder) == "meta" for folder in folders):

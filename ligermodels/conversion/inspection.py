@@ -14,7 +14,7 @@ from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, rea
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import dtype_counts
-from ligermodels.conversion.layouts import LAYOUTS, Layout, layout_of, locate, open_source, weight_paths
+from ligermodels.conversion.layouts import LAYOUTS, Layout, layout_of, open_source, weight_paths
 from ligermodels.conversion.original import PARAMS
 from ligermodels.conversion.source import Source, check_fit, model_of
 from ligermodels.errors import CheckpointError, HubError, InputError, MismatchError, TokenizerError
@@ -75,7 +75,7 @@ def inspect(
     Raises CheckpointError, ConfigError, InputError, HubError. Weights that do not fit their config are a `problem`.
     """
     try:
-        folder = locate(src, revision=revision, local_files_only=True, allow_pickle=allow_pickle)
+        folder = hub.resolve(src, revision=revision, local_files_only=True, allow_pickle=allow_pickle)
     except HubError:
         if os.path.exists(src) or local_files_only:
             raise

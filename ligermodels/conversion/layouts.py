@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.adapters import CONFIG
 from ligermodels.checkpoint.files import (
     GGUF,
@@ -34,21 +34,6 @@ LAYOUTS: dict[Layout, str] = {
     "dcp": "torch distributed checkpoint",
     "adapter": "LoRA adapter, as PEFT saves it",
 }
-
-
-def locate(
-    src: str | Path, *, revision: str | None = None, local_files_only: bool = False, allow_pickle: bool = False
-) -> Path:
-    """The local folder of a checkpoint, given as a folder, a GGUF file or a repository of the Hub; see `hub.resolve`.
-
-    Raises HubError, InputError for an empty name, CheckpointError where `src` is another file.
-    """
-    if not str(src):
-        raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
-    path = Path(os.path.expanduser(src))
-    if path.is_file() and path.suffix != ".gguf":
-        raise CheckpointError(f"{src} is a file. Give the folder that holds the checkpoint.")
-    return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
 
 
 def layout_of(folder: Path) -> Layout:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ligermodels.checkpoint import saving
+from ligermodels.checkpoint import hub, saving
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.gguf.writer import GgufTarget, model_name
 from ligermodels.conversion.comparison import Report, compare, dtype_counts
-from ligermodels.conversion.layouts import locate, open_source
+from ligermodels.conversion.layouts import open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
 from ligermodels.conversion.source import View
 from ligermodels.errors import InputError, MismatchError
@@ -33,7 +33,7 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     cannot be used, HubError (with `errno`) if the Hub, network, disk or file system refuses.
     """
     destination, options = check_options(dst, options or Options())
-    folder = locate(src, revision=options.revision, allow_pickle=options.allow_pickle)
+    folder = hub.resolve(src, revision=options.revision, allow_pickle=options.allow_pickle)
     source = open_source(
         folder,
         allow_pickle=options.allow_pickle,
