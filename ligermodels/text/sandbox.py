@@ -7,7 +7,6 @@ variables. The size of a template and of its output is limited; its time is not.
 import datetime
 import functools
 import json
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jinja2
@@ -70,7 +69,6 @@ def compile_template(source: str, with_marks: bool = False) -> Compiled:
     environment.with_marks = with_marks  # type: ignore[attr-defined]
     environment.filters["tojson"] = _tojson
     environment.globals |= {
-        "dict": _Dict(),
         "namespace": _Namespace,
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),
@@ -104,16 +102,6 @@ class _Namespace(jinja2.utils.Namespace):
         if str(name).startswith("_"):
             raise SecurityError(f"a namespace cannot have {name!r}.")
         super().__setitem__(name, value)
-
-
-class _Dict:
-    """The constructors of dict, without the other attributes of the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
 
 
 def _tojson(
