@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from ligermodels.checkpoint.gguf.tokenizer import _field, protobuf_fields
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.text import folders
@@ -77,6 +78,7 @@ def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model, tmp_pa
     for data, message in (
         (b"IQ== 0\nIg== 1\nIw== 2\n", r"tiktoken file of 3 tokens.*take tokenizer.json"),
         (sentencepiece_model[: len(sentencepiece_model) // 2], "not a SentencePiece model"),
+        (b"".join(_field(1, value) for n, value in protobuf_fields(sentencepiece_model) if n == 1), "no trainer's"),
         (LFS.encode(), "git-lfs pointer"),
         (folders.sentencepiece_model(treat_whitespace_as_suffix=True), "treat_whitespace_as_suffix"),
     ):

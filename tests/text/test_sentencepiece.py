@@ -3,10 +3,12 @@
 import random
 import re
 import shutil
+import struct
 
 import pytest
 import sentencepiece
 
+from ligermodels.checkpoint.gguf.tokenizer import _field
 from ligermodels.text import Tokenizer
 from tests.text import folders
 
@@ -21,10 +23,11 @@ MIXED = (
     "x<unk>y",
 )
 SQUEEZING = {"remove_extra_whitespaces": True, "normalization_rule_name": "nmt_nfkc"}
+NO_BYTES = {"byte_fallback": False}
 UNIGRAM = {"model_type": "unigram", "vocab_size": 400}
 
 
-@pytest.mark.parametrize("options", [{}, SQUEEZING, {"add_dummy_prefix": False}, UNIGRAM], ids=str)
+@pytest.mark.parametrize("options", [{}, SQUEEZING, {"add_dummy_prefix": False}, NO_BYTES, UNIGRAM], ids=str)
 def test_plain_text_is_sentencepiece_itself(tmp_path, options):
     """With no other file in the folder."""
     (tmp_path / "tokenizer.model").write_bytes(model := folders.sentencepiece_model(**options))
@@ -33,8 +36,21 @@ def test_plain_text_is_sentencepiece_itself(tmp_path, options):
         if options is UNIGRAM and "<0x41>" in text:
             continue  # the model of `tokenizers` finds byte pieces in a text
         assert tokenizer.encode(text) == [1, *native.encode(text)], text
-        if options is not SQUEEZING:
+        if options not in (SQUEEZING, NO_BYTES):
             assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
+
+
+def test_runs_of_spaces_have_equal_scores(tmp_path):
+    """As in Llama 2 and Mistral: the left run grows."""
+    model = folders.sentencepiece_model()
+    for count in (2, 3, 4, 7, 8):
+        piece = _field(1, ("▁" * count).encode()) + b"\x15" + struct.pack("<f", -1e9) + _field(3, 1)
+        model += _field(1, piece)  # protobuf takes in what is appended
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    native, tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model), Tokenizer.from_folder(tmp_path)
+    for count in range(1, 30):
+        text = f"the{' ' * count}cat"
+        assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text), count
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -90,7 +106,9 @@ def test_settings(sentencepiece_folder, config, text, tokens):
 
 def test_control_and_user_defined_pieces(tmp_path):
     """In the one file of a folder as Mistral's, which names the special tokens."""
-    model = folders.sentencepiece_model(control_symbols=["[INST]", "[/INST]"], user_defined_symbols=["<tool>", "∑"])
+    model = folders.sentencepiece_model(
+        control_symbols=["[INST]", "[/INST]"], user_defined_symbols=["<tool>", "∑", "cat▁s"]
+    )
     (tmp_path / "tokenizer.model.v3").write_bytes(model)
     native, tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model), Tokenizer.from_folder(tmp_path)
     named = (tokenizer.bos_token, tokenizer.eos_token_ids, tokenizer.unk_token, tokenizer.pad_token)
@@ -100,7 +118,7 @@ def test_control_and_user_defined_pieces(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat"
     assert tokenizer.decode(ids) == "<s>[INST] the cat[/INST]"
     # User-defined pieces are text. sentencepiece writes the dummy prefix before one that begins the text.
-    for text in ("<tool> the ∑x", "the<tool>"):
+    for text in ("<tool> the ∑x", "the<tool>", "the cat sat"):
         prefix = [native.piece_to_id("▁")] if text.startswith("<") else []
         assert prefix + tokenizer.encode(text, False) == native.encode(text)
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
