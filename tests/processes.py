@@ -2,13 +2,16 @@
 
 import gc
 import os
+import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +71,26 @@ def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def python(*arguments: object) -> str:
+    """What a fresh Python prints with these arguments, on the CPU."""
+    command = [str(part) for part in (sys.executable, *arguments)]
+    done = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def torchrun(*arguments: object) -> dict[int, float]:
+    """{step: loss} that a script of examples/ prints on two processes."""
+    return losses_in(python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *arguments))
+
+
+def losses_in(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)", output, re.MULTILINE)}
 
 
 def spawn(work: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 2) -> None:

@@ -37,13 +37,12 @@ def run(op, inputs, dy):
     return [y.detach(), *torch.autograd.grad(y, [t for t in inputs if t.requires_grad], dy)]
 
 
-def two_weights(device, layout, *lead, **sizes):
-    """x, gate, up, down and their biases, of which gate and up are slices of one tensor or not; and dy."""
+def two_weights(device, *lead, **sizes):
+    """x, gate, up, down and their biases, where gate and up are slices of one tensor; and dy."""
     (x, w1, w2, b1, b2), dy = make(device, True, *lead, **sizes)
     parameters = [torch.nn.Parameter(t.detach().clone()) for t in (*w1.chunk(2), w2, *b1.chunk(2), b2)]
-    if layout == "joint":
-        make_joint(parameters[:2])
-        make_joint(parameters[3:5])
+    make_joint(parameters[:2])
+    make_joint(parameters[3:5])
     return [x, *parameters], dy
 
 

@@ -27,7 +27,7 @@ def joint_weights(dtype):
 
 
 def mlp_of_joint_weights(dtype, mode):
-    inputs, dy = two_weights("cuda", "joint", 300, hidden=512, inner=1536, out=512, dtype=dtype)
+    inputs, dy = two_weights("cuda", 300, hidden=512, inner=1536, out=512, dtype=dtype)
     return functools.partial(of_two, **MODES[mode]), inputs, [dy]
 
 

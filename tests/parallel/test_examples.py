@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.parallel import make_mesh
-from tests.processes import spawn
+from tests.processes import CPU, losses_in, spawn, torchrun
 
 pytestmark = pytest.mark.slow  # each start of torchrun takes some 5 s
 ROOT = Path(__file__).parents[2]
@@ -25,20 +25,7 @@ TINY = dict(
     model_type="llama", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1,
 )  # fmt: skip
-CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-
-
-def torchrun(*arguments) -> dict[int, float]:
-    """{step: loss} that examples/pretrain.py prints on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    command = [str(part) for part in (*command, ROOT / "examples" / "pretrain.py", *arguments)]
-    done = subprocess.run(command, env=os.environ | CPU, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return printed(done.stdout)
-
-
-def printed(output: str) -> dict[int, float]:
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)", output, re.MULTILINE)}
+PRETRAIN = ROOT / "examples" / "pretrain.py"
 
 
 def one_process(steps: int):
@@ -61,8 +48,9 @@ def one_process(steps: int):
 
 def test_pretraining_computes_what_one_process_does_and_resumes_on_another_mesh(tmp_path):
     losses, model = one_process(6)
-    begun = torchrun("--steps", 3, "--micro", 1, "--dp-replicate", 2, "--save-every", 2, "--out", tmp_path / "run")
-    resumed = torchrun("--steps", 6, "--tp", 2, "--recompute", "block", "--out", tmp_path / "run")
+    out = ("--out", tmp_path / "run")
+    begun = torchrun(PRETRAIN, "--steps", 3, "--micro", 1, "--dp-replicate", 2, "--save-every", 2, *out)
+    resumed = torchrun(PRETRAIN, "--steps", 6, "--tp", 2, "--recompute", "block", *out)
     assert list(begun) == [0, 1, 2] and list(resumed) == [3, 4, 5]
     assert list((begun | resumed).values()) == pytest.approx(losses, abs=2e-4)  # four digits are printed
     saved = ligermodels.load(tmp_path / "run" / "model", device="cpu")
@@ -71,8 +59,8 @@ def test_pretraining_computes_what_one_process_does_and_resumes_on_another_mesh(
 
     numpy.save(tmp_path / "tokens.npy", (numpy.arange(10_000) % 256).astype(numpy.uint16))
     files = ("--model", tmp_path / "run" / "model", "--data", tmp_path / "tokens.npy")
-    further = torchrun("--steps", 1, "--cp", 2, *files)
-    in_bf16 = torchrun("--steps", 2, "--bf16", *files)
+    further = torchrun(PRETRAIN, "--steps", 1, "--cp", 2, *files)
+    in_bf16 = torchrun(PRETRAIN, "--steps", 2, "--bf16", *files)
     begins = torch.randint(10_000 - 63, (8,), generator=torch.Generator().manual_seed(0))
     ids = (begins[:, None] + torch.arange(64)) % 256
     assert further[0] == pytest.approx(saved(ids, labels=ids).loss.item(), abs=2e-4)
@@ -94,7 +82,7 @@ def test_the_slurm_script_starts_a_torchrun_on_each_node(tmp_path):
     command = ["bash", "examples/slurm.sh", "--steps", "3"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
     outputs = [(tmp_path / f"{node}.log").read_text() for node in (0, 1)]
-    assert list(printed("".join(outputs)).values()) == pytest.approx(one_process(3)[0], abs=2e-4), outputs
+    assert list(losses_in("".join(outputs)).values()) == pytest.approx(one_process(3)[0], abs=2e-4), outputs
 
 
 def snippet(text: str) -> str:

@@ -1,10 +1,6 @@
 """The examples with Lightning and DeepSpeed, each on two processes of the CPU: the losses of one process."""
 
 import importlib
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,24 +8,16 @@ import torch
 
 import ligermodels
 from ligermodels.training import AdamW
+from tests.processes import losses_in, python, torchrun
 
 pytestmark = pytest.mark.slow  # each starts processes that import everything
 ROOT = Path(__file__).parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module("tiny").write_llama()
-
-
-def run(*command) -> list[float]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    command = [str(part) for part in (sys.executable, *command)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
 
 
 def one_process(folder, batches, saved):
@@ -52,23 +40,24 @@ def one_process(folder, batches, saved):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_lightning(folder, tmp_path, tp):
     pytest.importorskip("lightning")
-    found = run(ROOT / "examples" / "lightning_fsdp.py", "--steps", 4, "--tp", tp, "--out", tmp_path / "out")
+    script = ROOT / "examples" / "lightning_fsdp.py"
+    found = losses_in(python(script, "--steps", 4, "--tp", tp, "--out", tmp_path / "out"))
     rows = torch.randint(50, (64, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(32)
     ranks = 2 // tp
     samplers = [torch.utils.data.DistributedSampler(rows, ranks, rank) for rank in range(ranks)]
     orders = [torch.tensor(list(sampler)) for sampler in samplers]  # Lightning shuffles so
     batches = [[rows[order[4 * step : 4 * step + 4]] for order in orders] for step in range(4)]
-    assert found == pytest.approx(one_process(folder, batches, tmp_path / "out"), abs=2e-4)
+    assert list(found.values()) == pytest.approx(one_process(folder, batches, tmp_path / "out"), abs=2e-4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed(folder, tmp_path, stage):
     pytest.importorskip("deepspeed")
     script = ROOT / "examples" / "deepspeed_zero.py"
-    found = run(*TORCHRUN, script, "--stage", stage, "--steps", 4, "--out", tmp_path / "out")
+    found = torchrun(script, "--stage", stage, "--steps", 4, "--out", tmp_path / "out")
     batches = []
     for step in range(4):
         randoms = [torch.Generator().manual_seed(2 * step + rank) for rank in range(2)]
         parts = [(random, torch.arange(24 + 8 * n)) for n in range(2) for random in randoms]
         batches.append([torch.randint(50, (2, 1), generator=random) + span for random, span in parts])
-    assert found == pytest.approx(one_process(folder, batches, tmp_path / "out"), abs=2e-4)
+    assert list(found.values()) == pytest.approx(one_process(folder, batches, tmp_path / "out"), abs=2e-4)
