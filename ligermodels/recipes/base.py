@@ -52,6 +52,11 @@ class Recipe:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     @classmethod
+    def of(cls, options: Any) -> "type[Recipe]":
+        """The class of the recipe for these options: this one, or a subclass."""
+        return cls
+
+    @classmethod
     def starts_from_scratch(cls, options: Any) -> bool:
         """Whether the weights are drawn at random, so that the checkpoint needs none."""
         return False

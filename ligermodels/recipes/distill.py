@@ -23,7 +23,7 @@ from ligermodels.arch import load
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearJSDLoss
-from ligermodels.recipes import formats, masking
+from ligermodels.recipes import formats
 from ligermodels.recipes.base import Metrics, Recipe
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
@@ -31,7 +31,6 @@ from ligermodels.recipes.options import groups_of, option
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rollout import Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
-from ligermodels.recipes.steps import StepBatches
 from ligermodels.text import Tokenizer
 
 _PROBE = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
@@ -70,40 +69,25 @@ class DistillOptions(RolloutOptions):
                 raise InputError(f"{field.name} is given, but nothing is sampled: add --lmbda 1")
 
     @property
-    def num_generations(self) -> int:
+    def num_generations(self) -> int:  # type: ignore[override]
         return int(self.lmbda > 0)
 
 
-class Distill(Sampling):
-    """Off-policy, rows are those of sft. On-policy, they are prompts, or chats, whose last answer is cut off."""
+class Distill(Recipe):
+    """Off-policy: rows and their labels are those of sft."""
 
     Options = DistillOptions
 
-    def __init__(self, options: DistillOptions, *more: Any) -> None:
-        super().__init__(options, *more)
-        self.samples = options.lmbda > 0
-        self.fewer_examples = Sampling.fewer_examples if self.samples else Recipe.fewer_examples
-
-    # ---- data ----
+    @classmethod
+    def of(cls, options: DistillOptions) -> type[Recipe]:
+        return OnPolicy if options.lmbda else cls
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
         if not is_evaluation:
-            self._check_teacher()
-        if not self.samples:
-            return Recipe.check_rows(self, rows)
-        share, first = self.options.lmbda, rows[0]
-        has_prompt = first.get("prompt") is not None
-        if (share < 1 or is_evaluation) and has_prompt and first.get("completion") is None:
-            what = "the evaluation" if is_evaluation else f"a step that does not sample (lmbda={share:g})"
-            raise InputError(f"{rows.where(0)}: the row has no completion, and {what} is on rows' own completions")
-        if is_evaluation:
-            return Recipe.check_rows(self, rows)
-        if share < 1:
-            Recipe.check_rows(self, rows)
-        self.set_chat(not has_prompt or isinstance(first["prompt"], list))
-        return None if has_prompt else formats.detect(rows)
+            self.check_teacher()
+        return super().check_rows(rows)
 
-    def _check_teacher(self) -> None:
+    def check_teacher(self) -> None:
         """Raises InputError if the teacher's tokens or lengths do not fit."""
         o, folder = self.options, hub.resolve(self.options.teacher)
         check_same_tokens(self.tokenizer, Tokenizer.from_hub(folder))
@@ -112,13 +96,51 @@ class Distill(Sampling):
             raise InputError(f"{o.teacher} has logits for {config.vocab_size} tokens, and the tokenizer has {number}")
         if o.max_length > config.max_position_embeddings:
             raise InputError(
-                f"max_length={o.max_length} is more than the {config.max_position_embeddings} positions that the "
-                f"teacher was made for; give --max-length {config.max_position_embeddings}"
+                f"max_length={o.max_length} is more than the teacher's {config.max_position_embeddings} positions; "
+                f"give --max-length {config.max_position_embeddings}"
             )
 
-    def process(self, row: Mapping[str, Any]) -> Any:
-        if not self.samples:
-            return Recipe.process(self, row)
+    def memory(self, sizes: Sizes, sketch_of_model: Any) -> Sizes:
+        """The sizes of the model, with the teacher."""
+        teacher = sum(p.numel() for p in sketch(hub.resolve(self.options.teacher)).parameters())
+        return dataclasses.replace(sizes, frozen=teacher)
+
+    def setup(self, trainer: Any) -> None:
+        """Loads the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
+        p = trainer.processes
+        where: dict[str, Any] = dict(device=p.device) if p.mesh is None else dict(mesh=p.mesh)
+        dtype = torch.bfloat16 if p.device.type == "cuda" else torch.float32
+        self.teacher = load(str(hub.resolve(self.options.teacher)), dtype=dtype, **where)
+        self.teacher.requires_grad_(False).eval()
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        o = self.options
+        how: Any = dict(beta=o.beta, temperature=o.temperature, hard_weight=o.hard_weight)
+        return distill_loss(model, batch, count, teacher=self.teacher, **how)
+
+
+class OnPolicy(Sampling, Distill):
+    """Rows are prompts, or chats, whose last answer is cut off. Evaluations are off-policy, on the rows' own answers.
+
+    A share `lmbda` of the steps trains on samples, and the others on the rows' own answers.
+    """
+
+    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
+        share, first = self.options.lmbda, rows[0]
+        has_prompt = first.get("prompt") is not None
+        if (share < 1 or is_evaluation) and has_prompt and first.get("completion") is None:
+            what = "the evaluation" if is_evaluation else f"a step that does not sample (lmbda={share:g})"
+            raise InputError(f"{rows.where(0)}: the row has no completion, and {what} is on rows' own completions")
+        if share < 1 or is_evaluation:
+            found = Distill.check_rows(self, rows, is_evaluation=is_evaluation)
+            if is_evaluation:
+                return found
+        else:
+            self.check_teacher()
+        self.set_chat(not has_prompt or isinstance(first["prompt"], list))
+        return None if has_prompt else formats.detect(rows)
+
+    def process(self, row: Mapping[str, Any]) -> Prompt:
         asked = row
         if row.get("prompt") is None:
             item = formats.read(row)
@@ -129,55 +151,31 @@ class Distill(Sampling):
         prompt = dataclasses.replace(super().process(asked), where=getattr(row, "where", ""))
         if self.options.lmbda == 1:
             return prompt
-        own = Recipe.process(self, row)
+        own = Distill.process(self, row)
         if not own.trained:
             raise InputError("the row has no completion, on which some steps train; mend it, or give --lmbda 1")
         return dataclasses.replace(prompt, own=own)
 
     def process_evaluation(self, row: Mapping[str, Any]) -> Any:
-        return Recipe.process(self, row)
-
-    def collate(self, examples: Sequence[Any]) -> Batch:
-        return super().collate(examples) if self.samples else Recipe.collate(self, examples)
+        return Distill.process(self, row)
 
     def collate_evaluation(self, examples: Sequence[Any]) -> Batch:
-        return Recipe.collate(self, examples)
+        return Distill.collate(self, examples)
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
-        return super().batch_size() if self.samples and not evaluates else Recipe.batch_size(self)
+        return Distill.batch_size(self) if evaluates else super().batch_size()
 
-    def show(self, example: Any, colour: bool) -> str:
-        own = example.own if isinstance(example, Prompt) else example
-        return super().show(example, colour) if own is None else masking.show(own, self.tokenizer, colour)
-
-    # ---- the plan ----
-
-    def memory(self, sizes: Sizes, sketch_of_model: Any) -> Sizes:
-        """Those of the model, and beside it the teacher and the KV cache of a rollout."""
-        teacher = sum(p.numel() for p in sketch(hub.resolve(self.options.teacher)).parameters())
-        return super().memory(dataclasses.replace(sizes, beside=teacher), sketch_of_model)
+    def show(self, example: Prompt, colour: bool) -> str:
+        return super().show(example, colour) if example.own is None else Distill.show(self, example.own, colour)
 
     def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
-        if not self.samples:
-            return Recipe.plan(self, rows, format, counts)
         lines, share = super().plan(rows, format, counts), self.options.lmbda
         lines["samples"] += f", in {share:.0%} of the steps; the others train on the rows' own" * (share < 1)
         return lines
 
-    # ---- training ----
-
     def setup(self, trainer: Any) -> None:
-        """Loads the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
         super().setup(trainer)
-        p = trainer.processes
-        where: dict[str, Any] = dict(device=p.device) if p.mesh is None else dict(mesh=p.mesh)
-        dtype = torch.bfloat16 if p.device.type == "cuda" else torch.float32
-        self.teacher = load(str(hub.resolve(self.options.teacher)), dtype=dtype, **where)
-        self.teacher.requires_grad_(False).eval()
         self.vocab_size = self.teacher.vocab_size
-
-    def step_batches(self, batches: StepBatches) -> Any:
-        return super().step_batches(batches) if self.samples else batches
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
         """On-policy steps are spread evenly; the first is one."""
@@ -185,11 +183,6 @@ class Distill(Sampling):
         if math.ceil((n + 1) * share) == math.ceil(n * share):
             return [prompt.own for prompt in prompts if prompt.own is not None]
         return super().roll_out(prompts, rollout)
-
-    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        o = self.options
-        how: Any = dict(beta=o.beta, temperature=o.temperature, hard_weight=o.hard_weight)
-        return distill_loss(model, batch, count, teacher=self.teacher, **how)
 
 
 def distill_loss(

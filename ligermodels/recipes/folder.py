@@ -1,4 +1,4 @@
-"""The folder of a run: whether it can be used, the lock that one run holds, and options.yaml."""
+"""The folder of a run: checks, the lock against a second run, and options.yaml."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ def check(out: Path, *, resume: bool) -> None:
 
 @contextlib.contextmanager
 def lock(out: Path, options: TrainOptions, processes: Any) -> Iterator[None]:
-    """Makes the folder and locks it for this run. Raises InputError, on all ranks, if another run writes there."""
+    """Makes the folder and locks it. Raises InputError, on all ranks, if another run has locked it."""
     lock: int | None = None
 
     def take() -> None:

@@ -72,7 +72,7 @@ class GRPOOptions(RolloutOptions):
             )
 
     @property
-    def sampling_temperature(self) -> float:
+    def sampling_temperature(self) -> float:  # type: ignore[override]
         return self.temperature
 
     @property

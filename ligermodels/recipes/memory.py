@@ -1,16 +1,18 @@
-"""What a run needs on one GPU, in bytes, and what to change where that does not fit.
+"""The memory that a run needs on one GPU, in bytes, and what to change where it does not fit.
 
 The peak is the larger of two moments (docs/distributed.md):
 
-    end of the forward:   (s - g) P / N + 8 h + L t a + r + w     without micro-batches; with them, s P / N + ...
+    end of the forward:   (s - g) P / N + 8 h + L t a + r + w     if a step has one forward; else s P / N + ...
     end of the backward:   s P / N + 10 b + e
 
-s, g: bytes per trained parameter and those of its gradient. P, N: parameters, GPUs that share them. h, b: parameters
-of the head and of a block, divided by tp; one GPU gathers none, and of 8 h holds 4, a gradient of the head in fp32.
-L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py). r: under "block", what
-one block saves while it is run again. w: a chunk of logits (kernels/linear_cross_entropy.py). e: where embedding and
-head are one parameter, the gradient of the first until it is added to the other's. Frozen parameters count with their
-weights alone; those in 4 bits also with what the MLP of a block takes in 16.
+s: bytes of weight, gradient and optimizer state per trained parameter. g: those of the gradient alone.
+P: parameters. N: GPUs that share them. h, b: parameters of the head and of a block, divided by tp. On one GPU, which
+gathers nothing, 8 h is 4 h, a gradient of the head in fp32, and 10 b is 0.
+L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py).
+r: with activation checkpointing of whole blocks, the bytes that one block saves while it is run again.
+w: a chunk of logits (kernels/linear_cross_entropy.py).
+e: on one GPU, where embedding and head are one parameter, its gradient from the head until the embedding's is added.
+Of frozen parameters, only the weights count; where those are in 4 bits, also the MLP weights of a block in 16 bits.
 """
 
 import dataclasses
@@ -23,21 +25,21 @@ import torch
 from torch import nn
 
 MARGIN = 0.92
-"""The share of the free memory that is planned with: the rest goes to fragments and to workspaces of libraries."""
+"""The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
 GIB = 2**30
 
 # Bytes of weight, gradient and optimizer state per trained parameter.
 _BYTES = {"fp32": (4, 4, 8), "bf16-masters": (2, 2, 6), "bf16": (2, 2, 4)}
 _ONE_GPU_FP32 = (2, 2, 10)
-"""One GPU computes with bf16 weights, to which the optimizer adds the rest of the fp32 bits and fp32 moments."""
+"""On one GPU the weights are in bf16; the optimizer has the other 16 bits of the fp32 weights, and fp32 moments."""
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Counts of a model's parameters, and the elements that a block saves per token.
 
-    mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. beside: parameters of another
-    model, frozen and in 16 bits (on the CPU in 32). heads: number of Medusa heads, trained in the dtype of the weights.
+    mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. frozen: elements of another model
+    and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights.
     """
 
     parameters: int
@@ -49,12 +51,12 @@ class Sizes:
     vocab: int = 0
     mlp: int = 0
     tied: bool = False
-    beside: int = 0
+    frozen: int = 0
     heads: int = 0
 
     @classmethod
     def of(cls, model: Any, *, trained: int | None = None) -> "Sizes":
-        """Of a model, which may be on the meta device. trained: where not all parameters are."""
+        """The sizes of a model, which may be on the meta device. trained: trained parameters, if not all are."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
@@ -113,13 +115,13 @@ class Need(NamedTuple):
 
 
 def estimate(sizes: Sizes, setting: Setting) -> Need:
-    """The need of a run, by the formula at the top of this file."""
+    """The memory of a run, by the formulas at the top of this file."""
     weight, gradient, state = _BYTES[setting.precision]
     if setting.precision == "fp32" and setting.gpus == 1 and not setting.on_cpu:
         weight, gradient, state = _ONE_GPU_FP32
     frozen, frozen_bytes = 0, 4 if setting.on_cpu and setting.precision == "fp32" else 2
     adapters = sizes.trained < sizes.parameters and not sizes.heads
-    if adapters:  # in fp32 beside a frozen model
+    if adapters:  # in fp32, on a frozen model
         frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
     elif sizes.heads:
         frozen = sizes.parameters - sizes.trained
@@ -127,7 +129,7 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
     copy = (4 if setting.precision == "fp32" and (setting.on_cpu or setting.gpus > 1) else 2) * sizes.parameters
     weights = (weight * sizes.trained + frozen_total + setting.copies * copy) // setting.gpus
-    weights += (4 if setting.on_cpu else 2) * sizes.beside // setting.gpus
+    weights += (4 if setting.on_cpu else 2) * sizes.frozen // setting.gpus
     gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
     element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
     saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
@@ -200,7 +202,7 @@ def advice(sizes: Sizes, setting: Setting, available: int, adapters: int | None)
 
 
 def adapter_parameters(model: Any, options: Any) -> int:
-    """Parameters of LoRA, by the lora_ options: on the projections of all blocks, or on those of the given names."""
+    """The number of parameters that the lora_ options train."""
     rank, targets, total = options.lora_r, options.lora_target_modules, 0
     for name, module in model.decoder.layers.named_modules():
         if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
@@ -212,7 +214,7 @@ def adapter_parameters(model: Any, options: Any) -> int:
 
 
 def available(device: torch.device) -> int | None:
-    """Free bytes of the GPU, or all of the host's memory; None where the system does not say."""
+    """The free bytes of the GPU, or the bytes of the host's memory; None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -1,4 +1,4 @@
-"""The model of a run and its optimizer: opened, checked, loaded and exported as the options say."""
+"""The model of a run and its optimizer, as the options say; checks before it is loaded, and the export to GGUF."""
 
 import dataclasses
 import math
@@ -28,7 +28,9 @@ def find(options: TrainOptions, *, weights: bool) -> Path:
     """The folder of MODEL. weights: False if only its config is needed. Raises InputError for a folder of adapters."""
     folder = hub.resolve(options.model, weights=weights)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise InputError(f"{options.model} has adapters; give the model that they are for, or one with them merged in")
+        raise InputError(
+            f"{options.model} has only adapters; give the model that they are for, or one into which they are merged"
+        )
     return folder
 
 
@@ -38,12 +40,12 @@ def sketch(folder: Path) -> Any:
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
-    """The tokenizer, with the template of --chat-template: a name in the checkpoint, or a file."""
+    """The tokenizer, with the template of --chat-template, which is a file or a name in the checkpoint."""
     tokenizer, given = Tokenizer.from_hub(folder), options.chat_template
     if given is None:
         return tokenizer
     if hasattr(sketch.config, "vision_config"):
-        raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
+        raise InputError("chat_template: a model of images needs its own template, which places them; leave it out")
     if given in (templates := tokenizer.files.templates):
         tokenizer.chat_template = templates[given]
     elif Path(given).expanduser().is_file():
@@ -55,7 +57,7 @@ def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
 
 
 def check_capture(sketch: Any, processes: Any) -> None:
-    """Raises InputError if steps cannot be CUDA graphs, or padding would change the loss."""
+    """Raises InputError if steps cannot be CUDA graphs, or if padding would change the loss."""
     if processes.mesh is not None:
         raise InputError(
             "capture is for one process, and there are several: leave out --capture, or start without torchrun"
@@ -70,7 +72,7 @@ def check_capture(sketch: Any, processes: Any) -> None:
 
 
 def check_targets(options: TrainOptions, sketch: Any) -> None:
-    """Raises InputError for a projection that the model does not have."""
+    """Raises InputError for names of LoRA's options that the model does not have."""
     names = [name.rpartition(".")[2] for name, x in sketch.decoder.layers.named_modules() if isinstance(x, nn.Linear)]
     if wrong := [name for name in options.lora_target_modules if name not in names]:
         has = ", ".join(dict.fromkeys(names))
@@ -81,12 +83,12 @@ def check_targets(options: TrainOptions, sketch: Any) -> None:
 
 
 def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Recipe, *, frozen: bool = False) -> Any:
-    """The model, ready to train. frozen: a copy to compare with, which is not trained."""
+    """The model, ready to train. frozen: for a reference, which is not trained."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
     how: dict[str, Any] = dict(dtype=weight_dtype(options, processes), activation_checkpointing=options.activations)
-    whole = processes.mesh is None or options.lora_r or recipe.adds_modules
-    if whole:  # modules are added to a whole model, which is sharded then
+    shards_later = processes.mesh is None or options.lora_r or recipe.adds_modules  # after modules are added
+    if shards_later:
         how["device"] = processes.device
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
@@ -108,7 +110,7 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
         )  # fmt: skip
     if recipe.adds_modules and not frozen:
         recipe.prepare(model)
-    if whole and processes.mesh is not None:
+    if shards_later and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
     if frozen:
         return model.requires_grad_(False).eval()
@@ -124,7 +126,7 @@ def weight_dtype(options: TrainOptions, processes: Any) -> torch.dtype:
 
 
 def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, captured: bool) -> AdamW:
-    """AdamW over what is trained; norms and biases are not decayed."""
+    """AdamW over the trained parameters, without weight decay of norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         dict(params=[p for p in trained if p.dim() >= 2], weight_decay=options.weight_decay),
@@ -147,7 +149,7 @@ def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, c
 
 
 def check_export(options: TrainOptions, folder: Path, sketch: Any, *, from_scratch: bool) -> None:
-    """Raises what `export` would raise, before the model is trained; warns of what llama.cpp leaves out."""
+    """Raises the errors of `export` before the model is trained, and warns of what llama.cpp leaves out."""
     from ligermodels import conversion
 
     if not from_scratch:

@@ -1,4 +1,4 @@
-"""The plan of a run: what is about to happen, by name, which is printed before the run and repeated in its report."""
+"""The plan of a run, as lines by name. It is printed before the run, and repeated in its report."""
 
 import dataclasses
 import shlex
@@ -40,7 +40,7 @@ def make_plan(
         "steps": f"{_plural(steps, 'step')} of {_plural(o.accumulation, 'forward pass')}, up to {tokens:,} tokens each",
         "learning rate": f"{o.peak_lr:g}, {o.lr_scheduler_type}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",
-        "saved as": trainer.saved_as,
+        "saved as": saved_as(trainer, sketch),
         "memory": str(need),
         "export": f"{Path(o.output_dir) / GGUF}, for llama.cpp" * (o.export == "gguf"),
         "capture": "",
@@ -100,7 +100,7 @@ def choose_memory(trainer: "Trainer", sizes: memory.Sizes) -> None:
 
 
 def capture_pays(options: Any, sketch: Any, sizes: memory.Sizes, processes: Any) -> bool:
-    """Whether the host is likely the limit of steps that could be CUDA graphs."""
+    """Whether steps could be CUDA graphs, and are so small that the host is likely the limit."""
     if "capture" not in vars(options) or not options.packing:
         return False
     try:
@@ -111,11 +111,11 @@ def capture_pays(options: Any, sketch: Any, sizes: memory.Sizes, processes: Any)
 
 
 def saved_as(trainer: "Trainer", sketch: Any) -> str:
-    """The dtype in which a model is saved, if it is not that of MODEL."""
+    """The dtype in which the model is saved, where that is not the dtype of MODEL; else ""."""
     o, recipe = trainer.options, trainer.recipe
     dtype, base = weight_dtype(o, trainer.processes), sketch.config.get_text_config().torch_dtype
-    whole = o.merge or (not o.lora_r and recipe.trains_model)
-    if not whole or recipe.from_scratch or dtype == base:
+    saves_model = o.merge or (not o.lora_r and recipe.trains_model)
+    if not saves_model or recipe.from_scratch or dtype == base:
         return ""
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     text = f"{names[dtype]}, and the base is {names.get(base, base)}"

@@ -41,12 +41,12 @@ SAMPLED = GREEDY | {"do_sample": True} | dict.fromkeys(("top_k", "top_p", "min_p
 
 @dataclass(kw_only=True)
 class RolloutOptions(TrainOptions):
-    """The options of recipes whose model samples.
-
-    Subclasses have num_generations, the completions of each prompt, 0 if nothing is sampled, and sampling_temperature.
-    """
+    """The options of recipes whose model samples completions of prompts."""
 
     group: ClassVar[str] = "rollout"
+    num_generations = 1
+    """Completions of each prompt; 0 if nothing is sampled."""
+    sampling_temperature = 1.0
     num_iterations = 1
     prompts: int = option(8, "prompts per step, over all ranks", least=1)
     max_completion_length: int = option(256, "maximum tokens of a completion", least=1)
@@ -56,32 +56,29 @@ class RolloutOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        o: Any = self
-        if not o.num_generations:
+        if not self.num_generations:
             return
-        if o.accumulation not in (None, o.prompts):
+        if self.accumulation not in (None, self.prompts):
             raise InputError(
-                f"accumulation={o.accumulation}: a step that samples has prompts; give --prompts in its place"
+                f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
             )
-        o.accumulation = o.prompts
-        if o.max_length is not None and o.max_completion_length >= o.max_length:
+        self.accumulation = self.prompts
+        if self.max_length is not None and self.max_completion_length >= self.max_length:
             raise InputError(
-                f"max_completion_length={o.max_completion_length} leaves no space for a prompt in "
-                f"max_length={o.max_length}; give a longer --max-length, or fewer --max-completion-length"
+                f"max_completion_length={self.max_completion_length} leaves no space for a prompt in "
+                f"max_length={self.max_length}; give a longer --max-length, or a shorter --max-completion-length"
             )
-        if o.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise InputError(f"prompts={o.prompts} cannot be split over {size} processes; give a multiple of {size}")
+        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
 
     @property
     def whole_rows(self) -> str:  # type: ignore[override]
-        samples: int = getattr(self, "num_generations")  # noqa: B009
-        return "a model that is split so does not sample" * (samples > 0)
+        return "a model whose rows or layers are split does not sample" if self.num_generations else ""
 
     @property
     def rows_at_once(self) -> int:
         """Completions that are sampled at a time."""
-        o: Any = self
-        return o.rollout_rows or o.prompts * o.num_generations  # type: ignore[no-any-return]
+        return self.rollout_rows or self.prompts * self.num_generations
 
 
 @dataclass(frozen=True)
@@ -213,10 +210,10 @@ class Sampling(Recipe):
     # ---- the plan ----
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
-        """Those of the model, and the KV cache of a rollout of all GPUs."""
-        o, config = self.options, sketch.config.get_text_config()
+        """The sizes of the model, with the KV cache of a rollout of all GPUs."""
+        sizes, o, config = super().memory(sizes, sketch), self.options, sketch.config.get_text_config()
         per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return dataclasses.replace(sizes, beside=sizes.beside + o.rows_at_once * o.max_length * per_token)
+        return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * o.max_length * per_token)
 
     def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
         o = self.options
@@ -232,6 +229,7 @@ class Sampling(Recipe):
     # ---- rollouts ----
 
     def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
         self.processes, self.model = trainer.processes, trainer.model
 
     def step_batches(self, batches: StepBatches) -> Any:

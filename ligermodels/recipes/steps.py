@@ -19,18 +19,18 @@ from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch
 
 FEW_STEPS = 20
-"""Fewer steps are too few to learn from."""
+"""A run of fewer steps learns little."""
 
 
 class StepBatches:
     """This rank's batches of each step, the next of which may be made while the GPU computes.
 
-    All ranks go through the same batches and take every n-th, so that a step is the same on any number of ranks, and so
-    is the state: the position after the batches that were taken.
+    All ranks make the same batches, and each takes every n-th. So a step is the same on any number of ranks. The state
+    is the position after the batches that were taken.
     """
 
     metrics: ClassVar[Metrics] = {}
-    """Of how the batches were made: nothing. Those of rollouts have some."""
+    """Metrics of making the batches; only rollouts have some."""
 
     def __init__(self, batches: Batches, per_step: int, processes: Processes, vocab_size: int):
         self.batches, self.per_step, self.processes, self.vocab_size = batches, per_step, processes, vocab_size
@@ -79,7 +79,7 @@ def check_ids(batch: Batch, vocab_size: int) -> Batch:
 
 
 def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
-    """This rank's batches of those that all ranks have. All get as many; some may have no label that counts."""
+    """This rank's share of the batches. All ranks get the same number; a batch that is one too many has no labels."""
     own: list[Batch] = []
     for first in range(0, len(batches), processes.batch_ranks):
         index = first + processes.batch_rank
@@ -93,8 +93,8 @@ def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]
 def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | None) -> int:
     """The forwards of a step, over all ranks. Raises InputError if the ranks do not divide `accumulation`.
 
-    accumulation: None for 8, or fewer where the run would have less than 20 steps; then rounded up to a multiple of the
-    ranks. forwards: of the whole run, if they were counted.
+    accumulation: None for 8, or fewer if the run would have less than 20 steps; this is rounded up to a multiple of the
+    ranks. forwards: of the run, if they were counted.
     """
     if accumulation is None:
         wanted = 8 if forwards is None else max(1, min(8, int(forwards // FEW_STEPS)))
@@ -120,7 +120,7 @@ class MetricSums:
             self._sums[name] = self._sums[name] + both if name in self._sums else both
 
     def means(self, processes: Processes) -> dict[str, float]:
-        """Over all ranks, of the metrics that have a value."""
+        """The means over all ranks, of metrics that have a value."""
         if not self._sums:
             return {}
         sums = torch.stack([pair.to(processes.device) for pair in self._sums.values()])
@@ -132,7 +132,7 @@ class MetricSums:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM, noted instead of raised, so that a step is finished. A second Ctrl-C raises.
+    """Ctrl-C and SIGTERM are noted, so that the step is finished. A second Ctrl-C raises KeyboardInterrupt.
 
     torchrun passes signals on, so that its processes get them twice: there the second is ignored.
     """
@@ -178,7 +178,7 @@ def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB at most so far: of the GPU, or of this process."""
+    """The peak so far in GiB, of tensors on the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     try:

@@ -1,15 +1,17 @@
 """The trainer of all recipes: setup, train_step, evaluate, save, run.
 
-A step takes the micro-batches of all ranks together: their losses are divided by the number of labels of them all, so
-that N ranks compute what one would. The state of a run is the model, the optimizer, the position in the data and
-`Progress`, all of which are in a checkpoint: a run that is resumed computes the same bits.
+The losses of a step are divided by the number of labels in the micro-batches of all ranks, so that N ranks compute what
+one would. A checkpoint has the whole state of a run: the model, the optimizer, the position in the data and `Progress`.
+A resumed run computes the same bits.
 
-DIR/options.yaml       the options, with what was chosen for "auto"
-DIR/checkpoints/       the newest states, from which --resume continues
-DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
+DIR/options.yaml       the options, with the values that were chosen for "auto"
+DIR/checkpoints/       the newest checkpoints, from which --resume continues
+DIR/metrics.jsonl      a line per step and per evaluation
+DIR/tensorboard/       the same for TensorBoard
 DIR/best/              the model, or the adapters, of the best evaluation
-DIR/model/             the tuned model; model.gguf beside it with --export gguf
-DIR/report.md          the plan and the results; loss.png
+DIR/model/             the tuned model; adapter/ or medusa/ where that is what was trained
+DIR/model.gguf         the tuned model for llama.cpp, with --export gguf
+DIR/report.md          the plan and the results, with loss.png
 """
 
 import contextlib
@@ -39,7 +41,7 @@ from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch, filled_batch
-from ligermodels.recipes.plan import choose_memory, make_plan, saved_as
+from ligermodels.recipes.plan import choose_memory, make_plan
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
     MetricSums,
@@ -80,14 +82,14 @@ def start_processes(options: TrainOptions) -> Processes:
 
 @dataclass
 class Progress:
-    """How far a run is. best: the lowest loss of an evaluation."""
+    """How far a run is: `step` of `steps`. trained: the number of labels. best: the lowest loss of an evaluation."""
 
     steps: int
     step: int = 0
     tokens: int = 0
     trained: int = 0
     seconds: float = 0.0
-    evaluated: int = -1
+    evaluated: int = -1  # the step after which the last evaluation was
     best: float = math.inf
     best_step: int = -1
     evals_since_best: int = 0
@@ -103,7 +105,7 @@ class Progress:
 
 
 class Trainer:
-    """One run of a recipe. stack: closes what the run opens, the lock of its folder last."""
+    """One run of a recipe. stack: closes the files, processes and locks of the run at its end."""
 
     model: Any
     stopped = False
@@ -120,7 +122,7 @@ class Trainer:
     def setup(self) -> bool:
         """Makes the plan and, unless this is a dry run, loads everything. Returns whether to train.
 
-        Nothing is written, and no weights are read, before data and options are known to be right.
+        The options and the first rows are checked before weights are read and before anything is written.
         """
         p, out = self.processes, self.out
         if not self.options.dry_run:
@@ -134,7 +136,7 @@ class Trainer:
         sketch = models.sketch(self.folder)
         tokenizer = models.tokenizer_of(self.options, self.folder, sketch)
         o = self.options = self._with_lengths(sketch)
-        recipe = self.recipe = self.kind(o, tokenizer, p.ranks_per_batch)
+        recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
         if o.export != "none":
             p.from_main(lambda: models.check_export(o, self.folder, sketch, from_scratch=recipe.from_scratch))
         if recipe.captured:
@@ -151,7 +153,6 @@ class Trainer:
         adapters = memory.adapter_parameters(sketch, o) if o.lora_r else None
         sizes = recipe.memory(memory.Sizes.of(sketch, trained=adapters), sketch)
         choose_memory(self, sizes)
-        self.saved_as = saved_as(self, sketch)
         self.plan, notes = make_plan(self, sketch, sizes, counts)
         if p.is_main:
             lines = [f"{name:14} {text}" for name, text in self.plan.items()]
@@ -198,16 +199,16 @@ class Trainer:
         return True
 
     def _with_lengths(self, sketch: Any) -> TrainOptions:
-        """The options with the lengths that None stands for."""
+        """The options with values for max_length and batch_tokens."""
         o, context = self.options, sketch.config.get_text_config().max_position_embeddings
         length = o.max_length or min(4096, context)
         if length > context and self.processes.is_main:
-            say(f"warning: --max-length {length} is more than the {context} positions that the model was made for")
+            say(f"warning: --max-length {length} is more than the model's {context} positions")
         return dataclasses.replace(o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences)
 
     def _count_rows(self) -> Mapping[str, int]:
         """The counts of a pass over the data. Each rank counts: waiting for one could time out."""
-        text = f"counting the tokens of {len(self.data.rows):,} rows, which --max-steps N goes without"
+        text = f"counting the tokens of {len(self.data.rows):,} rows (with --max-steps N they are not counted)"
         note = threading.Timer(5.0, say, [text])
         if self.processes.is_main:
             note.start()
@@ -268,7 +269,7 @@ class Trainer:
         return came > 0
 
     def _sum_of_counts(self, batches: Sequence[Batch]) -> Tensor:
-        """The divisors of these batches of all ranks."""
+        """The sum over all ranks of the divisors of these batches."""
         count = torch.stack([self.recipe.count(batch) for batch in batches]).sum(0).float()
         return self.processes.sum_tensor(count.to(self.processes.device))
 
@@ -281,7 +282,7 @@ class Trainer:
         return self._captured(**inputs)
 
     def _stop_with(self, error: LigermodelsError) -> NoReturn:
-        """Raises the error that keeps the next step from its batches, once all steps before it are saved."""
+        """Saves a checkpoint, and raises the error for which the next step has no batches."""
         if self.progress.step:
             self.save(wait=True)
             self.stopped = True
@@ -290,9 +291,9 @@ class Trainer:
     def _diverged(self, loss: float, norm: float) -> TrainingError:
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         return TrainingError(
-            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. It was not saved; the checkpoints "
-            "before it are unchanged.\n  Likely: a learning rate that is too high "
-            f"(--learning-rate {self.options.peak_lr:g}), or examples of this step that are broken.\n"
+            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. The step was not saved; earlier "
+            "checkpoints are unchanged.\n  Likely: the learning rate is too high "
+            f"(--learning-rate {self.options.peak_lr:g}), or examples of this step are broken.\n"
             "  Next: a lower --learning-rate or a longer --warmup-steps, in another --output-dir."
         )
 
@@ -311,7 +312,7 @@ class Trainer:
             metrics.add(found)
         self.model.train()
         if not math.isfinite(loss):
-            raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; nothing of it was saved")
+            raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; it was not saved")
         progress.evaluated = progress.step
         progress.evaluations.append([progress.step, loss])
         better = loss < progress.best
@@ -325,7 +326,7 @@ class Trainer:
     # ---- saving ----
 
     def save(self, *, wait: bool) -> None:
-        """Saves a checkpoint; an error says how much space there is, which torch's does not."""
+        """Saves a checkpoint. An error names the size of a checkpoint and the free space, which torch's does not."""
         try:
             self.checkpoints.save(self.progress.step, wait=wait)
         except CheckpointError as error:
@@ -337,7 +338,10 @@ class Trainer:
             raise
 
     def _save_model(self, target: Path, *, merged: bool = False) -> None:
-        """Writes what was trained, with the template of --chat-template. merged: the model with its adapters added."""
+        """Writes the trained model, adapter or heads, with the template of --chat-template.
+
+        merged: the model with the adapters added to its weights.
+        """
         if merged:
             from ligermodels.training.lora import merge_lora
 
@@ -352,8 +356,8 @@ class Trainer:
     def run(self) -> int:
         """Trains to the end of the run, or until evaluations stop improving. Returns the exit status.
 
-        Raises TrainingError where the loss is no number, CheckpointError where a checkpoint cannot be written, and
-        KeyboardInterrupt after a signal, once the step is finished and saved; likewise the errors of the data.
+        Raises TrainingError if the loss is not finite, CheckpointError if a checkpoint cannot be written, the errors of
+        the data, and after a signal KeyboardInterrupt, once the step is finished and saved.
         """
         if not self.setup():
             return 0
@@ -398,7 +402,7 @@ class Trainer:
         return torchrun + command + " --skip-bad" * isinstance(error, BadRowError)
 
     def _finish(self) -> None:
-        """Writes what was trained, and the report; the path of what was trained goes to stdout."""
+        """Writes the result and the report, and prints the path of the result to stdout."""
         o, saved = self.options, self.out / self.recipe.result
         self._save_model(saved)
         if o.merge:
@@ -411,17 +415,15 @@ class Trainer:
         say(f"report: {self.out / 'report.md'}")
         if exported is not None:
             say(f"GGUF: {exported} ({exported.stat().st_size / 1e6:,.1f} MB), for llama.cpp")
-        if self.saved_as:
-            say(f"saved as {self.saved_as}")
-        if sys.stdout.isatty():
-            print(f"{saved.name}: ", end="", file=sys.stderr, flush=True)
-        else:
-            say(f"{saved.name}: {saved}")
+        if "saved as" in self.plan:
+            say(f"saved as {self.plan['saved as']}")
+        end = "" if sys.stdout.isatty() else f"{saved}\n"  # where stdout is a file, the terminal shows the path too
+        print(f"{saved.name}: ", end=end, file=sys.stderr, flush=True)
         print(saved)
 
 
 class _ModelWithLoss(nn.Module):
-    """(count of the step, batch) -> the batch's part of the loss, as `CapturedStep` calls a model."""
+    """The model with the loss of the recipe, as `CapturedStep` calls it."""
 
     def __init__(self, model: nn.Module, recipe: Recipe):
         super().__init__()

@@ -176,4 +176,4 @@ def recipe_of(name, **options):
 def data_of(name, tokenizer, **options):
     """The data of a recipe."""
     options = options_of(name, **{"max_length": 64, "batch_tokens": 64 * find(name).Options.sequences, **options})
-    return Data(options, find(name)(options, tokenizer))
+    return Data(options, find(name).of(options)(options, tokenizer))

@@ -191,7 +191,7 @@ MODELS = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
     "other shapes": (lambda folder: edited(folder / "config.json", intermediate_size=96), "shape"),
     "no folder": (shutil.rmtree, "is not there"),
-    "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has adapters"),
+    "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has only adapters"),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes.distill import Distill, distill_loss
+from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
 from ligermodels.text import Tokenizer
@@ -153,7 +153,7 @@ def test_what_a_step_trains_on(home, write):
     model = losses.model(vocab_size=600).float()
 
     def steps(**options):
-        recipe = Distill(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
+        recipe = OnPolicy(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
         recipe.chat, recipe.processes, recipe.vocab_size = True, Processes(torch.device("cpu")), 20
         recipe.model = model
         return [recipe.roll_out(prompts, n) for n in range(4)]

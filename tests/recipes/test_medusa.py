@@ -158,5 +158,5 @@ def test_the_estimate_of_memory():
         need = memory.estimate(found, setting)
         assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
         assert (need.activations == 2 * 100 * (states + sizes.vocab)) != train_base
-    other = memory.estimate(dataclasses.replace(sizes, beside=1000), setting)
+    other = memory.estimate(dataclasses.replace(sizes, frozen=1000), setting)
     assert other.total == memory.estimate(sizes, setting).total + 2000

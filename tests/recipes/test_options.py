@@ -203,7 +203,7 @@ TWO_PROCESSES = [
     ("distill", {"prompts": 4}, "prompts is given, but nothing is sampled: add --lmbda 1"),
     ("distill", {"sampling_temperature": 0.0}, "sampling_temperature is given, but nothing"),
     ("distill", {"lmbda": 1, "accumulation": 3}, "a step that samples has prompts; give --prompts"),
-    ("distill", {"lmbda": 1, "cp": 2}, "a model that is split so does not sample"),
+    ("distill", {"lmbda": 1, "cp": 2}, "does not sample; leave both out"),
     ("grpo", {"reward_funcs": ()}, "reward_funcs is missing: give --reward-funcs"),
     ("grpo", {"reward_weights": (1.0, 2.0)}, "there are 2 for 1 rewards"),
     ("grpo", {"temperature": 0}, "temperature=0: expected more than 0"),

@@ -205,7 +205,7 @@ def sampling(files, out, recipe, data, steps, **given):
 
 
 def prompts_in_order(options, rollouts):
-    data = Data(options, find(options.recipe)(options, ligermodels.Tokenizer.from_hub(options.model)))
+    data = Data(options, find(options.recipe).of(options)(options, ligermodels.Tokenizer.from_hub(options.model)))
     prompts = [next(data.train)["prompts"][0] for _ in range(rollouts * ROLLOUTS)]
     return [{"prompt": prompt.prompt, **prompt.columns} for prompt in prompts]
 
