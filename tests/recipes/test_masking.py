@@ -16,7 +16,7 @@ from ligermodels.text.batch import mask_of
 from tests import real_files
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
-from tests.text.templates import CALL, CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
+from tests.text.templates import CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
 
 LINE_BREAK = "{% endgeneration %}{{ '\\n' }}"
 MARKED = QWEN_3.replace(LINE_BREAK, "{{ '\\n' }}{% endgeneration %}")  # as TRL marks a turn
@@ -110,13 +110,6 @@ def test_released_templates(name):
     thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
     assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}" and found.ends
     assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
-    if "qwen3" in name:
-        calls = [USER, SAID | {"content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "here"}, TALK[1]]
-        text = trained_text(tokenizer, encode(Conversation(calls, [CALL | {"function": {"name": "find"}}]), tokenizer))
-        assert text == (
-            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>\n|'
-            "<think>\n\n</think>\n\nYes.<|im_end|>\n"
-        )
 
 
 def test_a_stop_token_that_is_not_trained(qwen):

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ligermodels.errors import InputError
 from ligermodels.recipes.rows import open_rows
@@ -30,20 +28,6 @@ def test_lines_in_any_order(write):
     assert [rows.where(n) for n in range(4)] == [f"{path}:{line}" for line in (2, 5, 6, 8)]
     with pytest.raises(IndexError):
         rows[4]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from([b'{"a": 1}\n', b'{"b": "x"}\r\n', b"\n", b"  \r\n"]), min_size=1))
-def test_lines_are_those_of_a_plain_reader(tmp_path_factory, lines):
-    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
-    path.write_bytes(b"".join(lines))
-    expected = [(n, json.loads(line)) for n, line in enumerate(lines, 1) if line.strip()]
-    if not expected:
-        with pytest.raises(InputError, match="no rows"):
-            open_rows(path)
-        return
-    rows = open_rows(path)
-    assert [(rows.where(n), rows[n]) for n in range(len(rows))] == [(f"{path}:{n}", row) for n, row in expected]
 
 
 FILES = {  # name: content, rows, the numbers of the rows
