@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.generation import engine
-from ligermodels.generation.engine import Engine, Row, Step
+from ligermodels.generation.engine import Engine, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
-from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
 from ligermodels.layers.state import Cache
 
@@ -117,11 +116,7 @@ class ContinuousEngine(Engine):
             sources, indices = zip(*(ready.waiting.popleft() for _ in into), strict=True)
             prompts = [self.prompts[index // self.copies] for index in indices]
             for b, index, prompt in zip(into, indices, prompts, strict=True):
-                text = None
-                if self.request.stop_strings:
-                    text = StopText(self.request.tokenizer, self.request.stop_strings, prompt[-8:].tolist())
-                least, most = self.options.min_columns(len(prompt)) - len(prompt), self.limits[index // self.copies]
-                self.rows[b] = Row(len(prompt), least, most, text, index)
+                self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), self.limits[index // self.copies], index)
             self.left -= count
             taken, rows = to_device(sources, self.device), to_device(into, self.device)
             self.cache.put(ready.cache, taken, rows, ready.lengths[taken])

@@ -15,7 +15,7 @@ where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,6 +266,13 @@ class Engine:
             self.close()
         if not self.to_host and self.broken.any():
             raise _nan_logits()
+
+    def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0) -> Row:
+        """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
+        text = None
+        if self.request.stop_strings:
+            text = StopText(self.request.tokenizer, self.request.stop_strings, recent)
+        return Row(prompt, self.options.min_columns(prompt) - prompt, most, text, index)
 
     @property
     def goes_on(self) -> bool:

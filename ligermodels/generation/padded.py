@@ -12,10 +12,9 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation import engine
 from ligermodels.generation.drafters import Drafter, Medusa, PromptLookup
-from ligermodels.generation.engine import Engine, Row, Step
+from ligermodels.generation.engine import Engine, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
-from ligermodels.generation.stopping import StopText
 from ligermodels.layers.state import TransformersCache, as_cache
 
 
@@ -36,12 +35,10 @@ class PaddedEngine(Engine):
         super().__init__(request, rows, self.end, to_host=to_host or self.drafter is not None, mask=self.mask)
         self.ids[:, : self.start] = prompt.repeat_interleave(copies, 0)
         self.length, self.first = self.start, request.without_ids
-        least = options.min_columns(self.start) - self.start
-        texts: list[StopText | None] = [None] * rows
+        recent: list[list[int]] = [[]] * rows
         if request.stop_strings:
             recent = self.ids[:, max(self.first, self.start - 8) : self.start].tolist()
-            texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
-        self.rows[:] = [Row(self.start - self.first, least, request.max_new_tokens, text) for text in texts]
+        self.rows[:] = [self.new_row(self.start, ids, request.max_new_tokens) for ids in recent]
 
         self.use_cache = options.use_cache is not False
         # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
