@@ -80,7 +80,7 @@ def test_images_that_the_teacher_does_not_read_are_refused():
 @pytest.mark.parametrize(("says", "change"), [
     ("id 32 is 'A' for the model and 'zz' for the teacher (1 ids", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
     ("has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),
-], ids=str)  # fmt: skip
+], ids=["ids", "splits"])  # fmt: skip
 def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says, change):
     shutil.copytree(home / "model", tmp_path / "teacher")
     values = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
