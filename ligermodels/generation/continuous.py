@@ -5,6 +5,7 @@ step: the next prompt runs on a cache of its own, from which it is copied into t
 model computes the next logits, so that a finished row computes one token more, which is dropped.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,10 +59,11 @@ class ContinuousEngine(Engine):
 
     def continuations(self) -> Iterator[tuple[int, Tensor]]:
         """(index in the result, new ids) of each continuation as it ends."""
-        for _ in self.decode():
-            for row in self.rows:
-                if row is not None and row.done:
-                    yield row.index, torch.tensor(row.ids)
+        with contextlib.closing(self.decode()) as turns:  # `close` of this iterator keeps the cache at once
+            for _ in turns:
+                for row in self.rows:
+                    if row is not None and row.done:
+                        yield row.index, torch.tensor(row.ids)
 
     def prefill(self) -> None:
         self.by_host = not self.can_capture()

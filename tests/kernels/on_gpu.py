@@ -1,16 +1,33 @@
 """What only a GPU can show of an op: it compiles whole, is captured in a CUDA graph, and never synchronises."""
 
 import contextlib
+import fcntl
+import functools
+import gc
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-large = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30,
-    reason="needs a GPU of 80 GB",
-)
+
+def large(test: Callable) -> Callable:
+    """Marks a test that needs most of a GPU of 80 GB. One of them runs at a time, over all processes of the run."""
+
+    @functools.wraps(test)
+    def alone(*args, **options):
+        with open(os.path.join(tempfile.gettempdir(), "ligermodels-large-gpu-test"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                test(*args, **options)
+            finally:
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    small = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30
+    return pytest.mark.skipif(small, reason="needs a GPU of 80 GB")(alone)
 
 
 @contextlib.contextmanager
