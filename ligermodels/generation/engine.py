@@ -15,7 +15,7 @@ where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,7 +250,7 @@ class Engine:
         self.broken = self.ids.new_zeros(rows)  # 1 where no token could be chosen
 
     @torch.no_grad()
-    def decode(self) -> Iterator[Tensor | None]:
+    def decode(self) -> Generator[Tensor | None, None, None]:
         """Yields after each token: the new ids [B] on the CPU, or None where the host does not read them."""
         try:
             self.prefill()
