@@ -9,16 +9,38 @@ Qwen3-Next in https://github.com/huggingface/transformers.
 """
 
 import itertools
+import operator
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
-from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels._delta import (
+    gradients_kernel,
+    output_kernel,
+    prepare_kernel,
+    reverse_scan_kernel,
+    scan_kernel,
+    step_kernel,
+)
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import (
+    accumulator,
+    cdiv,
+    last_dim_contiguous,
+    next_power_of_2,
+    once_differentiable,
+    use_triton,
+)
 
 EPS = 1e-6
 """Added to the sum of squares of a row of q or k."""
+CHUNK = 64
+_STEP_DIMS = 32
+"""Value dims of a program that computes one token of a head."""
+MAX_SIZE = 256
+"""Maximum DK and DV of the kernels: a scan holds the state in registers."""
 
 
 def gated_delta_rule_reference(
@@ -56,6 +78,132 @@ def gated_delta_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     out, after = gated_delta_rule_reference(q, k, v, g, beta, state)
     state.copy_(after)
     return out[:, 0]
+
+
+def _options(kernel: str, keys: int, itemsize: int) -> tuple[int, dict[str, int]]:
+    """(value dims of a program, launch options) of a kernel, for `keys` key dims, a power of two."""
+    block, warps, stages = 64, 4, 2
+    if itemsize > 2 or keys > 128:
+        block, stages = 16 if itemsize > 2 and keys > 128 else 32, 1
+    if kernel == "gradients" or keys > 128:
+        warps, stages = 8, 1
+    return block, dict(num_warps=warps, num_stages=stages)
+
+
+def _precision(q: Tensor) -> str:
+    """tl.dot's input_precision: for fp32 on NVIDIA tf32x3, which is nearly as exact as fp32, and faster."""
+    nvidia = q.device.type == "cuda" and torch.version.cuda is not None
+    return "tf32x3" if nvidia and q.dtype == torch.float32 else "ieee"
+
+
+def _heads(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """HK, HV, DK, DV and the padded DK and DV: ints, because they are constants of the kernels."""
+    key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[2:], *v.shape[2:]))
+    return key_heads, value_heads, keys, values, *(max(16, next_power_of_2(n)) for n in (keys, values))
+
+
+def _slots(v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
+    """(rows or documents, slots of chunks), see _delta.py."""
+    rows, length = v.shape[:2]
+    if cu_seqlens is None:
+        return rows, rows * cdiv(length, CHUNK)
+    documents = cu_seqlens.shape[0] - 1
+    return documents, length // CHUNK + documents
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None, do: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What chunks have in scratch memory, and the last state; with do, also what the backward reads.
+
+    (N^T, states before chunks, G, factors of q's and of k's rows, W, X, the chunk's own part of dN^T, last state)
+    """
+    heads = key_heads, value_heads, _, _, block_k, block_v = _heads(q, v)
+    sequences, slots = _slots(v, cu)
+    n = q.new_empty(slots, value_heads, block_v, CHUNK)
+    w = q.new_empty(slots, value_heads, CHUNK, block_k)
+    x, dn = (n, n) if do is None else (q.new_empty(slots, value_heads, CHUNK, CHUNK), torch.empty_like(n))
+    states = q.new_empty(slots, value_heads, block_v, block_k)
+    G = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=q.device)
+    q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
+    last = torch.empty(sequences, *v.shape[2:3], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
+    precision = _precision(q)
+    _, options = _options("prepare", block_k, q.element_size())
+    launch(
+        prepare_kernel, (slots, value_heads),
+        n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, G if cu is None else cu,
+        v.shape[1], sequences, *_strides(q, k, v),
+        heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision,
+        precision if q.dtype == torch.float32 else None, **options,
+    )  # fmt: skip
+    block, options = _options("scan", block_k, q.element_size())
+    block = min(block, block_v)
+    launch(
+        scan_kernel, (cdiv(heads[3], block), sequences * value_heads),
+        n, states, last, w, G, k_scale, k, G if state is None else state, G if cu is None else cu,
+        v.shape[1], *_strides(k), state is not None, cu is not None, *heads, block, CHUNK, precision, **options,
+    )  # fmt: skip
+    return n, states, G, q_scale, k_scale, w, x, dn, last
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    """Saves the inputs alone: the backward computes the chunks again, a third of its time for 40 kB a token of 32
+    heads."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, state, cu):
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there no gradient is ever None
+            ctx.set_materialize_grads(False)
+        heads = _heads(q, v)
+        sequences, slots = _slots(v, cu)
+        n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
+        o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+        block, options = _options("output", heads[4], q.element_size())
+        block = min(block, heads[5])
+        launch(
+            output_kernel, (slots, heads[1], cdiv(heads[3], block)),
+            o, q, k, n, states, G, q_scale, k_scale, G if cu is None else cu, v.shape[1], sequences,
+            *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q), **options,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, g, beta, state, cu)
+        return o, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, d_last):
+        q, k, v, g, beta, state, cu = ctx.saved_tensors
+        heads, precision = _heads(q, v), _precision(q)
+        sequences, slots = _slots(v, cu)
+        do = torch.zeros(v.shape, dtype=q.dtype, device=q.device) if do is None else do.contiguous()
+        d_last = None if d_last is None else d_last.contiguous()
+        n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
+        d_states, d_first = torch.empty_like(states), torch.empty_like(last)
+        block, options = _options("reverse", heads[4], q.element_size())
+        block = min(block, heads[5])
+        cu_ = G if cu is None else cu
+        launch(
+            reverse_scan_kernel, (cdiv(heads[3], block), sequences * heads[1]),
+            dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,
+            v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
+        )  # fmt: skip
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
+        dq_sum = dk_sum = G
+        if heads[0] != heads[1]:
+            dq_sum = torch.empty(slots, heads[0], CHUNK, heads[4], dtype=torch.float32, device=q.device)
+            dk_sum = torch.empty_like(dq_sum)
+        block, options = _options("gradients", heads[4], q.element_size())
+        launch(
+            gradients_kernel, (slots, heads[0]),
+            dq, dk, dv, dg, d_beta, dq_sum, dk_sum, q, k, v, beta, do, x, n, dn, states, d_states,
+            G, q_scale, k_scale, cu_, v.shape[1], sequences, *_strides(q, k, v),
+            heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
+        )  # fmt: skip
+        return dq, dk, dv, dg, d_beta, None if state is None else d_first, None
 
 
 def _check(where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: int) -> None:
@@ -102,7 +250,16 @@ def gated_delta_rule(
         rows = cu_seqlens.shape[0] - 1
     if state is not None:
         check_operand("gated_delta_rule", "state", state, (rows, v.shape[2], q.shape[3], v.shape[3]), "v", v)
-    return gated_delta_rule_reference(q, k, v, g, beta, state, cu_seqlens=cu_seqlens)
+    if not use_triton(q) or q.dtype == torch.float64 or v.numel() == 0:
+        return gated_delta_rule_reference(q, k, v, g, beta, state, cu_seqlens=cu_seqlens)
+    if max(q.shape[3], v.shape[3]) > MAX_SIZE:
+        raise InputError(
+            f"gated_delta_rule: q has {describe(q)}, v {describe(v)}; the kernels take DK and DV up to {MAX_SIZE}."
+        )
+    q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+    state = None if state is None else state.float().contiguous()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    return _GatedDeltaRule.apply(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
 
 
 def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -113,4 +270,21 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     """
     _check("gated_delta_step", q, k, v, g, beta, 1)
     check_operand("gated_delta_step", "state", state, (*v.shape[:2], q.shape[2], v.shape[2]), "v", v)
-    return gated_delta_step_reference(q, k, v, g, beta, state)
+    if not use_triton(q) or q.dtype == torch.float64 or max(q.shape[2], v.shape[2]) > MAX_SIZE or v.numel() == 0:
+        return gated_delta_step_reference(q, k, v, g, beta, state)
+    if state.dtype != torch.float32 or state.stride()[2:] != (v.shape[2], 1):
+        raise InputError(
+            f"gated_delta_step: state has {describe(state)} and strides {state.stride()}; expected torch.float32 with "
+            "contiguous [DK, DV], since it is overwritten."
+        )
+    q, k, v, g, beta = (last_dim_contiguous(x) for x in (q, k, v, g, beta))
+    (rows, value_heads, values), (_, key_heads, keys) = v.shape, q.shape
+    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    block = min(_STEP_DIMS, next_power_of_2(values))
+    launch(
+        step_kernel, (rows * value_heads, cdiv(values, block)),
+        out, state, q, k, v, g, beta, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0),
+        *state.stride()[:2], keys**-0.5, EPS, key_heads, value_heads, keys, values,
+        next_power_of_2(keys), block, num_warps=4,
+    )  # fmt: skip
+    return out

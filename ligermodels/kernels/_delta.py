@@ -1,0 +1,446 @@
+"""The Triton kernels of `gated_delta_rule`, over chunks of C tokens of a document.
+
+With G the cumulative sum of g in a chunk, D_ij = exp(G_i - G_j) for i >= j and else 0, lam = exp(G),
+rho = exp(G_last - G), K and Q normalised, and S the state before the chunk:
+
+    A = strictly lower part of diag(beta) (K K^T * D);   X = (I + A)^-1
+    U = X diag(beta) V;   W = X diag(beta lam) K;   N = U - W S              N: the values that are written
+    O = diag(lam) Q S + (Q K^T * D) N;   S <- exp(G_last) S + (diag(rho) K)^T N
+
+- A chunk has a slot in the scratch memory: chunk c of document n is slot cu[n] // C + n + c. So no prefix sum is
+  needed, T // C + N slots are enough, and no chunk crosses a bound.
+- Q and K are never normalised in memory: the factors of their rows go into the fp32 results of products, or into the
+  other operand. So tensor cores read what was loaded.
+- Scans hold the transposed state, [value dims, key dims]: it and the new values are left operands, which stay in
+  registers. Scratch is transposed alike.
+- No product reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. Where the
+  backward needs a product and its transpose, it computes both.
+
+Backward, with dS the gradient of the state after the chunk and E, F = strictly lower parts:
+
+    dN = (Q K^T * D)^T dO + diag(rho) K dS;   dR = X^T dN;   M = dO N^T * D;   E = -dR N^T * D;   F = diag(beta) E
+    dQ = diag(lam) dO S^T + M K;   dV = diag(beta) dR
+    dK = M^T Q + diag(rho) N dS^T - diag(beta lam) dR S^T + (F + F^T) K
+    dS <- exp(G_last) dS + (diag(lam) Q)^T dO - W^T dN
+"""
+
+from ligermodels.kernels._triton import tl, triton
+
+
+@triton.jit
+def _chunk(slot, cu_ptr, T, N, PACKED: tl.constexpr, C: tl.constexpr):
+    """(row of the batch, first token, one past the last token of its document); no tokens: the slot is empty."""
+    if PACKED:
+        document = -1
+        for first in range(0, N, 64):
+            documents = first + tl.arange(0, 64)
+            slots = tl.load(cu_ptr + documents, mask=documents < N, other=2**30) // C + documents
+            document += tl.sum((slots <= slot).to(tl.int32), 0)
+        begin = tl.load(cu_ptr + document)
+        return begin * 0, begin + (slot - begin // C - document) * C, tl.load(cu_ptr + document + 1)
+    else:
+        chunks = tl.cdiv(T, C)
+        return slot // chunks, slot % chunks * C, T
+
+
+@triton.jit
+def _sequence(n, cu_ptr, T, PACKED: tl.constexpr, C: tl.constexpr):
+    """(row of the batch, first token, one past the last, first slot) of row or document n."""
+    if PACKED:
+        begin = tl.load(cu_ptr + n)
+        return begin * 0, begin, tl.load(cu_ptr + n + 1), begin // C + n
+    else:
+        return n, 0, T, n * tl.cdiv(T, C)
+
+
+@triton.jit
+def _tokens(ptr, b, first, end, head, of_b, of_t, of_h, rows, dims, D: tl.constexpr):
+    """A tile [tokens, dims] of one head of [B, T, H, D]; 0 past the end."""
+    ptr += b.to(tl.int64) * of_b + tl.cast(first, tl.int64) * of_t + head.to(tl.int64) * of_h
+    at = rows[:, None] * of_t + dims[None, :]
+    return tl.load(ptr + at, mask=(rows < end - first)[:, None] & (dims < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _decay(G, STRICT: tl.constexpr, UPPER: tl.constexpr, C: tl.constexpr):
+    """D, or with UPPER its transpose; STRICT: with a diagonal of zeros. The exponent is masked, as it may be huge."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if UPPER:
+        exponent = G[None, :] - G[:, None]
+        inside = j > i if STRICT else j >= i
+    else:
+        exponent = G[:, None] - G[None, :]
+        inside = i > j if STRICT else i >= j
+    return tl.exp(tl.where(inside, exponent, float("-inf")))
+
+
+@triton.jit
+def _exact_dot(a, b, PRECISION: tl.constexpr):
+    """a @ b of fp32 tiles; with PRECISION None to 16 bits, each the sum of two bf16, at three products' cost."""
+    if PRECISION is None:
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high).to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
+        return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + A)^-1 of a strictly lower A [C, C].
+
+    Blocks of 16 on the diagonal by forward substitution, all at once. With B = inverse of those times the rest of A,
+    whose fourth power is 0, the inverse is (I + B^2) (I - B) times that of the blocks.
+    """
+    BLOCKS: tl.constexpr = C // 16
+    cols = tl.arange(0, 16)
+    block = tl.arange(0, C) // 16
+    diagonal = block[:, None] == block[None, :]
+    a = tl.sum(tl.reshape(tl.where(diagonal, A, 0.0), [BLOCKS, 16, BLOCKS, 16]), 2)
+    x = tl.where((cols[:, None] == cols[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, 16, 16], tl.float32))
+    for c in range(15):
+        column = tl.sum(tl.where((cols == c)[None, None, :], a, 0.0), 2)
+        row = tl.sum(tl.where((cols == c)[None, :, None], x, 0.0), 1)
+        x -= column[:, :, None] * row[:, None, :]
+    blocks = tl.arange(0, BLOCKS)
+    same = (blocks[:, None] == blocks[None, :])[:, None, :, None]
+    x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [C, C])
+    b = _exact_dot(x, tl.where(diagonal, 0.0, A), PRECISION)
+    x -= _exact_dot(b, x, PRECISION)
+    return x + _exact_dot(b, _exact_dot(b, x, PRECISION), PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def prepare_kernel(
+    u_ptr, w_ptr, x_ptr, dn_ptr, G_ptr, q_scale_ptr, k_scale_ptr,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, do_ptr, cu_ptr, T, N,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    SCALE: tl.constexpr, EPS: tl.constexpr, PACKED: tl.constexpr, BACKWARD: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and value head: U^T, W, G, and the factors of the rows of Q and K; BACKWARD: also X, and the part of
+    dN^T that the chunk itself gives."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    slot, i = tl.program_id(0), tl.program_id(1)
+    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    if first >= end:
+        return
+    j = i // (HV // HK)
+    rows, key_dims, value_dims = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    inside = rows < end - first
+    of_token = (b.to(tl.int64) * T + first + rows) * HV + i
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    beta = tl.load(beta_ptr + of_token, mask=inside, other=0.0).to(tl.float32)
+    G = tl.cumsum(tl.load(g_ptr + of_token, mask=inside, other=0.0).to(tl.float32), 0)
+    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
+    at = slot.to(tl.int64) * HV + i
+    tl.store(G_ptr + at * C + rows, G)
+    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decay(G, True, False, C)
+    x = _inverse(A * (beta * k_scale)[:, None] * k_scale[None, :], C, INVERSE)
+    w = tl.dot((x * (beta * tl.exp(G) * k_scale)[None, :]).to(dtype), k, input_precision=PRECISION)
+    tl.store(w_ptr + at * (C * BK) + (rows[:, None] * BK + key_dims[None, :]), w.to(dtype))
+    v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, value_dims, DV)
+    u = tl.dot((x * beta[None, :]).to(dtype), v, input_precision=PRECISION)
+    tl.store(u_ptr + at * (C * BV) + (value_dims[None, :] * C + rows[:, None]), u.to(dtype))
+    if BACKWARD or i % (HV // HK) == 0:
+        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+        q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS) * SCALE
+        if i % (HV // HK) == 0:
+            of_key = (slot.to(tl.int64) * HK + j) * C + rows
+            tl.store(q_scale_ptr + of_key, q_scale)
+            tl.store(k_scale_ptr + of_key, k_scale)
+        if BACKWARD:
+            tl.store(x_ptr + at * (C * C) + (rows[:, None] * C + rows[None, :]), x.to(dtype))
+            p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, False, C)
+            p = (p * q_scale[:, None] * k_scale[None, :]).to(dtype)
+            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, value_dims, DV)
+            dn = tl.dot(tl.trans(do), p, input_precision=PRECISION)
+            tl.store(dn_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :]), dn.to(dtype))
+
+
+@triton.jit(do_not_specialize=["T"])
+def scan_kernel(
+    n_ptr, states_ptr, last_ptr, w_ptr, G_ptr, k_scale_ptr, k_ptr, state_ptr, cu_ptr, T, k_b, k_t, k_h,
+    INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Over the chunks of one document and value head, for BLOCK_V value dims: the state before each chunk, N^T, which
+    overwrites U^T, and the last state."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
+    b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)
+    j = i // (HV // HK)
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    value_dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state = tl.program_id(1).to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
+    exists = (key_dims < DK)[None, :] & (value_dims < DV)[:, None]
+    state = tl.zeros([BLOCK_V, BK], tl.float32)
+    if INITIAL:
+        state += tl.load(state_ptr + of_state, mask=exists, other=0.0)
+    for step in tl.range(0, tl.cdiv(end - begin, C)):
+        at = (slot + step).to(tl.int64) * HV + i
+        tl.store(states_ptr + at * (BV * BK) + (value_dims[:, None] * BK + key_dims[None, :]), state.to(dtype))
+        w = tl.load(w_ptr + at * (C * BK) + (rows[:, None] * BK + key_dims[None, :]))
+        of_values = n_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :])
+        u = tl.load(of_values)
+        k = _tokens(k_ptr, b, begin + step * C, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+        G = tl.load(G_ptr + at * C + rows)
+        total = tl.load(G_ptr + at * C + C - 1)
+        k_scale = tl.load(k_scale_ptr + ((slot + step).to(tl.int64) * HK + j) * C + rows)
+        values = u.to(tl.float32) - tl.dot(state.to(dtype), tl.trans(w), input_precision=PRECISION)
+        tl.store(of_values, values.to(dtype))
+        written = (values * (tl.exp(total - G) * k_scale)[None, :]).to(dtype)
+        state = tl.dot(written, k, state * tl.exp(total), input_precision=PRECISION)
+    tl.store(last_ptr + of_state, state, mask=exists)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def output_kernel(
+    o_ptr, q_ptr, k_ptr, n_ptr, states_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N,
+    q_b, q_t, q_h, k_b, k_t, k_h, PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk and value head, for BLOCK_V value dims."""
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    slot, i = tl.program_id(0), tl.program_id(1)
+    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    if first >= end:
+        return
+    j = i // (HV // HK)
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    value_dims = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at, of_key = slot.to(tl.int64) * HV + i, (slot.to(tl.int64) * HK + j) * C + rows
+    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    state = tl.load(states_ptr + at * (BV * BK) + (value_dims[:, None] * BK + key_dims[None, :]))
+    n = tl.load(n_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :]))
+    G, q_scale, k_scale = tl.load(G_ptr + at * C + rows), tl.load(q_scale_ptr + of_key), tl.load(k_scale_ptr + of_key)
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, False, C)
+    o = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp(G)[:, None]
+    o = tl.dot((p * k_scale[None, :]).to(dtype), tl.trans(n), o, input_precision=PRECISION) * q_scale[:, None]
+    o_ptr += ((b.to(tl.int64) * T + first) * HV + i) * DV
+    tl.store(
+        o_ptr + (rows[:, None] * (HV * DV) + value_dims[None, :]),
+        o.to(dtype),
+        mask=(first + rows < end)[:, None] & (value_dims < DV)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["T"])
+def reverse_scan_kernel(
+    dn_ptr, d_states_ptr, d_first_ptr, w_ptr, G_ptr, q_scale_ptr, k_scale_ptr, q_ptr, k_ptr, do_ptr, d_last_ptr, cu_ptr,
+    T, q_b, q_t, q_h, k_b, k_t, k_h, LAST: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Over the chunks of one document and value head, from the last to the first: the gradient of the state after each
+    chunk, dN^T over the part that prepare_kernel wrote, and the gradient of the first state."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
+    b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)
+    j = i // (HV // HK)
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    value_dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state = tl.program_id(1).to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
+    exists = (key_dims < DK)[None, :] & (value_dims < DV)[:, None]
+    d_state = tl.zeros([BLOCK_V, BK], tl.float32)
+    if LAST:
+        d_state += tl.load(d_last_ptr + of_state, mask=exists, other=0.0)
+    chunks = tl.cdiv(end - begin, C)
+    do_ptr += (b.to(tl.int64) * T * HV + i) * DV
+    for step in tl.range(0, chunks):
+        c = chunks - 1 - step
+        at = (slot + c).to(tl.int64) * HV + i
+        first = begin + c * C
+        tl.store(d_states_ptr + at * (BV * BK) + (value_dims[:, None] * BK + key_dims[None, :]), d_state.to(dtype))
+        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+        k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+        w = tl.load(w_ptr + at * (C * BK) + (rows[:, None] * BK + key_dims[None, :]))
+        of_values = dn_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :])
+        dn = tl.load(of_values).to(tl.float32)
+        G = tl.load(G_ptr + at * C + rows)
+        total = tl.load(G_ptr + at * C + C - 1)
+        of_key = ((slot + c).to(tl.int64) * HK + j) * C + rows
+        q_scale, k_scale = tl.load(q_scale_ptr + of_key), tl.load(k_scale_ptr + of_key)
+        do = tl.load(
+            do_ptr + tl.cast(first, tl.int64) * (HV * DV) + (rows[None, :] * (HV * DV) + value_dims[:, None]),
+            mask=(rows < end - first)[None, :] & (value_dims < DV)[:, None], other=0.0,
+        )  # fmt: skip
+        product = tl.dot(d_state.to(dtype), tl.trans(k), input_precision=PRECISION)
+        dn += product * (tl.exp(total - G) * k_scale)[None, :]
+        tl.store(of_values, dn.to(dtype))
+        do = (do.to(tl.float32) * (tl.exp(G) * q_scale)[None, :]).to(dtype)
+        d_state = tl.dot(do, q, d_state * tl.exp(total), input_precision=PRECISION)
+        d_state = tl.dot((-dn).to(dtype), w, d_state, input_precision=PRECISION)
+    tl.store(d_first_ptr + of_state, d_state, mask=exists)
+
+
+@triton.jit
+def _sum_of_group(
+    d, sum_ptr, out_ptr, x, scale, tokens, member,
+    FACTOR: tl.constexpr, GROUP: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Adds d, the gradient of x * scale[:, None], to those of the group's value heads before it. The last member writes
+    the gradient of x, where scale = FACTOR * rsqrt(sum(x^2) + eps)."""
+    rows, dims = tl.arange(0, C)[:, None], tl.arange(0, BK)[None, :]
+    own = rows * BK + dims
+    if member > 0:
+        tl.debug_barrier()
+        d += tl.load(sum_ptr + own)
+    if member < GROUP - 1:
+        tl.store(sum_ptr + own, d)
+    else:
+        wide = x.to(tl.float32)
+        along = tl.sum(d * wide, 1) * (scale / FACTOR) * (scale / FACTOR)
+        d = (d - wide * along[:, None]) * scale[:, None]
+        mask = (rows < tokens) & (dims < DK)
+        tl.store(out_ptr + (rows * (HK * DK) + dims), d.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _d_r(x_ptr, dn_ptr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr):
+    """dR = X^T dN, [C, BLOCK_V]."""
+    rows, value_dims = tl.arange(0, C), tl.arange(0, BLOCK_V)
+    x = tl.load(x_ptr + rows[:, None] * C + rows[None, :])
+    dn = tl.load(dn_ptr + value_dims[:, None] * C + rows[None, :])
+    return tl.dot(tl.trans(x), tl.trans(dn), input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gradients_kernel(
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, dq_sum_ptr, dk_sum_ptr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, x_ptr, n_ptr, dn_ptr, states_ptr, d_states_ptr,
+    G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    SCALE: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk and key head, over the value heads that read it, one after the other."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    GROUP: tl.constexpr = HV // HK
+    slot, j = tl.program_id(0), tl.program_id(1)
+    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    if first >= end:
+        return
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    inside = rows < end - first
+    of_key = (slot.to(tl.int64) * HK + j) * C
+    q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
+    of_first = b.to(tl.int64) * T + first
+    dq_ptr += (of_first * HK + j) * DK
+    dk_ptr += (of_first * HK + j) * DK
+    for member in range(GROUP):
+        i = j * GROUP + member
+        at = slot.to(tl.int64) * HV + i
+        G = tl.load(G_ptr + at * C + rows)
+        total = tl.load(G_ptr + at * C + C - 1)
+        lam, rho = tl.exp(G), tl.exp(total - G)
+        of_token = of_first * HV + i
+        beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
+        # Products of tokens: dO N^T and its transpose, dR N^T, N dN^T.
+        m = tl.zeros([C, C], tl.float32)
+        m_transposed = tl.zeros([C, C], tl.float32)
+        e = tl.zeros([C, C], tl.float32)
+        n_dn = tl.zeros([C, C], tl.float32)
+        d_beta = tl.zeros([C], tl.float32)
+        of_x, of_values, of_states = at * (C * C), at * (C * BV), at * (BV * BK)
+        for v_first in range(0, BV, BLOCK_V):
+            dims = v_first + tl.arange(0, BLOCK_V)
+            dr = _d_r(x_ptr + of_x, dn_ptr + of_values + v_first * C, C, BLOCK_V, PRECISION)
+            v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, dims, DV)
+            d_beta += tl.sum(dr * v.to(tl.float32), 1)
+            in_v = inside[:, None] & (dims < DV)[None, :]
+            at_v = dv_ptr + of_token * DV + (rows[:, None] * (HV * DV) + dims[None, :])
+            tl.store(at_v, (dr * beta[:, None]).to(dtype), mask=in_v)
+            n = tl.load(n_ptr + of_values + (dims[:, None] * C + rows[None, :]))
+            dn = tl.load(dn_ptr + of_values + (dims[:, None] * C + rows[None, :]))
+            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, dims, DV)
+            m = tl.dot(do, n, m, input_precision=PRECISION)
+            m_transposed = tl.dot(tl.trans(n), tl.trans(do), m_transposed, input_precision=PRECISION)
+            e = tl.dot(dr.to(dtype), n, e, input_precision=PRECISION)
+            n_dn = tl.dot(tl.trans(n), dn, n_dn, input_precision=PRECISION)
+        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+        k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+        # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
+        m *= _decay(G, False, False, C)
+        e *= -_decay(G, True, False, C)
+        terms = m * tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
+        of_a = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
+        terms += of_a * beta[:, None]
+        d_beta += tl.sum(of_a, 1)
+        dG = tl.sum(terms, 1) - tl.sum(terms, 0)
+        # F + F^T, from E and from N dR^T = N dN^T X.
+        x = tl.load(x_ptr + of_x + (rows[:, None] * C + rows[None, :]))
+        f = tl.dot(n_dn.to(dtype), x, input_precision=PRECISION) * -_decay(G, True, True, C)
+        f = ((e * beta[:, None] + f * beta[None, :]) * k_scale[None, :]).to(dtype)
+        m = (m * k_scale[None, :]).to(dtype)
+        m_transposed = (m_transposed * _decay(G, False, True, C) * q_scale[None, :]).to(dtype)
+
+        d = tl.zeros([C, BK], tl.float32)  # dO S^T
+        for v_first in range(0, BV, BLOCK_V):
+            dims = v_first + tl.arange(0, BLOCK_V)
+            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, dims, DV)
+            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            d = tl.dot(do, state, d, input_precision=PRECISION)
+        dG += tl.sum(d * q.to(tl.float32), 1) * lam * q_scale
+        d = tl.dot(m, k, d * lam[:, None], input_precision=PRECISION)
+        _sum_of_group(d, dq_sum_ptr + of_key * BK, dq_ptr, q, q_scale, end - first, member, SCALE, GROUP, HK, DK, C, BK)
+
+        d = tl.zeros([C, BK], tl.float32)  # dR S^T
+        d_total = tl.zeros([BLOCK_V], tl.float32)
+        for v_first in range(0, BV, BLOCK_V):
+            dims = v_first + tl.arange(0, BLOCK_V)
+            dr = _d_r(x_ptr + of_x, dn_ptr + of_values + v_first * C, C, BLOCK_V, PRECISION)
+            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            d = tl.dot(dr.to(dtype), state, d, input_precision=PRECISION)
+        r_k = tl.sum(d * k.to(tl.float32), 1) * lam * k_scale
+        d_beta -= r_k
+        dG -= beta * r_k
+        dk = d * -(beta * lam)[:, None]
+        d = tl.zeros([C, BK], tl.float32)  # N dS^T
+        for v_first in range(0, BV, BLOCK_V):
+            dims = v_first + tl.arange(0, BLOCK_V)
+            n = tl.load(n_ptr + of_values + (dims[:, None] * C + rows[None, :]))
+            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            d_state = tl.load(d_states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            d_total += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+            d = tl.dot(tl.trans(n), d_state, d, input_precision=PRECISION)
+        after = tl.sum(d * k.to(tl.float32), 1) * rho * k_scale  # what a token gives to the g of those after it
+        dk = tl.dot(m_transposed, q, dk + d * rho[:, None], input_precision=PRECISION)
+        dk = tl.dot(f, k, dk, input_precision=PRECISION)
+        _sum_of_group(dk, dk_sum_ptr + of_key * BK, dk_ptr, k, k_scale, end - first, member, 1.0, GROUP, HK, DK, C, BK)
+        dg = tl.cumsum(dG, 0, reverse=True) + tl.cumsum(after, 0) - after + tl.exp(total) * tl.sum(d_total, 0)
+        tl.store(dg_ptr + of_token + rows * HV, dg, mask=inside)
+        tl.store(d_beta_ptr + of_token + rows * HV, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def step_kernel(
+    o_ptr, state_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, q_b, q_h, k_b, k_h, v_b, v_h, g_b, beta_b, state_b, state_h,
+    SCALE: tl.constexpr, EPS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BK: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One token of one row and value head, for BLOCK_V value dims."""
+    b, i = tl.program_id(0).to(tl.int64) // HV, tl.program_id(0) % HV
+    j = i // (HV // HK)
+    key_dims, value_dims = tl.arange(0, BK), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state = state_ptr + b * state_b + i * state_h + key_dims[:, None] * DV + value_dims[None, :]
+    exists = (key_dims < DK)[:, None] & (value_dims < DV)[None, :]
+    state = tl.load(of_state, mask=exists, other=0.0)
+    q = tl.load(q_ptr + b * q_b + j * q_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + b * k_b + j * k_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + b * v_b + i * v_h + value_dims, mask=value_dims < DV, other=0.0).to(tl.float32)
+    decay = tl.exp(tl.load(g_ptr + b * g_b + i).to(tl.float32))
+    beta = tl.load(beta_ptr + b * beta_b + i).to(tl.float32)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
+    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    state *= decay
+    written = beta * (v - tl.sum(state * k[:, None], 0))
+    state += k[:, None] * written[None, :]
+    tl.store(of_state, state, mask=exists)
+    o = tl.sum(state * q[:, None], 0)
+    at = (b * HV + i) * DV + value_dims
+    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=value_dims < DV)
