@@ -28,19 +28,20 @@ from ligermodels.kernels._triton import tl, triton
 
 
 @triton.jit
-def _chunk(slot, cu_ptr, T, N, PACKED: tl.constexpr, C: tl.constexpr):
-    """(row of the batch, first token, one past the last token of its document); no tokens: the slot is empty."""
+def chunk(slot, cu_ptr, T, N, PACKED: tl.constexpr, C: tl.constexpr):
+    """(row of the batch, row or document, first token of that, first token of the chunk, one past the last token of the
+    document). A slot whose first token is not below the last is empty."""
     if PACKED:
-        document = -1
+        n = -1
         for first in range(0, N, 64):
             documents = first + tl.arange(0, 64)
             slots = tl.load(cu_ptr + documents, mask=documents < N, other=2**30) // C + documents
-            document += tl.sum((slots <= slot).to(tl.int32), 0)
-        begin = tl.load(cu_ptr + document)
-        return begin * 0, begin + (slot - begin // C - document) * C, tl.load(cu_ptr + document + 1)
+            n += tl.sum((slots <= slot).to(tl.int32), 0)
+        begin = tl.load(cu_ptr + n)
+        return begin * 0, n, begin, begin + (slot - begin // C - n) * C, tl.load(cu_ptr + n + 1)
     else:
         chunks = tl.cdiv(T, C)
-        return slot // chunks, slot % chunks * C, T
+        return slot // chunks, slot // chunks, 0, slot % chunks * C, T
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def prepare_kernel(
     dN^T that the chunk itself gives."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     slot, i = tl.program_id(0), tl.program_id(1)
-    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
     j = i // (HV // HK)
@@ -206,7 +207,7 @@ def output_kernel(
     """O of one chunk and value head, for BLOCK_V value dims."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     slot, i = tl.program_id(0), tl.program_id(1)
-    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
     j = i // (HV // HK)
@@ -322,7 +323,7 @@ def gradients_kernel(
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     GROUP: tl.constexpr = HV // HK
     slot, j = tl.program_id(0), tl.program_id(1)
-    b, first, end = _chunk(slot, cu_ptr, T, N, PACKED, C)
+    b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
     rows, key_dims = tl.arange(0, C), tl.arange(0, BK)

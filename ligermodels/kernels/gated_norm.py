@@ -2,17 +2,39 @@
 
     y = x * rsqrt(mean(x^2) + eps) * weight * silu(z)                 over the last dim, of width N
 
-The norm comes before the gate; the normed x is rounded to its dtype before the weight, as Llama's.
+The norm comes before the gate; the normed x is rounded to its dtype before the weight, as Llama's. The backward reads
+x, z and dy alone, and sums dweight in a fixed order, without atomics.
+
+Bytes per element at 2-byte dtypes, the minimum: forward 6, backward 10.
 
 Source: Qwen3-Next's gated norm in https://github.com/huggingface/transformers.
 """
 
+import operator
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
-from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import activation
+from ligermodels.kernels._norm_kernels import sum_parts_kernel
+from ligermodels.kernels._triton import (
+    accumulator,
+    cdiv,
+    last_dim_contiguous,
+    next_power_of_2,
+    num_sms,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
+
+MAX_WIDTH = 8192
+"""Maximum N that fits a program's registers; wider rows run the reference."""
 
 
 def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,6 +42,112 @@ def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Te
     h = x.to(dtype)
     h = (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
     return (h.to(dtype) * weight.to(dtype) * F.silu(z.to(dtype))).to(x.dtype)
+
+
+@triton.jit
+def _normed(x, eps, N: tl.constexpr, dtype: tl.constexpr):
+    """(x / rms(x), 1 / rms(x)) of rows in fp32."""
+    mean_square = tl.sum(x * x, 1) * (1.0 / N) + eps
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square)) if dtype == tl.float32 else tl.rsqrt(mean_square)
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def _row(ptr, rows, cols, mask, of_t, of_h, HEADS: tl.constexpr):
+    """Rows of [tokens, HEADS, N], in fp32."""
+    at = (rows // HEADS) * of_t + (rows % HEADS) * of_h + cols
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _forward_kernel(
+    y_ptr, x_ptr, z_ptr, weight_ptr, n_rows, x_t, x_h, z_t, z_h,
+    EPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    rows, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = (rows < n_rows) & (cols < N)
+    x = _row(x_ptr, rows, cols, mask, x_t, x_h, HEADS)
+    z = _row(z_ptr, rows, cols, mask, z_t, z_h, HEADS)
+    weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    h, _ = _normed(x, EPS, N, dtype)
+    gate, _ = activation(z, "silu", dtype == tl.float32)
+    tl.store(y_ptr + rows * N + cols, (h.to(dtype).to(tl.float32) * weight * gate).to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _backward_kernel(
+    dx_ptr, dz_ptr, parts_ptr, dy_ptr, x_ptr, z_ptr, weight_ptr, n_rows, dy_t, dy_h, x_t, x_h, z_t, z_h,
+    EPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx, dz, and this program's row of parts: of the weight's gradient."""
+    dtype: tl.constexpr = dx_ptr.dtype.element_ty
+    cols = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        mask = (rows < n_rows) & (cols < N)
+        dy = _row(dy_ptr, rows, cols, mask, dy_t, dy_h, HEADS)
+        x = _row(x_ptr, rows, cols, mask, x_t, x_h, HEADS)
+        z = _row(z_ptr, rows, cols, mask, z_t, z_h, HEADS)
+        h, rstd = _normed(x, EPS, N, dtype)
+        gate, slope = activation(z, "silu", dtype == tl.float32)
+        d_weight += dy * h * gate
+        tl.store(dz_ptr + rows * N + cols, (dy * h * weight * slope).to(dz_ptr.dtype.element_ty), mask=mask)
+        g = dy * weight * gate
+        along = tl.sum(g * h, 1) * (1.0 / N)
+        tl.store(dx_ptr + rows * N + cols, ((g - h * along[:, None]) * rstd[:, None]).to(dtype), mask=mask)
+    inside = tl.arange(0, BLOCK) < N
+    tl.store(parts_ptr + tl.program_id(0) * N + tl.arange(0, BLOCK), tl.sum(d_weight, 0), mask=inside)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """(columns, rows) of a tile of 2048 elements, or of one row."""
+    block = next_power_of_2(width)
+    return block, max(1, 2048 // block)
+
+
+def _heads(x: Tensor) -> tuple[Tensor, int, int]:
+    """x [..., H, N] as [T, H, N], of any strides but the last: (tensor, strides of T and of H)."""
+    x = x.reshape(-1, 1, x.shape[-1]) if x.dim() < 3 else x.flatten(0, -3)
+    x = last_dim_contiguous(x)
+    return x, x.stride(0), x.stride(1)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, z, weight, eps):
+        y, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), operator.index(x.shape[-1])
+        block, rows = _tile(width)
+        (x, *of_x), (z, *of_z) = _heads(x), _heads(z)
+        n_rows, heads = x.shape[0] * x.shape[1], operator.index(x.shape[1])
+        launch(
+            _forward_kernel, (cdiv(n_rows, rows),),
+            y, x, z, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(x, z, weight)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, z, weight = ctx.saved_tensors
+        dx, dz = (torch.empty(dy.shape, dtype=t.dtype, device=t.device) for t in (x, z))
+        width, heads = operator.index(x.shape[-1]), operator.index(x.shape[1])
+        block, rows = _tile(width)
+        (dy, *of_dy), (x, *of_x), (z, *of_z) = (_heads(t) for t in (dy, x, z))
+        n_rows = x.shape[0] * x.shape[1]
+        programs = min(cdiv(n_rows, rows), 4 * num_sms(x.device.index))
+        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        launch(
+            _backward_kernel, (programs,), dx, dz, parts, dy, x, z, weight,
+            n_rows, *of_dy, *of_x, *of_z, ctx.eps, heads, width, block, rows, num_warps=4,
+        )  # fmt: skip
+        d_weight = torch.empty_like(weight)
+        launch(sum_parts_kernel, (cdiv(width, 16), 1), d_weight, None, parts, programs, width, 16, 128)
+        return dx, dz, d_weight, None
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,4 +160,6 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise InputError(f"gated_norm: x has {describe(x)}; expected floating point [..., N], N >= 1.")
     check_operand("gated_norm", "z", z, x.shape, "x", x)
     check_operand("gated_norm", "weight", weight, x.shape[-1:], "x", x)
-    return gated_norm_reference(x, z, weight, eps)
+    if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0 or x.shape[-1] > MAX_WIDTH:
+        return gated_norm_reference(x, z, weight, eps)
+    return _GatedNorm.apply(x, z, weight.contiguous(), eps)
