@@ -2,9 +2,13 @@
 
 from ligermodels.kernels.activation import activate, activate_reference, activation_linear, activation_linear_reference
 from ligermodels.kernels.attention import attention, attention_reference
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
+from ligermodels.kernels.delta_gates import delta_gates, delta_gates_reference
 from ligermodels.kernels.embedding import embedding, embedding_reference
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
+from ligermodels.kernels.gated_norm import gated_norm, gated_norm_reference
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
@@ -44,14 +48,22 @@ __all__ = [
     "add_rms_norm_reference",
     "attention",
     "attention_reference",
+    "causal_conv",
+    "causal_conv_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "delta_gates",
+    "delta_gates_reference",
     "dequantize_nf4",
     "dequantize_nf4_reference",
     "embedding",
     "embedding_reference",
+    "gated_delta_rule",
+    "gated_delta_rule_reference",
     "gated_mlp",
     "gated_mlp_reference",
+    "gated_norm",
+    "gated_norm_reference",
     "glu",
     "glu_linear",
     "glu_linear_reference",

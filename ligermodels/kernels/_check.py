@@ -22,6 +22,23 @@ def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside
         )
 
 
+def check_bounds(where: str, cu_seqlens: Tensor, x: Tensor) -> None:
+    """Raises InputError unless cu_seqlens are bounds of documents that lie end to end in the one row of x [1, T, ...].
+
+    Values are checked on the CPU alone: elsewhere that would synchronise.
+    """
+    rows, length = x.shape[:2]
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.device != x.device or rows != 1:
+        raise InputError(
+            f"{where}: cu_seqlens has {describe(cu_seqlens)} for {rows} rows; expected torch.int32 [documents + 1] on "
+            f"{x.device}, and documents end to end in one row."
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if not bounds or bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, length):
+            raise InputError(f"{where}: cu_seqlens is {bounds}; expected numbers that ascend from 0 to {length}.")
+
+
 def check_label_tensor(where: str, labels: Tensor, tokens: Sequence[int], device: torch.device) -> None:
     """Raises InputError unless labels are int64 or int32 of shape `tokens`, on `device` or on the CPU."""
     if labels.shape != tokens:

@@ -13,8 +13,8 @@ rho = exp(G_last - G), K and Q normalised, and S the state before the chunk:
   other operand. So tensor cores read what was loaded.
 - Scans hold the transposed state, [value dims, key dims]: it and the new values are left operands, which stay in
   registers. Scratch is transposed alike.
-- No product reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. Where the
-  backward needs a product and its transpose, it computes both.
+- No product reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. What the
+  backward needs transposed goes through memory.
 
 Backward, with dS the gradient of the state after the chunk and E, F = strictly lower parts:
 
@@ -280,46 +280,28 @@ def reverse_scan_kernel(
 
 
 @triton.jit
-def _sum_of_group(
-    d, sum_ptr, out_ptr, x, scale, tokens, member,
-    FACTOR: tl.constexpr, GROUP: tl.constexpr, HK: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+def _store_through_norm(
+    ptr, d, x, scale, tokens, FACTOR: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds d, the gradient of x * scale[:, None], to those of the group's value heads before it. The last member writes
-    the gradient of x, where scale = FACTOR * rsqrt(sum(x^2) + eps)."""
-    rows, dims = tl.arange(0, C)[:, None], tl.arange(0, BK)[None, :]
-    own = rows * BK + dims
-    if member > 0:
-        tl.debug_barrier()
-        d += tl.load(sum_ptr + own)
-    if member < GROUP - 1:
-        tl.store(sum_ptr + own, d)
-    else:
-        wide = x.to(tl.float32)
-        along = tl.sum(d * wide, 1) * (scale / FACTOR) * (scale / FACTOR)
-        d = (d - wide * along[:, None]) * scale[:, None]
-        mask = (rows < tokens) & (dims < DK)
-        tl.store(out_ptr + (rows * (HK * DK) + dims), d.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _d_r(x_ptr, dn_ptr, C: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr):
-    """dR = X^T dN, [C, BLOCK_V]."""
-    rows, value_dims = tl.arange(0, C), tl.arange(0, BLOCK_V)
-    x = tl.load(x_ptr + rows[:, None] * C + rows[None, :])
-    dn = tl.load(dn_ptr + value_dims[:, None] * C + rows[None, :])
-    return tl.dot(tl.trans(x), tl.trans(dn), input_precision=PRECISION)
+    """Stores the gradient of x from d, that of x * scale[:, None], where scale = FACTOR * rsqrt(sum(x^2) + eps)."""
+    rows, dims = tl.arange(0, C)[:, None], tl.arange(0, BLOCK)[None, :]
+    x = x.to(tl.float32)
+    along = tl.sum(d * x, 1) * (scale / FACTOR) * (scale / FACTOR)
+    d = (d - x * along[:, None]) * scale[:, None]
+    tl.store(ptr + (rows * (HEADS * D) + dims), d.to(ptr.dtype.element_ty), mask=(rows < tokens) & (dims < D))
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def gradients_kernel(
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, dq_sum_ptr, dk_sum_ptr,
-    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, x_ptr, n_ptr, dn_ptr, states_ptr, d_states_ptr,
-    G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
-    SCALE: tl.constexpr, PACKED: tl.constexpr,
+def query_gradients_kernel(
+    dq_ptr, dv_ptr, dr_ptr, m_ptr, f_ptr, dG_ptr, d_beta_ptr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, x_ptr, n_ptr, dn_ptr, states_ptr, G_ptr, q_scale_ptr, k_scale_ptr,
+    cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, SCALE: tl.constexpr, PACKED: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk and key head, over the value heads that read it, one after the other."""
+    """Of one chunk and key head, over its value heads: dQ and dV, what key_gradients_kernel reads (dR, M, F), and the
+    parts of dG and d_beta that do not depend on the state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     GROUP: tl.constexpr = HV // HK
     slot, j = tl.program_id(0), tl.program_id(1)
@@ -331,91 +313,125 @@ def gradients_kernel(
     of_key = (slot.to(tl.int64) * HK + j) * C
     q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
     of_first = b.to(tl.int64) * T + first
-    dq_ptr += (of_first * HK + j) * DK
-    dk_ptr += (of_first * HK + j) * DK
+    of_do = tl.cast(T, tl.int64) * (HV * DV)
+    square = rows[:, None] * C + rows[None, :]
+    dq = tl.zeros([C, BK], tl.float32)
     for member in range(GROUP):
         i = j * GROUP + member
         at = slot.to(tl.int64) * HV + i
         G = tl.load(G_ptr + at * C + rows)
-        total = tl.load(G_ptr + at * C + C - 1)
-        lam, rho = tl.exp(G), tl.exp(total - G)
         of_token = of_first * HV + i
         beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
-        # Products of tokens: dO N^T and its transpose, dR N^T, N dN^T.
-        m = tl.zeros([C, C], tl.float32)
-        m_transposed = tl.zeros([C, C], tl.float32)
-        e = tl.zeros([C, C], tl.float32)
-        n_dn = tl.zeros([C, C], tl.float32)
+        m = tl.zeros([C, C], tl.float32)  # dO N^T
+        e = tl.zeros([C, C], tl.float32)  # dR N^T
         d_beta = tl.zeros([C], tl.float32)
-        of_x, of_values, of_states = at * (C * C), at * (C * BV), at * (BV * BK)
         for v_first in range(0, BV, BLOCK_V):
             dims = v_first + tl.arange(0, BLOCK_V)
-            dr = _d_r(x_ptr + of_x, dn_ptr + of_values + v_first * C, C, BLOCK_V, PRECISION)
+            of_value = at * (C * BV) + (dims[:, None] * C + rows[None, :])
+            x = tl.load(x_ptr + at * (C * C) + square)
+            dn = tl.load(dn_ptr + of_value)
+            dr = tl.dot(tl.trans(x), tl.trans(dn), input_precision=PRECISION)
             v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, dims, DV)
             d_beta += tl.sum(dr * v.to(tl.float32), 1)
-            in_v = inside[:, None] & (dims < DV)[None, :]
             at_v = dv_ptr + of_token * DV + (rows[:, None] * (HV * DV) + dims[None, :])
-            tl.store(at_v, (dr * beta[:, None]).to(dtype), mask=in_v)
-            n = tl.load(n_ptr + of_values + (dims[:, None] * C + rows[None, :]))
-            dn = tl.load(dn_ptr + of_values + (dims[:, None] * C + rows[None, :]))
-            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, dims, DV)
+            tl.store(at_v, (dr * beta[:, None]).to(dtype), mask=inside[:, None] & (dims < DV)[None, :])
+            dr = dr.to(dtype)
+            tl.store(dr_ptr + at * (C * BV) + (rows[:, None] * BV + dims[None, :]), dr)
+            n = tl.load(n_ptr + of_value)
+            do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, dims, DV)
             m = tl.dot(do, n, m, input_precision=PRECISION)
-            m_transposed = tl.dot(tl.trans(n), tl.trans(do), m_transposed, input_precision=PRECISION)
-            e = tl.dot(dr.to(dtype), n, e, input_precision=PRECISION)
-            n_dn = tl.dot(tl.trans(n), dn, n_dn, input_precision=PRECISION)
+            e = tl.dot(dr, n, e, input_precision=PRECISION)
         q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
         k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
-        # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
         m *= _decay(G, False, False, C)
         e *= -_decay(G, True, False, C)
-        terms = m * tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
-        of_a = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
-        terms += of_a * beta[:, None]
-        d_beta += tl.sum(of_a, 1)
+        # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
+        terms = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
+        tl.store(d_beta_ptr + at * C + rows, d_beta + tl.sum(terms, 1))
+        terms *= beta[:, None]
+        terms += m * tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
         dG = tl.sum(terms, 1) - tl.sum(terms, 0)
-        # F + F^T, from E and from N dR^T = N dN^T X.
-        x = tl.load(x_ptr + of_x + (rows[:, None] * C + rows[None, :]))
-        f = tl.dot(n_dn.to(dtype), x, input_precision=PRECISION) * -_decay(G, True, True, C)
-        f = ((e * beta[:, None] + f * beta[None, :]) * k_scale[None, :]).to(dtype)
-        m = (m * k_scale[None, :]).to(dtype)
-        m_transposed = (m_transposed * _decay(G, False, True, C) * q_scale[None, :]).to(dtype)
-
+        tl.store(m_ptr + at * (C * C) + square, m.to(dtype))
+        tl.store(f_ptr + at * (C * C) + square, (e * beta[:, None]).to(dtype))
+        scaled = (m * k_scale[None, :]).to(dtype)
         d = tl.zeros([C, BK], tl.float32)  # dO S^T
         for v_first in range(0, BV, BLOCK_V):
             dims = v_first + tl.arange(0, BLOCK_V)
-            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, dims, DV)
-            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, dims, DV)
+            state = tl.load(states_ptr + at * (BV * BK) + (dims[:, None] * BK + key_dims[None, :]))
             d = tl.dot(do, state, d, input_precision=PRECISION)
-        dG += tl.sum(d * q.to(tl.float32), 1) * lam * q_scale
-        d = tl.dot(m, k, d * lam[:, None], input_precision=PRECISION)
-        _sum_of_group(d, dq_sum_ptr + of_key * BK, dq_ptr, q, q_scale, end - first, member, SCALE, GROUP, HK, DK, C, BK)
+        d *= tl.exp(G)[:, None]
+        tl.store(dG_ptr + at * C + rows, dG + tl.sum(d * q.to(tl.float32), 1) * q_scale)
+        dq = tl.dot(scaled, k, dq + d, input_precision=PRECISION)
+    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+    dq_ptr += (of_first * HK + j) * DK
+    _store_through_norm(dq_ptr, dq, q, q_scale, end - first, SCALE, HK, DK, C, BK)
 
+
+@triton.jit(do_not_specialize=["T", "N"])
+def key_gradients_kernel(
+    dk_ptr, dg_ptr, d_beta_ptr, q_ptr, k_ptr, beta_ptr, dr_ptr, m_ptr, f_ptr, dG_ptr, d_beta_part_ptr,
+    n_ptr, states_ptr, d_states_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h,
+    PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and key head, over its value heads: dK, dg and d_beta."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    GROUP: tl.constexpr = HV // HK
+    slot, j = tl.program_id(0), tl.program_id(1)
+    b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
+    if first >= end:
+        return
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    inside = rows < end - first
+    of_first = b.to(tl.int64) * T + first
+    of_key = (slot.to(tl.int64) * HK + j) * C
+    q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
+    square, transposed = rows[:, None] * C + rows[None, :], rows[None, :] * C + rows[:, None]
+    dk = tl.zeros([C, BK], tl.float32)
+    for member in range(GROUP):
+        i = j * GROUP + member
+        at = slot.to(tl.int64) * HV + i
+        G, total = tl.load(G_ptr + at * C + rows), tl.load(G_ptr + at * C + C - 1)
+        of_token = of_first * HV + i
+        beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
+        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+        k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+        m = tl.load(m_ptr + at * (C * C) + transposed).to(tl.float32)
+        dk = tl.dot((m * q_scale[None, :]).to(dtype), q, dk, input_precision=PRECISION)
+        f = tl.load(f_ptr + at * (C * C) + square).to(tl.float32)
+        f += tl.load(f_ptr + at * (C * C) + transposed).to(tl.float32)
+        dk = tl.dot((f * k_scale[None, :]).to(dtype), k, dk, input_precision=PRECISION)
         d = tl.zeros([C, BK], tl.float32)  # dR S^T
+        for v_first in range(0, BV, BLOCK_V):
+            dims = v_first + tl.arange(0, BLOCK_V)
+            dr = tl.load(dr_ptr + at * (C * BV) + (rows[:, None] * BV + dims[None, :]))
+            state = tl.load(states_ptr + at * (BV * BK) + (dims[:, None] * BK + key_dims[None, :]))
+            d = tl.dot(dr, state, d, input_precision=PRECISION)
+        d *= tl.exp(G)[:, None]
+        r_k = tl.sum(d * k.to(tl.float32), 1) * k_scale
+        dk -= d * beta[:, None]
+        d = tl.zeros([C, BK], tl.float32)  # N dS^T
         d_total = tl.zeros([BLOCK_V], tl.float32)
         for v_first in range(0, BV, BLOCK_V):
             dims = v_first + tl.arange(0, BLOCK_V)
-            dr = _d_r(x_ptr + of_x, dn_ptr + of_values + v_first * C, C, BLOCK_V, PRECISION)
-            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
-            d = tl.dot(dr.to(dtype), state, d, input_precision=PRECISION)
-        r_k = tl.sum(d * k.to(tl.float32), 1) * lam * k_scale
-        d_beta -= r_k
-        dG -= beta * r_k
-        dk = d * -(beta * lam)[:, None]
-        d = tl.zeros([C, BK], tl.float32)  # N dS^T
-        for v_first in range(0, BV, BLOCK_V):
-            dims = v_first + tl.arange(0, BLOCK_V)
-            n = tl.load(n_ptr + of_values + (dims[:, None] * C + rows[None, :]))
-            state = tl.load(states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
-            d_state = tl.load(d_states_ptr + of_states + (dims[:, None] * BK + key_dims[None, :]))
+            n = tl.load(n_ptr + at * (C * BV) + (dims[:, None] * C + rows[None, :]))
+            of_state = at * (BV * BK) + (dims[:, None] * BK + key_dims[None, :])
+            state, d_state = tl.load(states_ptr + of_state), tl.load(d_states_ptr + of_state)
             d_total += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
             d = tl.dot(tl.trans(n), d_state, d, input_precision=PRECISION)
-        after = tl.sum(d * k.to(tl.float32), 1) * rho * k_scale  # what a token gives to the g of those after it
-        dk = tl.dot(m_transposed, q, dk + d * rho[:, None], input_precision=PRECISION)
-        dk = tl.dot(f, k, dk, input_precision=PRECISION)
-        _sum_of_group(dk, dk_sum_ptr + of_key * BK, dk_ptr, k, k_scale, end - first, member, 1.0, GROUP, HK, DK, C, BK)
+        d *= tl.exp(total - G)[:, None]
+        after = tl.sum(d * k.to(tl.float32), 1) * k_scale  # reaches g of the tokens after this one
+        dk += d
+        dG = tl.load(dG_ptr + at * C + rows) - beta * r_k
         dg = tl.cumsum(dG, 0, reverse=True) + tl.cumsum(after, 0) - after + tl.exp(total) * tl.sum(d_total, 0)
         tl.store(dg_ptr + of_token + rows * HV, dg, mask=inside)
+        d_beta = tl.load(d_beta_part_ptr + at * C + rows) - r_k
         tl.store(d_beta_ptr + of_token + rows * HV, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    dk_ptr += (of_first * HK + j) * DK
+    _store_through_norm(dk_ptr, dk, k, k_scale, end - first, 1.0, HK, DK, C, BK)
 
 
 @triton.jit

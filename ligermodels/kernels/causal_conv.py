@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._check import check_operand, describe
+from ligermodels.kernels._check import check_bounds, check_operand, describe
 from ligermodels.kernels._delta import chunk
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation as activate
@@ -283,14 +283,10 @@ def causal_conv(
     _check("causal_conv", x, weight, bias, activation, 3)
     rows = x.shape[0]
     if cu_seqlens is not None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.device != x.device or rows != 1:
-            raise InputError(
-                f"causal_conv: cu_seqlens has {describe(cu_seqlens)} for {rows} rows; expected torch.int32 "
-                f"[documents + 1] on {x.device}, and documents end to end in one row."
-            )
+        check_bounds("causal_conv", cu_seqlens, x)
         rows = cu_seqlens.shape[0] - 1
     if state is not None:
-        check_operand("causal_conv", "state", state, (rows, x.shape[2], weight.shape[2] - 1), "x", x)
+        check_operand("causal_conv", "state", state, (rows, x.shape[2], weight.shape[2] - 1), "weight", weight)
         if state.requires_grad and torch.is_grad_enabled():
             raise InputError("causal_conv: state requires a gradient, which is not computed; detach it.")
     if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0:

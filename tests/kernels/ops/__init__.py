@@ -13,6 +13,7 @@ from ligermodels import kernels
 from ligermodels.kernels.linear import joint_linear, linear
 from tests.kernels.cases import HALF, Case, Maker, Op, drawn
 from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
+from tests.kernels.ops.delta import causal_conv_op, delta_gates_op, gated_delta_rule_op, gated_norm_op
 from tests.kernels.ops.divergences import jsd_op, kl_op, linear_jsd_op
 from tests.kernels.ops.elementwise import (
     after_sum,
@@ -98,6 +99,10 @@ OPS: dict[str, Op] = {
     "embedding": embedding_op(),
     "route": route_op(),
     "moe_experts": experts_op(),
+    "gated_delta_rule": gated_delta_rule_op(),
+    "causal_conv": causal_conv_op(),
+    "delta_gates": delta_gates_op(),
+    "gated_norm": gated_norm_op(),
 }  # fmt: skip
 
 
