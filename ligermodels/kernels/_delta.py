@@ -389,6 +389,8 @@ def key_gradients_kernel(
     of_key = (slot.to(tl.int64) * HK + j) * C
     q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
     square, transposed = rows[:, None] * C + rows[None, :], rows[None, :] * C + rows[:, None]
+    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
     dk = tl.zeros([C, BK], tl.float32)
     for member in range(GROUP):
         i = j * GROUP + member
@@ -396,8 +398,6 @@ def key_gradients_kernel(
         G, total = tl.load(G_ptr + at * C + rows), tl.load(G_ptr + at * C + C - 1)
         of_token = of_first * HV + i
         beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
-        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
-        k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
         m = tl.load(m_ptr + at * (C * C) + transposed).to(tl.float32)
         dk = tl.dot((m * q_scale[None, :]).to(dtype), q, dk, input_precision=PRECISION)
         f = tl.load(f_ptr + at * (C * C) + square).to(tl.float32)
@@ -429,7 +429,6 @@ def key_gradients_kernel(
         tl.store(dg_ptr + of_token + rows * HV, dg, mask=inside)
         d_beta = tl.load(d_beta_part_ptr + at * C + rows) - r_k
         tl.store(d_beta_ptr + of_token + rows * HV, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
-    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
     dk_ptr += (of_first * HK + j) * DK
     _store_through_norm(dk_ptr, dk, k, k_scale, end - first, 1.0, HK, DK, C, BK)
 

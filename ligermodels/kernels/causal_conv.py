@@ -138,8 +138,8 @@ def _backward_kernel(
     for back in tl.static_range(W):
         weight = tl.load(weight_ptr + channels * W + (W - 1 - back), mask=exists, other=0.0)
         weights = weights + (weight.to(tl.float32)[None, :],)
-        d_weights = d_weights + (tl.zeros([BLOCK], tl.float32),)
-    d_bias = tl.zeros([BLOCK], tl.float32)
+        d_weights = d_weights + (tl.zeros([TOKENS, BLOCK], tl.float32),)
+    d_bias = tl.zeros([TOKENS, BLOCK], tl.float32)
     bias = tl.zeros([BLOCK], tl.float32)
     if bias_ptr is not None:
         bias += tl.load(bias_ptr + channels, mask=exists, other=0.0).to(tl.float32)
@@ -166,16 +166,17 @@ def _backward_kernel(
                 d *= slope
             dx += d * weights[ahead]
             if ahead == 0:
-                d_bias += tl.sum(d, 0)
+                d_bias += d
                 for back in tl.static_range(W):
-                    sums = sums + (d_weights[back] + tl.sum(d * x[W - 1 - back], 0),)
+                    sums = sums + (d_weights[back] + d * x[W - 1 - back],)
         d_weights = sums
         mask = (rows < tokens)[:, None] & exists[None, :]
         tl.store(dx_ptr + at + (rows[:, None] * CHANNELS + channels[None, :]), dx.to(dtype), mask=mask)
     for back in tl.static_range(W):
-        tl.store(d_weight_ptr + (slot * CHANNELS + channels) * W + (W - 1 - back), d_weights[back], mask=exists)
+        at = d_weight_ptr + (slot * CHANNELS + channels) * W + (W - 1 - back)
+        tl.store(at, tl.sum(d_weights[back], 0), mask=exists)
     if d_bias_ptr is not None:
-        tl.store(d_bias_ptr + slot * CHANNELS + channels, d_bias, mask=exists)
+        tl.store(d_bias_ptr + slot * CHANNELS + channels, tl.sum(d_bias, 0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["x_b"])
