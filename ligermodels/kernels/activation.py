@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels._triton import accumulator, use_triton
-from ligermodels.kernels.glu import GLU, apply_glu_linear, check_glu, linear_operands
+from ligermodels.kernels.glu import GLU, apply_glu_linear, check_glu
+from ligermodels.kernels.operand import LinearOperand, check
 
 
 def activate_reference(x: Tensor, *, activation: str) -> Tensor:
@@ -50,7 +51,7 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     width = check_glu("activation_linear", "x", x, activation)
-    weight, bias = linear_operands("activation_linear", "x", x, width, weight, bias)
+    weight, bias, _ = check("activation_linear", "x", x, width, LinearOperand(weight, bias))
     if not use_triton(x):
         return activation_linear_reference(x, weight, bias, activation=activation)
     return apply_glu_linear(x, None, weight, bias, False, activation)

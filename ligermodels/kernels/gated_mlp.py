@@ -39,11 +39,10 @@ from ligermodels.kernels._gradients import accumulate, accumulate_grad
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
-from ligermodels.kernels.gemv import gemv, gemv_glu, use_gemv
-from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
+from ligermodels.kernels.gemv import gemv, gemv_glu
+from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference
 from ligermodels.kernels.linear import (
     as_one_layer,
-    autocast_dtype,
     bias_gradients,
     cat_linear,
     input_gradient,
@@ -51,9 +50,9 @@ from ligermodels.kernels.linear import (
     matmul,
     weight_gradients,
 )
-from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
-from ligermodels.kernels.low_bit import LowBitWeight, Weight
-from ligermodels.kernels.quantized import quantized_glu, quantized_linear, use_quantized
+from ligermodels.kernels.lora import lora_mlp, lora_mlp_reference
+from ligermodels.kernels.operand import Adapters, LinearOperand, Weight, autocast_dtype, check, choose_mlp
+from ligermodels.kernels.quantized import quantized_glu, quantized_linear
 
 
 def gated_mlp_reference(
@@ -63,22 +62,24 @@ def gated_mlp_reference(
 ) -> Tensor:  # fmt: skip
     weights = _several(gate_up_weight)
     biases = [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias)
-    return _reference(x, weights, down_weight, biases, down_bias, gated=True, activation=activation)
+    first = list(map(LinearOperand, weights, biases))
+    return _reference(x, first, LinearOperand(down_weight, down_bias), gated=True, activation=activation)
 
 
 def mlp_reference(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str,
 ) -> Tensor:  # fmt: skip
-    return _reference(x, [fc1_weight], fc2_weight, [fc1_bias], fc2_bias, gated=False, activation=activation)
+    first, last = LinearOperand(fc1_weight, fc1_bias), LinearOperand(fc2_weight, fc2_bias)
+    return _reference(x, [first], last, gated=False, activation=activation)
 
 
 def _reference(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, gated: bool,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    z = cat_linear(x, w1, b1)
-    return F.linear((glu_reference if gated else activate_reference)(z, activation=activation), w2, b2)
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str
+) -> Tensor:
+    z = cat_linear(x, [w for w, _, _ in first], [b for _, b, _ in first])
+    h = (glu_reference if gated else activate_reference)(z, activation=activation)
+    return F.linear(h, last.weight, last.bias)
 
 
 def _several(tensors: Any) -> tuple:
@@ -198,9 +199,11 @@ def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, tuple
 
 
 def _apply(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, gated: bool,
-    activation: str, rows: int | None = None,
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
+    rows: int | None = None,
 ) -> Tensor:  # fmt: skip
+    w1, b1 = [w for w, _, _ in first], [b for _, b, _ in first]
+    w2, b2, _ = last
     with torch.no_grad():
         z = joint_matmul(x, w1, b1) if rows is None else None
     if z is not None and not torch.is_grad_enabled():
@@ -224,76 +227,58 @@ def _write(
         matmul(glu_forward(matmul(x[chunk], w1, b1), None, gated, activation), [w2], [b2], out=y[chunk])
 
 
-def _mlp(
-    where: str, layers: Sequence[str], gated: bool, x: Tensor, w1: Sequence[Weight], w2: Weight,
-    b1: Sequence[Tensor | None], b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
-    adapters: Adapters | None,
+def mlp_of(
+    where: str, x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, layers: Sequence[str], *, gated: bool,
+    activation: str, recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
-    """Checks and dispatches. layers: prefixes of the names of the weight and bias of each of w1 and of w2."""
+    """The MLP of operands: see `gated_mlp`. layers: prefixes of the names of weight and bias of each, in errors."""
     hidden = check_glu(where, "x", x, activation)
-    adapted = adapters is not None and any(adapters)
-    if gated and not adapted and _use_gemv(x, w1, w2, b1, b2):  # first, since decoding is bound by the host
-        return _gemv_mlp(x, w1, w2, b1, b2, activation)
-    each = zip(w1, b1, layers, strict=False)
-    operands = [linear_operands(where, "x", x, hidden, weight, bias, layer) for weight, bias, layer in each]
-    w1, b1 = [weight for weight, _ in operands], [bias for _, bias in operands]
-    inner = sum(operator.index(w.shape[0]) for w in w1)
+    how = choose_mlp(x, first, last, gated=gated)
+    if how == "gemv":  # unchecked, since decoding is bound by the host
+        return _gemv_mlp(x, first, last, activation)
+    inner = sum(operator.index(one.weight.shape[0]) for one in first)
     if inner == 0 or (gated and inner % 2) or workspace_bytes <= 0:
         raise InputError(
-            f"{where}: {layers[0]}weight has {w1[0].shape[0]} rows and workspace_bytes is {workspace_bytes}; expected "
-            f"{'an even number of' if gated and len(w1) == 1 else 'some'} rows and a positive number of bytes."
+            f"{where}: {layers[0]}weight has {first[0].weight.shape[0]} rows and workspace_bytes is {workspace_bytes}; "
+            f"expected {'an even number of' if gated and len(first) == 1 else 'some'} rows and a positive number of "
+            "bytes."
         )
-    w2, b2 = linear_operands(where, "x", x, inner // 2 if gated else inner, w2, b2, layers[-1])
+    first = [check(where, "x", x, hidden, one, layer) for one, layer in zip(first, layers, strict=False)]
+    last = check(where, "x", x, inner // 2 if gated else inner, last, layers[-1])
     x = x.to(autocast_dtype(x) or x.dtype)
-    triton = use_triton(x)
-    run: Any = functools.partial(_apply if triton else _reference, gated=gated, activation=activation)
-    if gated and not adapted and _use_quantized(x, w1, w2, b1, b2):
-        return _quantized_mlp(x, w1, w2, b1, b2, activation)
-    if adapted or any(isinstance(w, LowBitWeight) for w in (*w1, w2)):
-        run = lora_mlp if triton else lora_mlp_reference
-        adapters = [None] * len(layers) if adapters is None else adapters
-        run = functools.partial(run, adapters=adapters, gated=gated, activation=activation)
-    if recompute and triton and not torch.compiler.is_compiling():
+    if how == "bits":
+        return _quantized_mlp(x, first, last, activation)
+    frozen = any(one.is_frozen for one in (*first, last))
+    op = (lora_mlp if frozen else _apply) if how != "formula" else lora_mlp_reference if frozen else _reference
+    run: Any = functools.partial(op, gated=gated, activation=activation)
+    if recompute and how != "formula" and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
-        one = tokens * row_bytes <= 2 * workspace_bytes  # two chunks would save little memory for the time of fp32 sums
-        return run(x, w1, w2, b1, b2, rows=tokens if one else chunk_rows(tokens, row_bytes, workspace_bytes))
+        one_chunk = tokens * row_bytes <= 2 * workspace_bytes  # two would save little memory for the time of fp32 sums
+        return run(x, first, last, rows=tokens if one_chunk else chunk_rows(tokens, row_bytes, workspace_bytes))
     if recompute and torch.is_grad_enabled():
-        return checkpoint(run, x, w1, w2, b1, b2, use_reentrant=False, preserve_rng_state=False)
-    return run(x, w1, w2, b1, b2)
+        return checkpoint(run, x, first, last, use_reentrant=False, preserve_rng_state=False)
+    return run(x, first, last)
 
 
-def _use_gemv(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None) -> bool:
-    """True if gemv.py can run the gated MLP."""
-    if not use_gemv(x, w1, b1):
-        return False
-    inner = sum(w.shape[0] for w in w1)
-    return inner % 2 == 0 and use_gemv(x, (w2,), (b2,), columns=inner // 2)
-
-
-def _gemv_mlp(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+def _gemv_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
+    w1: Any = [w for w, _, _ in first]
+    b1: Any = [b for _, b, _ in first]
     if not use_triton(x):
         layer = as_one_layer(w1, b1)
         z = map(gemv, (x, x), w1, b1) if layer is None else (gemv(x, *layer),)
-        return gemv(glu_reference(*z, activation=activation), w2, b2)
+        return gemv(glu_reference(*z, activation=activation), last.weight, last.bias)
     if len(w1) == 1:
         w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
-    return gemv(gemv_glu(x, *w1, *b1, activation=activation), w2, b2)
+    return gemv(gemv_glu(x, *w1, *b1, activation=activation), last.weight, last.bias)
 
 
-def _use_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
-    """True if the GEMV kernels for quantised weights can run the gated MLP, and nothing needs a gradient."""
-    if not (use_quantized(x, w1, b1, max_rows=1) and use_quantized(x, (w2,), (b2,), max_rows=1, columns=w2.shape[1])):
-        return False
-    if len({w.kind for w in w1}) > 1:
-        return False
-    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *b1, b2)))
-
-
-def _quantized_mlp(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+def _quantized_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
+    w1: Any = [w for w, _, _ in first]
+    b1: Any = [b for _, b, _ in first]
     if len(w1) == 1:
         w1, b1 = w1[0].halves(), (None, None) if b1[0] is None else b1[0].chunk(2)
     h = quantized_glu(x, *w1, *b1, activation=activation)
-    return quantized_linear(h.view(1, -1), [w2], [b2]).view(*x.shape[:-1], -1)
+    return quantized_linear(h.view(1, -1), [last.weight], [last.bias]).view(*x.shape[:-1], -1)
 
 
 def gated_mlp(
@@ -331,9 +316,11 @@ def gated_mlp(
             "or two weights of as many rows (gate, up) and two biases."
         )
     layers = ("gate_up_", "down_") if one else ("gate_", "up_", "down_")
-    return _mlp(
-        "gated_mlp", layers, True, x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes,
-        adapters,
+    *of_first, of_last = [None] * len(layers) if adapters is None else adapters
+    return mlp_of(
+        "gated_mlp", x, list(map(LinearOperand, weights, biases, of_first)),
+        LinearOperand(down_weight, down_bias, of_last), layers, gated=True, activation=activation,
+        recompute=recompute, workspace_bytes=workspace_bytes,
     )  # fmt: skip
 
 
@@ -348,7 +335,8 @@ def mlp(
     `activate`; recompute, workspace_bytes, adapters and a `LowBitWeight` as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
-    return _mlp(
-        "mlp", ("fc1_", "fc2_"), False, x, (fc1_weight,), fc2_weight, (fc1_bias,), fc2_bias, activation, recompute,
-        workspace_bytes, adapters,
+    first, last = adapters or (None, None)
+    return mlp_of(
+        "mlp", x, [LinearOperand(fc1_weight, fc1_bias, first)], LinearOperand(fc2_weight, fc2_bias, last),
+        ("fc1_", "fc2_"), gated=False, activation=activation, recompute=recompute, workspace_bytes=workspace_bytes,
     )  # fmt: skip

@@ -18,17 +18,13 @@ program reads x from the cache.
   With AVX512_BF16 alone torch.mv is slower (52 ms), so other CPUs run F.linear.
 """
 
-import functools
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels._math import activation as activation_of
-from ligermodels.kernels._recompute import in_transform
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -39,9 +35,6 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_PLAIN = (Tensor, nn.Parameter)
 
 
 def gemv_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,51 +132,12 @@ def add_bias(y, b_ptr, at, N):
     return y
 
 
-def use_gemv(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, columns: int | None = None
-) -> bool:
-    """True if `gemv` can run linear layers of weights [N, K] and biases on x [..., K]: x is one row without a gradient.
-
-    columns: K where it is not x's, for layers that read the result of others. False for tensor subclasses, transforms,
-    autocast, torch.compile, shapes that do not fit, and strided biases or rows of weights, which are left to torch.
-    """
-    if torch.compiler.is_compiling() or x.numel() != x.shape[-1] or not x.numel():
-        return False
-    if not (use_triton(x) or (x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_amx())):
-        return False
-    if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
-        return False
-    dtype, device, with_gradients = x.dtype, x.device, torch.is_grad_enabled()
-    if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
-        return False
-    columns = x.shape[-1] if columns is None else columns
-    for w in weights:  # loops, not generators, which would take most of the host time
-        if len(w.shape) != 2 or w.shape[1] != columns or not w.shape[0]:
-            return False
-    for w, b in zip(weights, biases, strict=False):
-        if b is not None and b.shape != w.shape[:1]:
-            return False
-    for t in (*weights, *biases):
-        if t is None:
-            continue
-        if type(t) not in _PLAIN or t.dtype != dtype or t.device != device or t.stride(-1) != 1:
-            return False
-        if with_gradients and t.requires_grad:
-            return False
-    return True
-
-
-@functools.cache
-def _has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
-
-
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
 ) -> Tensor:
     """F.linear(x, weight, bias): [..., N] from x [..., K] of one row, weight [N, K] and bias [N] or None.
 
-    The caller has checked `use_gemv`. out: [..., N], contiguous, where the result is written. scale: fp32 [N] of a
+    `kernel_of` has returned "gemv". out: [..., N], contiguous, where the result is written. scale: fp32 [N] of a
     quantised weight, which may have any dtype of Triton's; see quantized.py.
     """
     n, k = weight.shape
@@ -208,7 +162,7 @@ def gemv_glu(
     """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] from x [..., K] of one row.
 
     gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. The results of gate and up are not rounded in between.
-    The caller has checked `use_gemv`.
+    `choose_mlp` has returned "gemv".
     """
     n, k = gate.shape
     h = x.new_empty(*x.shape[:-1], n)

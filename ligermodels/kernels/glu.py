@@ -31,8 +31,8 @@ from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
 from ligermodels.kernels._triton import accumulator, as_rows, cdiv, once_differentiable, tl, triton, use_triton
-from ligermodels.kernels.linear import autocast_dtype, matmul
-from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.linear import matmul
+from ligermodels.kernels.operand import LinearOperand, check
 
 
 def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -215,35 +215,6 @@ def apply_glu_linear(
     return y
 
 
-def linear_operands(
-    where: str, name: str, x: Tensor, width: int, weight: Any, bias: Tensor | None, layer: str = ""
-) -> tuple[Any, Tensor | None]:
-    """(weight, bias) of a linear layer of `width` inputs, checked, and cast under autocast as by F.linear.
-
-    A LowBitWeight is not cast; its bias is cast to x's dtype. layer: prefix of the names of weight and bias.
-    """
-    if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
-        raise InputError(
-            f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
-            f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
-        raise InputError(
-            f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
-        )
-    cast = autocast_dtype(x)
-    if isinstance(weight, LowBitWeight):
-        return weight, None if bias is None else bias.to(cast or x.dtype)
-    if cast is not None:
-        return weight.to(cast), None if bias is None else bias.to(cast)
-    if len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
-        raise InputError(
-            f"{where}: {name} is {x.dtype}, {layer}weight {weight.dtype}, {layer}bias "
-            f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
-        )
-    return weight, bias
-
-
 def check_glu(where: str, name: str, x: Tensor, activation: str, *, joint: bool = False) -> int:
     """Checks x, and returns F, as an int because it is a constexpr of the kernels."""
     if activation not in ACTIVATIONS:
@@ -292,7 +263,7 @@ def glu_linear(
     """
     width = check_glu("glu_linear", "gate_up", gate_up, activation, joint=up is None)
     _check_up("glu_linear", gate_up, up)
-    weight, bias = linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
+    weight, bias, _ = check("glu_linear", "gate_up", gate_up, width, LinearOperand(weight, bias))
     if not use_triton(gate_up):
         return glu_linear_reference(gate_up, weight, bias, activation=activation, up=up)
     return apply_glu_linear(gate_up, up, weight, bias, up is None, activation)

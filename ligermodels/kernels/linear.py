@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
-from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
-from ligermodels.kernels._triton import once_differentiable, use_triton
-from ligermodels.kernels.gemv import gemv, use_gemv
+from ligermodels.kernels._gradients import accumulate, target, weight_gradient
+from ligermodels.kernels._recompute import Handle, handle_of, recomputed
+from ligermodels.kernels._triton import once_differentiable
+from ligermodels.kernels.gemv import gemv
+from ligermodels.kernels.operand import LinearOperand, check, choose, kernel_of
 
 _PLAIN = (nn.Parameter, Tensor)
-_OF_LAYERS = frozenset((*_PLAIN, type(None)))
 
 
 def joint(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -107,13 +107,13 @@ def matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given; without autograd."""
     whole = as_one_layer(weights, biases)
     if whole is not None:
-        return (gemv if use_gemv(x, whole[:1], whole[1:]) else _by_torch)(x, *whole, out)
+        return (gemv if kernel_of(x, whole[:1], whole[1:]) == "gemv" else _by_torch)(x, *whole, out)
     out = x.new_empty(x.shape[0], sum(_sizes(weights))) if out is None else out
     return _one_by_one(x, weights, biases, out)
 
 
 def _one_by_one(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor) -> Tensor:
-    run = gemv if use_gemv(x, weights, biases) else _by_torch
+    run = gemv if kernel_of(x, weights, biases) == "gemv" else _by_torch
     for w, b, columns in zip(weights, biases, out.split_with_sizes(_sizes(weights), 1), strict=True):
         run(x, w, b, columns)
     return out
@@ -134,7 +134,7 @@ def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> 
 
 def linear_or_gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), by `gemv` where it can run."""
-    return gemv(x, weight, bias) if use_gemv(x, (weight,), (bias,)) else F.linear(x, weight, bias)
+    return gemv(x, weight, bias) if kernel_of(x, (weight,), (bias,)) == "gemv" else F.linear(x, weight, bias)
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -248,25 +248,6 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, *dweights, *dbiases
 
 
-def needs_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """True where torch must see each F.linear: under torch.compile, transforms and autocast, and for subclasses."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.dim() < 2
-        or not _OF_LAYERS.issuperset(map(type, (*weights, *biases)))
-        or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-        or in_transform()
-    )
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast would cast x in F.linear, or None."""
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias) that does not save an x that a norm of this package computed.
 
@@ -274,14 +255,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     The backward recomputes x if the weight needs a gradient and x has not changed since the norm returned it. Under
     autocast and torch.compile, and for tensor subclasses, this is F.linear.
     """
-    handle = handle_of(x)
-    if (
-        (handle is not None or (is_marked(weight) and use_triton(x) and only_backward()))
-        and weight.requires_grad
-        and not needs_torch(x, (weight,), (bias,))
-    ):
-        return _Linear.apply(x, handle, 1, weight, bias)
-    return linear_or_gemv(x, weight, bias)
+    return linears(x, [LinearOperand(weight, bias)])
 
 
 def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
@@ -299,10 +273,17 @@ def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
             f"joint_linear: {len(weights)} weights and {len(biases)} biases; expected at least one weight, and for "
             "each weight a bias or None."
         )
-    if len(weights) == 1:
-        return linear(x, weights[0], biases[0])
-    if needs_torch(x, weights, biases):
+    return linears(x, list(map(LinearOperand, weights, biases)))
+
+
+def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
+    """`joint_linear` for dense operands without adapters."""
+    weights, biases = [w for w, _, _ in operands], [b for _, b, _ in operands]
+    how = choose(x, operands)
+    if how == "formula":
         return cat_linear(x, weights, biases)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
+    if how == "op":
+        for operand in operands:
+            check("linear", "x", x, x.shape[-1], operand)
         return _Linear.apply(x, handle_of(x), len(weights), *weights, *biases)
     return joint_matmul(x, weights, biases)

@@ -20,7 +20,7 @@ Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +28,14 @@ from torch import Tensor
 
 from ligermodels.kernels._chunks import slices
 from ligermodels.kernels._gradients import accumulate
-from ligermodels.kernels._recompute import handle_of, in_transform, may_overwrite, recomputed
+from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.glu import glu, glu_backward, glu_forward
-from ligermodels.kernels.linear import input_gradient, matmul, needs_torch
-from ligermodels.kernels.low_bit import (
-    LowBitWeight,
-    Weight,
-    dequantized,
-    flatten_weights,
-    frozen_linear,
-    unflatten_weights,
-)
-from ligermodels.kernels.quantized import quantized_linear, use_quantized
-
-
-class Adapter(NamedTuple):
-    """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-
-Adapters = Sequence[Adapter | None]
-"""The adapter of each layer, or None."""
+from ligermodels.kernels.linear import input_gradient, linears, matmul
+from ligermodels.kernels.low_bit import dequantized, flatten_weights, frozen_linear, unflatten_weights
+from ligermodels.kernels.operand import LinearOperand, LowBitWeight, Weight, check, choose, kernel_of
+from ligermodels.kernels.quantized import quantized_linear
 
 
 class _Branch:
@@ -128,13 +110,10 @@ class _Branch:
         return da, db
 
 
-def lora_linear_reference(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters
-) -> Tensor:
+def lora_linear_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     found = []
-    for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        low_bit = isinstance(weight, LowBitWeight)
-        y = frozen_linear(x, weight, bias) if low_bit else F.linear(x, weight, bias)  # type: ignore[arg-type]
+    for weight, bias, adapter in operands:
+        y = (frozen_linear if isinstance(weight, LowBitWeight) else F.linear)(x, weight, bias)
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
@@ -185,7 +164,7 @@ def _next(tensors: Iterator[Any], count: int) -> list[Any]:
 
 def _matmul(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """`matmul` with weights that may be LowBitWeights."""
-    if use_quantized(x, weights, biases):
+    if kernel_of(x, weights, biases) == "bits":
         return quantized_linear(x, weights, biases, out)  # type: ignore[arg-type]
     with dequantized(weights, x.dtype) as tensors:
         return matmul(x, tensors, biases, out)
@@ -205,30 +184,23 @@ def _forward(x, weights, biases, a, b, scales) -> tuple[Tensor, Tensor | None]:
     return y.view(*x.shape[:-1], y.shape[1]), h
 
 
-def _split(adapters: Adapters) -> tuple[list[Tensor | None], list[Tensor | None], tuple[float | None, ...]]:
-    """(A of each layer, B of each, scale of each), None where there is no adapter."""
-    a, b, scales = zip(*(adapter or (None, None, None) for adapter in adapters), strict=True)
-    return list(a), list(b), scales
+def _split(operands: Sequence[LinearOperand]) -> tuple[tuple[Any, ...], ...]:
+    """(weights, biases, A of each layer, B of each, scale of each), the last three None where there is no adapter."""
+    return tuple(zip(*((w, b, *(adapter or (None, None, None))) for w, b, adapter in operands), strict=True))
 
 
-def _trains(tensors: Sequence[Weight | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def lora_linear(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
+    """Linear layers of one input side by side: [..., K] -> [..., sum N_i], contiguous.
 
-
-def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
-    """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
-
-    weights: [N_i, K] each, a tensor or a LowBitWeight; biases, adapters: of each weight, or None. The caller may
-    overwrite the result.
+    The caller may overwrite the result of several. Raises InputError for operands that do not fit x.
     """
-    a, b, scales = _split(adapters)
-    if _trains([*weights, *biases]) or needs_torch(x, flatten_weights(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
-        return lora_linear_reference(x, weights, biases, adapters)
-    biases = [
-        bias.to(x.dtype) if isinstance(weight, LowBitWeight) and bias is not None else bias
-        for weight, bias in zip(weights, biases, strict=True)
-    ]
-    if _trains([x, *a, *b]):
+    if not any(operand.is_frozen for operand in operands):
+        return linears(x, operands)
+    how = choose(x, operands)
+    if how == "formula":
+        return lora_linear_reference(x, operands)
+    weights, biases, a, b, scales = _split([check("linear", "x", x, x.shape[-1], one) for one in operands])
+    if how == "frozen":
         return _LoRALinear.apply(x, handle_of(x), weights, biases, scales, *a, *b)
     return _forward(x, weights, biases, a, b, scales)[0]
 
@@ -237,12 +209,10 @@ def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | 
 
 
 def lora_mlp_reference(
-    x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
-    gated: bool, activation: str,
-) -> Tensor:  # fmt: skip
-    z = lora_linear_reference(x, w1, b1, adapters[:-1])
-    h = (glu if gated else activate)(z, activation=activation)
-    return lora_linear_reference(h, [w2], [b2], adapters[-1:])
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str
+) -> Tensor:
+    h = (glu if gated else activate)(lora_linear_reference(x, first), activation=activation)
+    return lora_linear_reference(h, [last])
 
 
 class _LoRAMLP(torch.autograd.Function):
@@ -341,35 +311,30 @@ def _for_chunks(
 
 
 def lora_mlp(
-    x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
-    gated: bool, activation: str, rows: int | None = None,
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
+    rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The MLP of layers w1 and w2 with their adapters, on the Triton kernels; arguments as of `_MLP` in gated_mlp.py.
-
-    w1, w2: tensors or LowBitWeights. adapters: of each of w1 and of w2, or None.
-    """
-    a, b, scales = _split(adapters)
-    if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):
-        return lora_mlp_reference(x, w1, w2, b1, b2, adapters, gated=gated, activation=activation)
+    """The MLP of frozen layers, on the Triton kernels. rows: as of `_MLP` in gated_mlp.py."""
+    weights, biases, a, b, scales = _split([*first, last])
+    b1, b2, w2 = biases[:-1], biases[-1], weights[-1]
     with torch.no_grad():
-        z = _forward(x, w1, b1, a[:-1], b[:-1], scales[:-1])[0] if rows is None else None
-    if not _trains([x, *a, *b]):
-        y = x.new_empty((*x.shape[:-1], w2.shape[0]))
+        z = _forward(x, weights[:-1], b1, a[:-1], b[:-1], scales[:-1])[0] if rows is None else None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *a, *b)):
+        y = _LoRAMLP.apply(x, z, handle_of(x), weights, biases, scales, gated, activation, rows, *a, *b)
     else:
-        layers = (*w1, w2), (*b1, b2), scales
-        y = _LoRAMLP.apply(x, z, handle_of(x), *layers, gated, activation, rows, *a, *b)
+        y = x.new_empty((*x.shape[:-1], w2.shape[0]))
     out, x = y.detach().view(-1, w2.shape[0]), x.reshape(-1, x.shape[-1])
     chunks = slices(len(x), rows)
     # Written after everything is saved: see GLULinear in glu.py.
-    with torch.no_grad(), _for_chunks([*w1, w2], x.dtype, chunks) as (*w1, w2):
-        first = _Branch(w1, a[:-1], b[:-1], scales[:-1], x)
-        last = _Branch([w2], a[-1:], b[-1:], scales[-1:], x)
+    with torch.no_grad(), _for_chunks(weights, x.dtype, chunks) as (*w1, w2):
+        inner = _Branch(w1, a[:-1], b[:-1], scales[:-1], x)
+        outer = _Branch([w2], a[-1:], b[-1:], scales[-1:], x)
         for chunk in chunks:
             if z is None:
                 z_chunk = _matmul(x[chunk], w1, b1)
-                first.add_to(z_chunk, x[chunk])
+                inner.add_to(z_chunk, x[chunk])
             else:
                 z_chunk = z.view(-1, z.shape[-1])
             h = glu_forward(z_chunk, None, gated, activation)
-            last.add_to(_matmul(h, [w2], [b2], out=out[chunk]), h)
+            outer.add_to(_matmul(h, [w2], [b2], out=out[chunk]), h)
     return y

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,39 +21,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._triton import is_capturing, once_differentiable
-from ligermodels.kernels.linear import autocast_dtype
-
-
-class LowBitWeight:
-    """A frozen weight [N, K] of 4 or 8 bits; ops take it in place of a tensor."""
-
-    __slots__ = ()
-    requires_grad: ClassVar[bool] = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
-
-    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K], without autograd. out: contiguous, where it is written. dtype: by default out's, or that
-        of
-        the weight that was quantised."""
-        raise NotImplementedError
-
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        """(tensors, options), from which `unflatten` makes the weight again."""
-        raise NotImplementedError
-
-    @classmethod
-    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
-        raise NotImplementedError
-
-
-Weight = Tensor | LowBitWeight
+from ligermodels.kernels.operand import LowBitWeight, Weight, autocast_dtype
 
 
 def output_for(

@@ -34,7 +34,8 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
-from ligermodels.kernels.low_bit import LowBitWeight, output_for
+from ligermodels.kernels.low_bit import output_for
+from ligermodels.kernels.operand import LowBitWeight
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,

@@ -20,7 +20,7 @@ Without autograd; `frozen_linear` of low_bit.py has the gradient of x.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,13 +44,13 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
 from ligermodels.kernels.linear import as_one_layer, joint
-from ligermodels.kernels.low_bit import LowBitWeight, Weight, output_for
+from ligermodels.kernels.low_bit import output_for
+from ligermodels.kernels.operand import LowBitWeight
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
 WORDS = 16
 """int32 words of a group. Word j has n of columns j, 16 + j, 32 + j, ..., from its lowest bits on."""
-MAX_ROWS = 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONE = 0x3F800000  # 1.0 in fp32
 _CHUNK = 1 << 24  # weights quantised at a time
@@ -79,6 +79,7 @@ class QuantizedWeight(LowBitWeight):
     groups, where columns past K may have any value. dtype: of the weight that was quantised.
     """
 
+    max_rows: ClassVar[int] = 64
     kind: str
     packed: Tensor
     scale: Tensor
@@ -383,31 +384,12 @@ def _rows_kernel(
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-def use_quantized(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], *, max_rows: int = MAX_ROWS,
-    columns: int | None = None,
-) -> bool:  # fmt: skip
-    """True if the kernels here run linear layers of these weights and biases on x [..., K]: all are QuantizedWeights,
-    and x has at most max_rows rows. columns: as in `use_gemv`."""
-    columns = x.shape[-1] if columns is None else columns
-    if not all(type(weight) is QuantizedWeight and weight.shape[1] == columns for weight in weights):
-        return False  # torch's error says what does not fit
-    return (
-        0 < x.numel() <= max_rows * x.shape[-1]
-        and x.dtype in _DTYPES
-        and all(bias is None or bias.stride(0) == 1 for bias in biases)
-        and not torch.compiler.is_compiling()
-        and use_triton(x)
-        and not torch.is_autocast_enabled(x.device.type)
-    )
-
-
 def quantized_linear(
     x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], out: Tensor | None = None
 ) -> Tensor:
     """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given, without autograd.
 
-    One launch where the weights are `joint`. The caller has checked `use_quantized`.
+    One launch where the weights are `joint`. `kernel_of` has returned "bits".
     """
     whole = _as_one(weights, biases)
     if whole is not None:
@@ -423,7 +405,7 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`gemv_glu` for quantised weights of one kind. The caller has checked `use_quantized` for one row."""
+    """`gemv_glu` for quantised weights of one kind. `choose_mlp` has returned "bits"."""
     if gate.kind != "int4":
         scales = gate.scale, up.scale
         return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)

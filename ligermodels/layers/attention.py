@@ -14,9 +14,9 @@ from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import (
     JointProjections,
     apply_joint,
-    apply_linear,
     apply_linears,
-    is_fusable,
+    operands_of,
+    run_linear,
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
@@ -83,7 +83,7 @@ class Attention(JointProjections):
     def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None) -> Tensor:
         self._check(batch, cache)
         o_proj, context = self.output_module, batch.context
-        fused_output = is_fusable(o_proj)
+        output = operands_of([o_proj])
         tables = None if self.rope is None else batch.rotary[self.rope]
         token = None if cache is None else batch.next_token
         # The cache rotates the token that it stores.
@@ -93,7 +93,7 @@ class Attention(JointProjections):
         key_mask = batch.key_mask
         if cache is not None and token is not None:
             out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
-            return apply_linear(o_proj, out.flatten(2))
+            return run_linear(o_proj, out.flatten(2), output)
         if cache is not None:
             k, v = cache.append(k, v, batch.past)
             if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
@@ -110,11 +110,11 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            head_chunks=fused_output and context is None,
+            head_chunks=output is not None and context is None,
         )
         if context is not None:
             out = context.to_tokens(out)
-        y = apply_linear(o_proj, attach_to_view(out, out.flatten(2)))
+        y = run_linear(o_proj, attach_to_view(out, out.flatten(2)), output)
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 
     def new_state(self, rows: int, max_length: int, *, whole: bool, **options: Any) -> KeyValues:
@@ -125,11 +125,13 @@ class Attention(JointProjections):
     def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any."""
         inputs = self.joint_modules
-        fused = is_fusable(*inputs)
+        separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
+        joint = None if separate else apply_joint(inputs, x)
+        fused = joint is not None
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
-        if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
-            qkv = apply_joint(inputs, x) if fused else inputs[0](x)
+        if fused or len(inputs) == 1:
+            qkv = inputs[0](x) if joint is None else joint
             if tables is not None and self.q_norm is None:
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
                 heads: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)

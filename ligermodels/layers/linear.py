@@ -1,11 +1,12 @@
 """Fused execution of linear modules: `torch.nn.Linear`, and frozen quantised ones (quantized.py, nf4.py).
 
 Layers have `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
-tensor-parallel plans find them. At each call a fused op takes the weights of untouched modules, and their LoRA adapters
-(lora.py); a module that something else has wrapped or hooked is called instead.
+tensor-parallel plans find them. At each call a fused op takes the operands of untouched modules (`operands_of`),
+with their LoRA adapters (lora.py); a module that something else has wrapped or hooked is called instead. Which kernel
+then runs is decided in kernels/operand.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.linear import joint_linear, linear, make_joint
-from ligermodels.kernels.lora import Adapter, lora_linear
-from ligermodels.kernels.low_bit import LowBitWeight, Weight
+from ligermodels.kernels.linear import make_joint
+from ligermodels.kernels.lora import lora_linear
+from ligermodels.kernels.operand import LinearOperand
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
@@ -27,32 +28,52 @@ _OURS = (LoRALinear, LoRANF4Linear, NF4Linear, QuantizedLinear)
 _PLAIN = (nn.Parameter, type(None))
 
 
-def is_fusable(*modules: nn.Module) -> bool:
-    """True if a fused kernel may replace the call of each module: `parameters_of` says all that the module computes.
+def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
+    """The operands of linear modules, or None unless these say all that each module computes.
 
     That is x @ weight.T + bias, with a dense weight or that of a LowBitLinear, and a LoRA adapter of ours without
-    dropout and DoRA. Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class,
-    tensor parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantisers its class or its
-    weight. Each of them makes this False, since bypassing it would be silently wrong.
+    dropout and DoRA. Of sharded modules these are the shards of this rank. Other adapters wrap the module or replace
+    its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add hooks, offloading
+    replaces its forward, other quantisers its class or its weight: then the module is called.
     """
+    if _has_any_global_hook():
+        return None
+    found = []
     for module in modules:
-        # _parameters[...] takes a fifth of the host time of module.weight
-        plain = type(module) is nn.Linear and type(module._parameters.get("weight")) is nn.Parameter
-        if not (plain or type(module) is ShardedLinear or _is_fusable_of_ours(module)) or _touched(module):
-            return False
-    return not _has_any_global_hook()
+        if _touched(module):
+            return None
+        operand = _operand_of(module)
+        if operand is None:
+            return None
+        found.append(operand)
+    return found
 
 
-def _is_fusable_of_ours(module: nn.Module) -> bool:
-    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, LowBitLinear)):
-        return False
-    factors: tuple[nn.Module, ...] = ()
+def is_fusable(*modules: nn.Module) -> bool:
+    """True if a fused op may replace the call of each module: see `operands_of`."""
+    return operands_of(modules) is not None
+
+
+def _operand_of(module: Any) -> LinearOperand | None:
+    kind, parameters = type(module), module._parameters  # whose items take a fifth of the host time of module.weight
+    if kind is nn.Linear:
+        weight = parameters.get("weight")
+        return LinearOperand(weight, parameters["bias"]) if type(weight) is nn.Parameter else None
+    if kind is ShardedLinear:
+        return LinearOperand(*module.parts())
+    of_bits = isinstance(module, LowBitLinear)
+    if kind not in _OURS or (of_bits and torch.compiler.is_compiling()):
+        return None
+    adapter = None
     if isinstance(module, Adapted):
-        if module.unfusable is not None:
-            return False
-        factors = module.lora_A, module.lora_B
-    plain = all(type(p) in _PLAIN for one in (module, *factors) for p in one._parameters.values())
-    return plain and not any(_touched(factor) for factor in factors)
+        adapter, factors = module.adapter, (module.lora_A, module.lora_B)
+        if module.unfusable is not None or any(map(_touched, factors)):
+            return None
+        if any(type(factor._parameters["weight"]) is not nn.Parameter for factor in factors):
+            return None
+    if any(type(parameter) not in _PLAIN for parameter in parameters.values()):
+        return None
+    return LinearOperand(module.operand if of_bits else parameters["weight"], parameters.get("bias"), adapter)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -112,7 +133,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
         kind = "backward hook"
     elif _has_any_global_hook():
         kind = "global hook"
-    elif isinstance(module, Adapted) and not _is_fusable_of_ours(module):
+    elif isinstance(module, Adapted) and operands_of([module]) is None:
         kind = "LoRA"
     else:
         return None
@@ -144,47 +165,32 @@ def warns(x: Tensor) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x). For a fusable module the backward recomputes an x that a norm has just made, which is not saved."""
-    if not is_fusable(module):
-        return module(x)
-    return apply_joint([module], x)
+    return run_linear(module, x, operands_of([module]))
 
 
-def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """The outputs of fusable modules side by side, from one op. The caller may overwrite them if there are several."""
-    weights, biases, adapters = parameters_of(modules)
-    if is_frozen(weights, adapters):
-        return lora_linear(x, weights, biases, adapters)
-    return linear(x, weights[0], biases[0]) if len(weights) == 1 else joint_linear(x, weights, biases)
+def run_linear(module: nn.Module, x: Tensor, operands: Sequence[LinearOperand] | None) -> Tensor:
+    """module(x), as one op of `operands` where there are some."""
+    return module(x) if operands is None else lora_linear(x, operands)
+
+
+def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
+    """The outputs of modules side by side, from one op; None if one of them is not fusable.
+
+    The caller may overwrite them if there are several.
+    """
+    operands = operands_of(modules)
+    return None if operands is None else lora_linear(x, operands)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """[module(x) for module in modules]; the fusable ones are one op."""
-    plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
-    if len(plain) < 2:
-        return [apply_linear(module, x) for module in modules]
-    joint = apply_joint(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
-    outputs = dict(zip(plain, joint, strict=True))
-    return [outputs[module] if module in outputs else module(x) for module in modules]
-
-
-def is_frozen(weights: Sequence[Weight], adapters: Sequence[Adapter | None]) -> bool:
-    """True if `lora_linear` runs these: there are quantised weights or adapters."""
-    return any(adapters) or any(isinstance(weight, LowBitWeight) for weight in weights)
-
-
-def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor | None], list[Adapter | None]]:
-    """The weights, biases and adapters of linear modules; of sharded modules, the shards of this rank.
-
-    A weight is a tensor, or a LowBitWeight.
-    """
-    pairs: Any = [
-        module.parts() if type(module) is ShardedLinear
-        else (module.operand, module.bias) if isinstance(module, LowBitLinear)
-        else (module._parameters["weight"], module._parameters["bias"])
-        for module in modules
-    ]  # fmt: skip
-    adapters = [module.adapter if isinstance(module, Adapted) else None for module in modules]
-    return [weight for weight, _ in pairs], [bias for _, bias in pairs], adapters
+    found = [operands_of([module]) for module in modules]
+    operands = [one[0] for one in found if one is not None]
+    if len(operands) < 2 or torch.compiler.is_compiling():
+        outputs = zip(modules, found, strict=True)
+        return [run_linear(module, x, one) for module, one in outputs]
+    parts = iter(lora_linear(x, operands).split([one.weight.shape[0] for one in operands], dim=-1))
+    return [module(x) if one is None else next(parts) for module, one in zip(modules, found, strict=True)]
 
 
 class JointProjections(nn.Module):
@@ -212,15 +218,15 @@ class JointProjections(nn.Module):
             if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
             and type(module.weight) is nn.Parameter
         ]  # fmt: skip
-        weights, biases, _ = parameters_of(plain)
+        dense = [[module._parameters[name] for module in plain] for name in ("weight", "bias")]
         quantized: list[Any] = [
             module for module in self.joint_modules
             if type(module) is QuantizedLinear and is_untouched(module)
         ]  # fmt: skip
         low_bit = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
-        for parameters in (weights, biases, *low_bit):
+        for parameters in (*dense, *low_bit):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
-                make_joint(parameters)  # type: ignore[arg-type]
+                make_joint(parameters)
 
     @property
     def output_module(self) -> Any:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.kernels.lora import Adapter
+from ligermodels.kernels.operand import Adapter
 from ligermodels.layers.nf4 import NF4Linear
 
 

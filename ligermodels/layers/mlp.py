@@ -8,17 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.activation import activate, activation_linear
-from ligermodels.kernels.gated_mlp import gated_mlp, mlp
+from ligermodels.kernels.gated_mlp import mlp_of
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import (
-    JointProjections,
-    apply_linear,
-    apply_linears,
-    is_frozen,
-    is_fusable,
-    parameters_of,
-    warn_unfused,
-)
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused
 from ligermodels.layers.parallel import MeshGroup
 
 
@@ -59,20 +51,11 @@ class GatedMLP(JointProjections):
         return self._mlp(x) if self.tp is None else self.tp.reduce_scatter(self._mlp(self.tp.all_gather(x, 1)), 1)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, self.output_module
-        if is_fusable(*inputs, down):
-            (*weights, down_weight), (*biases, down_bias), adapters = parameters_of([*inputs, down])
-            joint = len(inputs) == 1  # gate and up are one module
-            return gated_mlp(
-                x,
-                weights[0] if joint else weights,
-                down_weight,
-                biases[0] if joint else biases,
-                down_bias,
-                activation=self.activation,
-                recompute=self.recompute,
-                adapters=adapters,
-            )
+        operands = operands_of([*self.joint_modules, self.output_module])
+        if operands is not None:
+            layers = ("gate_up_", "down_") if len(operands) == 2 else ("gate_", "up_", "down_")
+            options: Any = dict(gated=True, activation=self.activation, recompute=self.recompute)
+            return mlp_of("gated_mlp", x, operands[:-1], operands[-1], layers, **options)
         warn_unfused(self, (*self.joint_names, self.output_name), x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
@@ -81,11 +64,10 @@ class GatedMLP(JointProjections):
     def _layer_by_layer(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module
         gate, *up = apply_linears(inputs, x)
-        if not is_fusable(down):
-            return down(glu(gate, *up, activation=self.activation))
-        (weight,), (bias,), adapters = parameters_of([down])
-        if is_frozen([weight], adapters):
+        operands = operands_of([down])
+        if operands is None or operands[0].is_frozen:
             return apply_linear(down, glu(gate, *up, activation=self.activation))
+        weight, bias, _ = operands[0]
         return glu_linear(gate, weight, bias, activation=self.activation, up=up[0] if up else None)
 
     def extra_repr(self) -> str:
@@ -120,10 +102,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
-        if is_fusable(fc1, fc2):
-            (w1, w2), (b1, b2), adapters = parameters_of([fc1, fc2])
-            options: dict[str, Any] = dict(activation=self.activation, recompute=self.recompute, adapters=adapters)
-            return mlp(x, w1, w2, b1, b2, **options)
+        operands = operands_of([fc1, fc2])
+        if operands is not None:
+            options: Any = dict(gated=False, activation=self.activation, recompute=self.recompute)
+            return mlp_of("mlp", x, operands[:1], operands[1], ("fc1_", "fc2_"), **options)
         warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
@@ -132,11 +114,10 @@ class MLP(nn.Module):
     def _layer_by_layer(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
         h = apply_linear(fc1, x)
-        if not is_fusable(fc2):
-            return fc2(activate(h, activation=self.activation))
-        (weight,), (bias,), adapters = parameters_of([fc2])
-        if is_frozen([weight], adapters):
+        operands = operands_of([fc2])
+        if operands is None or operands[0].is_frozen:
             return apply_linear(fc2, activate(h, activation=self.activation))
+        weight, bias, _ = operands[0]
         return activation_linear(h, weight, bias, activation=self.activation)
 
     def extra_repr(self) -> str:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.low_bit import LowBitWeight, frozen_linear
+from ligermodels.kernels.low_bit import frozen_linear
+from ligermodels.kernels.operand import LowBitWeight
 from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}

@@ -5,10 +5,16 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels.kernels.gemv as gemv_file
-from ligermodels.kernels import gated_mlp
-from ligermodels.kernels.gemv import gemv, gemv_glu, gemv_glu_reference, gemv_reference, use_gemv
+from ligermodels.kernels import gated_mlp, operand
+from ligermodels.kernels.gemv import gemv, gemv_glu, gemv_glu_reference, gemv_reference
 from ligermodels.kernels.linear import joint_linear, linear
+from ligermodels.kernels.operand import kernel_of
 from tests.kernels.seen import Seen
+
+
+def use_gemv(x, weights, biases=(None,), **more):
+    return kernel_of(x, weights, biases, **more) == "gemv"
+
 
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Of the result, once."""
@@ -65,7 +71,7 @@ def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, separate):
 @pytest.mark.parametrize("k", [640])
 @pytest.mark.parametrize("layout", ["separate", "with gaps", "joint"])
 def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, without_triton, poison, k, layout):
-    monkeypatch.setattr(gemv_file, "_has_amx", lambda: True)
+    monkeypatch.setattr(operand, "_has_amx", lambda: True)
     x, gate, up, b1, b2 = operands("cpu", torch.bfloat16, n=40, k=k)
     exact = [gemv_reference(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2))]
     down, weights, biases = torch.randn(7, 40).bfloat16(), [gate, up], [b1, b2]
@@ -81,7 +87,7 @@ def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, withou
     assert_close(z[0], torch.cat(exact, 1), x.dtype, "cpu")
     h = (F.silu(z[0, :, :40].float()) * z[0, :, 40:].float()).bfloat16()
     assert_close(y[0], gemv_reference(h.double(), down.double()), x.dtype, "cpu")
-    monkeypatch.setattr(gemv_file, "_has_amx", lambda: False)
+    monkeypatch.setattr(operand, "_has_amx", lambda: False)
     assert not use_gemv(x, [gate])
 
 

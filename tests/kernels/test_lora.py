@@ -10,8 +10,9 @@ from torch import nn
 
 from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, quantize_nf4
 from ligermodels.kernels.linear import make_joint
-from ligermodels.kernels.lora import Adapter, lora_linear
+from ligermodels.kernels.lora import lora_linear
 from ligermodels.kernels.nf4 import NF4Weight
+from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels import CHUNK
 from tests.kernels.seen import Seen, saved_by
@@ -71,6 +72,11 @@ def formula(x, weight, bias, adapter):
     return y if adapter is None else y + adapter.scale * (x @ adapter.a.t() @ adapter.b.t())
 
 
+def layers(*parts):
+    """The operands of weights, biases and adapters."""
+    return [LinearOperand(*one) for one in zip(*parts, strict=False)]
+
+
 def leaves(adapters):
     return [t for one in adapters if one is not None for t in one[:2]]
 
@@ -82,7 +88,7 @@ def test_layers_side_by_side(device, poison, dtype, kind, which):
     sizes = [(OUT, HIDDEN), (OUT // 2, HIDDEN), (OUT, HIDDEN)]
     weights, biases, adapters = make(device, dtype, sizes, WHICH[which], kind=kind)
     x = torch.randn(2, 5, HIDDEN, device=device).to(dtype).requires_grad_()
-    y = lora_linear(x, weights, biases, adapters)
+    y = lora_linear(x, layers(weights, biases, adapters))
     dy = torch.randn_like(y)
     found = torch.autograd.grad(y, [x, *leaves(adapters)], dy)
     copies = exact(adapters)
@@ -92,7 +98,7 @@ def test_layers_side_by_side(device, poison, dtype, kind, which):
     for one, other in zip((y, *found), (y64, *expected), strict=True):
         close(one, other, dtype)
     with torch.no_grad():
-        close(lora_linear(x, weights, biases, adapters), y64, dtype)
+        close(lora_linear(x, layers(weights, biases, adapters)), y64, dtype)
 
 
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
@@ -138,7 +144,7 @@ def test_what_is_saved(device, kind):
             [weight] if kind == "joint" else [t for t in (weight.packed, *weight.state) if isinstance(t, torch.Tensor)]
         )
     y, total = add_rms_norm(x, residual, norm)
-    _, saved = saved_by(lambda: lora_linear(y, weights[:2], biases[:2], adapters[:2]), *given, total)
+    _, saved = saved_by(lambda: lora_linear(y, layers(weights[:2], biases, adapters)), *given, total)
     assert sorted(tuple(t.shape) for t in saved if t.dim() > 1) == [(63, R + R + 1)]
 
     def op(**mode):
@@ -156,13 +162,13 @@ def test_in_how_many_matmuls(device, kind):
     weights, biases, adapters = make(device, torch.float32, sizes, (1, 1), kind=kind, ranks=(R, R))
     x = torch.randn(50, HIDDEN, device=device).requires_grad_()
     with Seen() as seen:
-        y = lora_linear(x, weights, [None, None], adapters)
+        y = lora_linear(x, layers(weights, [None, None], adapters))
         y.backward(torch.ones_like(y))
     assert [one for one in seen.matmuls if HIDDEN in one] == [
         (50, HIDDEN, 2 * OUT), (50, HIDDEN, 2 * R), (2 * R, 50, HIDDEN), (50, 2 * OUT, HIDDEN), (50, 2 * R, HIDDEN),
     ]  # fmt: skip
     with Seen() as seen, torch.no_grad():
-        lora_linear(x, weights, biases, adapters)
+        lora_linear(x, layers(weights, biases, adapters))
     assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which are separate
 
 
@@ -176,7 +182,7 @@ def test_four_bits_under_autocast(device):
         torch.manual_seed(3)
         x = torch.randn(CHUNK + 4, HIDDEN, device=device).requires_grad_()
         with torch.autocast(device, torch.float16):
-            y = lora_linear(x, used[:2], biases[:2], adapters[:2])
+            y = lora_linear(x, layers(used[:2], biases, adapters))
             z = gated_mlp(x, used[:2], used[2], biases[:2], biases[2], adapters=adapters, **MODES["tiles"])
         results.append((y, z, *torch.autograd.grad(y.float().sum() + z.float().sum(), [x, *leaves(adapters)])))
     for one, other in zip(*results, strict=True):

@@ -1,0 +1,255 @@
+"""What a linear layer computes with, and which kernel computes it: all of these decisions are taken here.
+
+    y = x @ weight.T + bias + adapter.scale * (x @ adapter.a.T) @ adapter.b.T
+
+`choose` decides how layers of one input run, `choose_mlp` the same for an MLP, and `kernel_of` which kernel computes a
+product without autograd. docs/operations.md has their tables.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._gradients import is_marked
+from ligermodels.kernels._recompute import handle_of, in_transform, only_backward
+from ligermodels.kernels._triton import use_triton
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class LowBitWeight:
+    """A frozen weight [N, K] of 4 or 8 bits; ops take it in place of a tensor.
+
+    max_rows: the largest number of rows of x with which a kernel reads the bits; more rows dequantise the weight.
+    """
+
+    __slots__ = ()
+    requires_grad: ClassVar[bool] = False
+    max_rows: ClassVar[int] = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The weight [N, K], without autograd, in `out` (contiguous) where given. dtype: by default out's, or that of
+        the weight that was quantised."""
+        raise NotImplementedError
+
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        """(tensors, options), from which `unflatten` makes the weight again."""
+        raise NotImplementedError
+
+    @classmethod
+    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+        raise NotImplementedError
+
+
+Weight = Tensor | LowBitWeight
+
+
+class Adapter(NamedTuple):
+    """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]; both floating point, of any dtype."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+Adapters = Sequence[Adapter | None]
+"""The adapter of each layer, or None."""
+
+
+class LinearOperand(NamedTuple):
+    """A linear layer [N, K] for an op; bias: [N]. Weight and bias of layers with an adapter or few bits are frozen."""
+
+    weight: Any  # a tensor or a LowBitWeight
+    bias: Tensor | None = None
+    adapter: Adapter | None = None
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if there is an adapter, or the weight is of few bits."""
+        return self.adapter is not None or isinstance(self.weight, LowBitWeight)
+
+
+def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
+    """How linear layers of one input x [..., K] run; operands: one or more, which `check` accepts.
+
+    "formula": PyTorch's own, one layer after the other, where torch must see each: see `_needs_torch`, and frozen
+        layers whose weight or bias requires a gradient.
+    "frozen": one autograd.Function for layers with adapters or few bits, which gives gradients of x and the adapters.
+    "op": one autograd.Function for dense layers. A single one needs it to recompute x, or to add to .grad in place.
+    Else nothing needs a gradient, or autograd sees a single F.linear, and `kernel_of` says which kernel runs.
+    """
+    if len(operands) == 1 and not operands[0].is_frozen:
+        weight, bias, _ = operands[0]
+        saves = weight.requires_grad and (
+            handle_of(x) is not None or (is_marked(weight) and use_triton(x) and only_backward())
+        )
+        return "op" if saves and not _needs_torch(x, operands) else kernel_of(x, (weight,), (bias,))
+    if _needs_torch(x, operands):
+        return "formula"
+    if torch.is_grad_enabled():
+        trains = _train(operands)
+        if any(operand.is_frozen for operand in operands):
+            if trains:
+                return "formula"
+            if x.requires_grad or any(c and (c.a.requires_grad or c.b.requires_grad) for _, _, c in operands):
+                return "frozen"
+        elif trains or x.requires_grad:
+            return "op"
+    return kernel_of(x, [w for w, _, _ in operands], [b for _, b, _ in operands])
+
+
+def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
+    """How an MLP runs: layers `first` of x [..., K], an activation, and the layer `last`.
+
+    "gemv" and "bits": the gated kernels for one row without a gradient; "formula": PyTorch's own; "frozen" and "op": an
+    autograd.Function as in `choose`, which also serves calls without gradients.
+    """
+    if gated and not (last.adapter or any(operand.adapter for operand in first)):
+        kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
+        if kernel != "matmul" and x.numel() == x.shape[-1]:
+            inner = sum(w.shape[0] for w, _, _ in first)
+            of_one_kind = kernel == "gemv" or len({w.kind for w, _, _ in first}) == 1
+            of_last = kernel_of(x, (last.weight,), (last.bias,), columns=inner // 2)
+            if inner % 2 == 0 and of_one_kind and of_last == kernel:
+                return kernel
+    layers = (*first, last)
+    frozen = any(operand.is_frozen for operand in layers)
+    if not use_triton(x):
+        return "formula"
+    if not frozen:
+        return "op"
+    if torch.compiler.is_compiling() or in_transform():
+        return "formula"
+    return "formula" if torch.is_grad_enabled() and _train(layers) else "frozen"
+
+
+def _train(operands: Sequence[LinearOperand]) -> bool:
+    """True if a weight or a bias requires a gradient."""
+    return any(w.requires_grad or (b is not None and b.requires_grad) for w, b, _ in operands)
+
+
+def kernel_of(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], *, columns: int | None = None) -> str:
+    """The kernel for linear layers of x [..., K] of which nothing needs a gradient.
+
+    "gemv": one row and dense weights; "bits": up to `max_rows` rows and weights of few bits, which are not dequantised;
+    "matmul": everything else, also what fits neither (tensor subclasses, transforms, autocast, torch.compile, shapes
+    and dtypes that do not fit, strided biases or rows of weights), which is left to torch.
+    columns: K where it is not x's, for layers that read the result of others.
+    """
+    if torch.compiler.is_compiling():
+        return "matmul"
+    width, size, first = x.shape[-1], x.numel(), weights[0]
+    of_bits = isinstance(first, LowBitWeight)
+    if not 0 < size <= (first.max_rows if of_bits else 1) * width:
+        return "matmul"
+    if not (use_triton(x) or (not of_bits and x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_amx())):
+        return "matmul"
+    if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
+        return "matmul"
+    dtype, device, with_gradients = x.dtype, x.device, torch.is_grad_enabled()
+    if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
+        return "matmul"
+    columns = width if columns is None else columns
+    for w, b in zip(weights, biases, strict=True):  # a loop, not generators, which would take most of the host time
+        shape = w.shape
+        if len(shape) != 2 or shape[1] != columns or not shape[0] or w.device != device:
+            return "matmul"
+        if of_bits:
+            if type(w) is not type(first):
+                return "matmul"
+        elif (
+            type(w) not in _PLAIN or w.dtype != dtype or w.stride(-1) != 1 or (with_gradients and w.requires_grad)
+        ):  # fmt: skip
+            return "matmul"
+        if b is None:
+            continue
+        if type(b) not in _PLAIN or b.shape != shape[:1] or b.device != device or b.stride(0) != 1:
+            return "matmul"
+        if (b.dtype != dtype and not of_bits) or (with_gradients and b.requires_grad):
+            return "matmul"
+    return "bits" if of_bits else "gemv"
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
+def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
+    """True where torch must see each F.linear: under torch.compile, transforms and autocast, and for subclasses."""
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.dim() < 2
+        or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+        or in_transform()
+    ):
+        return True
+    for weight, bias, adapter in operands:
+        if isinstance(weight, LowBitWeight):
+            if any(t is not None and type(t) not in _PLAIN for t in weight.flatten()[0]):
+                return True
+        elif type(weight) not in _PLAIN:
+            return True
+        if bias is not None and type(bias) not in _PLAIN:
+            return True
+        if adapter is not None and not (type(adapter.a) in _PLAIN and type(adapter.b) in _PLAIN):
+            return True
+    return False
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would cast x in F.linear, or None."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def check(where: str, name: str, x: Tensor, width: int, operand: LinearOperand, layer: str = "") -> LinearOperand:
+    """The operand of a layer of `width` inputs, whose shapes, dtypes and devices fit x [..., K].
+
+    Under autocast weight and bias are cast as by F.linear; of few bits only the bias, to x's dtype. Strides are free.
+    layer: prefix of the names of weight and bias in an error. Raises InputError.
+    """
+    weight, bias, adapter = operand
+    if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
+        raise InputError(
+            f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
+            f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
+        )
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
+        raise InputError(
+            f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
+        )
+    if adapter is not None:
+        a, b, _ = adapter
+        if a.shape[1:] != (width,) or b.shape != (weight.shape[0], a.shape[0]) or not a.device == b.device == x.device:
+            raise InputError(
+                f"{where}: {layer}adapter has A of {describe(a)} and B of {describe(b)}; expected (r, {width}) and "
+                f"({weight.shape[0]}, r) on {x.device}."
+            )
+    cast = autocast_dtype(x)
+    if isinstance(weight, LowBitWeight):
+        return operand if bias is None else LinearOperand(weight, bias.to(cast or x.dtype), adapter)
+    if cast is not None:
+        return LinearOperand(weight.to(cast), None if bias is None else bias.to(cast), adapter)
+    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise InputError(
+            f"{where}: {name} is {x.dtype}, {layer}weight {weight.dtype}, {layer}bias "
+            f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
+        )
+    return operand
