@@ -41,7 +41,7 @@ from ligermodels.kernels._triton import (
 )
 
 _TOKENS, _CHANNELS = 32, 64
-"""Tile of a program."""
+"""Tile of a program; in the backward it has half the tokens, as it needs 2 W - 1 tiles of x at a time."""
 _SPAN = 256
 """Tokens of a program of the backward, which writes one part of the weight's gradient."""
 
@@ -143,7 +143,7 @@ def _backward_kernel(
     bias = tl.zeros([BLOCK], tl.float32)
     if bias_ptr is not None:
         bias += tl.load(bias_ptr + channels, mask=exists, other=0.0).to(tl.float32)
-    for start in range(first, tl.minimum(first + SPAN, end), TOKENS):
+    for start in tl.range(first, tl.minimum(first + SPAN, end), TOKENS, num_stages=3):
         tokens = end - start
         x_at = x_ptr + b.to(tl.int64) * x_b + tl.cast(start, tl.int64) * x_t
         at = (b.to(tl.int64) * T + start) * CHANNELS
@@ -243,7 +243,8 @@ class _CausalConv(torch.autograd.Function):
             _backward_kernel, (slots, cdiv(channels, _CHANNELS)),
             dx, parts, bias_parts, dy.contiguous(), x, weight, bias, x if state is None else state,
             x if cu is None else cu, x.shape[1], documents, *x.stride()[:2],
-            ctx.activation, state is not None, cu is not None, width, channels, _SPAN, _TOKENS, _CHANNELS, num_warps=4,
+            ctx.activation, state is not None, cu is not None, width, channels, _SPAN, _TOKENS // 2, _CHANNELS,
+            num_warps=4,
         )  # fmt: skip
         d_bias = None if bias_parts is None else _sum(bias_parts, bias)
         return dx, _sum(parts, weight), d_bias, None, None, None

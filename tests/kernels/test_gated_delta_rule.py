@@ -1,0 +1,225 @@
+"""The gated delta rule and the short convolution over packed documents, continued from a state, and token by token."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.errors import InputError
+from ligermodels.kernels import causal_conv, gated_delta_rule, gated_delta_rule_reference
+from ligermodels.kernels._delta import chunk
+from ligermodels.kernels._triton import tl, triton
+from ligermodels.kernels.causal_conv import causal_conv_step
+from ligermodels.kernels.gated_delta_rule import gated_delta_step
+from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
+from tests.kernels.on_gpu import assert_captures, never_waits
+from tests.kernels.ops.delta import eager_gated_delta_rule
+from tests.kernels.oracle import assert_as_exact
+
+module = importlib.import_module("ligermodels.kernels.gated_delta_rule")
+LENGTHS = [0, 1, 63, 64, 65, 0, 130]
+"""Of packed documents."""
+BOUNDS = list(itertools.accumulate(LENGTHS, initial=0))
+
+
+def inputs(
+    device, length, *, rows=1, states=1, key_heads=1, heads=2, keys=16, values=16, dtype=torch.float32, decay=1.0
+):
+    """q, k, v, g, beta and a state; q, k, v are parts of one tensor, as a convolution leaves them."""
+    sizes = [key_heads * keys, key_heads * keys, heads * values]
+    q, k, v = torch.randn(rows, length, sum(sizes), device=device).to(dtype).split(sizes, -1)
+    g = -decay * F.softplus(torch.randn(rows, length, heads, device=device))
+    beta = torch.randn_like(g).mul(3).sigmoid().to(dtype)
+    q, k, v = q.unflatten(-1, (key_heads, keys)), k.unflatten(-1, (key_heads, keys)), v.unflatten(-1, (heads, values))
+    return [q, k, v, g, beta, torch.randn(states, heads, keys, values, device=device)]
+
+
+def bounds_of(device):
+    return torch.tensor(BOUNDS, dtype=torch.int32, device=device)
+
+
+def gradients(op, tensors, upstream, dtype=None):
+    """Outputs and gradients of all tensors, which are new leaves."""
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+    outputs = op(*leaves)
+    given = [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)]
+    return [*(y.detach() for y in outputs), *torch.autograd.grad(outputs, leaves, given)]
+
+
+NAMES = ["out", "state after", "dq", "dk", "dv", "dg", "dbeta", "dstate"]
+CASES = {
+    "two heads of a key head": dict(),
+    "three, and padded sizes": dict(key_heads=2, heads=6, keys=24, values=40),
+    "strong decay": dict(decay=16.0, keys=32),
+    "no decay": dict(decay=0.0, values=32),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_are_as_exact_as_eager(device, poison, name, packed):
+    """Outputs and gradients over several chunks, of which the last is ragged, against the recurrence in fp64."""
+    if packed:
+        tensors, cu_seqlens = inputs(device, BOUNDS[-1], states=len(LENGTHS), **CASES[name]), bounds_of(device)
+    else:
+        tensors, cu_seqlens = inputs(device, 150, rows=2, states=2, **CASES[name]), None
+    for dtype in (torch.float32, torch.bfloat16) if ON_GPU else (torch.float32,):
+        q, k, v, g, beta, state = tensors
+        some = [*(t.to(dtype) for t in (q, k, v)), g, beta.to(dtype), state]
+        upstream = [torch.randn_like(v).to(dtype), torch.randn_like(state)]
+        ours, eager, exact = (
+            gradients(lambda *t, op=op: op(*t, cu_seqlens=cu_seqlens), some, upstream, of)
+            for op, of in (
+                (gated_delta_rule, None), (eager_gated_delta_rule, None), (gated_delta_rule_reference, torch.float64)
+            )
+        )  # fmt: skip
+        for what, a, b, x in zip(NAMES, ours, eager, exact, strict=True):
+            allowed = x + (b.double() - x) * (1.0 if ON_GPU else FP32_INTERPRETED)
+            assert_as_exact(a, allowed, x, f"{dtype} {what}", terms=k.shape[3])
+
+
+def test_packed_equals_apart(device, poison):
+    """To the bit in fp32, also gradients: chunks lie in a document as they do without the others."""
+    tensors = inputs(device, BOUNDS[-1], states=len(LENGTHS))
+    upstream = [torch.randn_like(tensors[2]), torch.randn_like(tensors[5])]
+    together = gradients(lambda *t: gated_delta_rule(*t, cu_seqlens=bounds_of(device)), tensors, upstream)
+    for i, (begin, end) in enumerate(itertools.pairwise(BOUNDS)):
+        if begin == end:
+            assert torch.equal(together[1][i], tensors[5][i])
+            assert torch.equal(together[7][i], upstream[1][i])
+            continue
+        own = [*(t[:, begin:end] for t in tensors[:5]), tensors[5][i : i + 1]]
+        apart = gradients(gated_delta_rule, own, [upstream[0][:, begin:end], upstream[1][i : i + 1]])
+        for what, whole, part in zip(NAMES, together, apart, strict=True):
+            whole = whole[i : i + 1] if "state" in what else whole[:, begin:end]
+            assert torch.equal(whole, part), f"{what} of document {i}"
+
+
+def test_continues_from_a_state(device, poison):
+    """Two halves, of which the second begins within a chunk of the whole, then token by token in place."""
+    q, k, v, g, beta, state = inputs(device, 100, rows=2, states=2, key_heads=2, heads=6, keys=24, values=40)
+    tokens, before = (q, k, v, g, beta), state.clone()
+    with torch.no_grad():
+        whole, last = gated_delta_rule(*tokens, state)
+        first, middle = gated_delta_rule(*(t[:, :90] for t in tokens), state)
+        second, after = gated_delta_rule(*(t[:, 90:] for t in tokens), middle)
+        steps = [gated_delta_step(*(t[:, i] for t in tokens), middle) for i in range(90, 100)]
+    assert torch.equal(state, before)
+    # fp32 sums in another order
+    close = dict(rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, **close)
+    torch.testing.assert_close(torch.stack(steps, 1), second, **close)
+    torch.testing.assert_close(after, last, **close)
+    torch.testing.assert_close(middle, last, **close)
+
+
+def test_a_step_writes_only_its_state(device):
+    """Of rows in a longer cache; a state that the kernel cannot write in place raises."""
+    *tokens, state = inputs(device, 1, rows=2, states=4)
+    kept = state.clone()
+    gated_delta_step(*(t[:, 0] for t in tokens), state[1:3])
+    assert torch.equal(state[[0, 3]], kept[[0, 3]])
+    assert not torch.equal(state[1:3], kept[1:3])
+    for wrong in (state[1:3].half(), state[1:3].transpose(2, 3).contiguous().transpose(2, 3)):
+        with pytest.raises(InputError, match="gated_delta_step: state"):
+            gated_delta_step(*(t[:, 0] for t in tokens), wrong)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_convolution_token_by_token(device, poison, activation):
+    x, weight, bias = (
+        torch.randn(2, 9, 70, device=device),
+        torch.randn(70, 1, 4, device=device),
+        torch.randn(70).to(device),
+    )
+    state = torch.zeros(2, 70, 3, device=device)
+    whole = causal_conv(x, weight, bias, activation=activation)
+    steps = [causal_conv_step(x[:, t], weight, bias, state, activation=activation) for t in range(9)]
+    torch.testing.assert_close(torch.stack(steps, 1), whole, rtol=1e-6, atol=1e-6)
+    assert torch.equal(state, x[:, -3:].transpose(1, 2))
+    continued = causal_conv(x[:, 5:], weight, bias, activation=activation, state=x[:, 2:5].transpose(1, 2))
+    torch.testing.assert_close(continued, whole[:, 5:], rtol=1e-6, atol=1e-6)
+
+
+def test_convolution_of_packed_documents(device, poison):
+    """Each as it is alone, to the bit, also its gradient; x is longer than a tile of the backward."""
+    bounds = [0, 0, 2, 300, 333, 700]
+    x, weight = torch.randn(1, 700, 40, device=device), torch.randn(40, 1, 4, device=device)
+    dy, x = torch.randn_like(x), x.requires_grad_()
+    y = causal_conv(x, weight, activation="silu", cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    for begin, end in itertools.pairwise(bounds):
+        alone = x.detach()[:, begin:end].requires_grad_()
+        own = causal_conv(alone, weight, activation="silu")
+        assert torch.equal(own, y[:, begin:end])
+        if begin < end:
+            assert torch.equal(torch.autograd.grad(own, alone, dy[:, begin:end])[0], dx[:, begin:end])
+
+
+@triton.jit
+def _chunk_kernel(out_ptr, cu_ptr, T, N, C: tl.constexpr):
+    slot = tl.program_id(0)
+    _, n, _, first, end = chunk(slot, cu_ptr, T, N, True, C)
+    tl.store(out_ptr + slot * 3, n)
+    tl.store(out_ptr + slot * 3 + 1, first)
+    tl.store(out_ptr + slot * 3 + 2, end)
+
+
+def test_every_token_is_in_one_chunk(device):
+    """Of more documents than a program compares at once, many of them empty."""
+    torch.manual_seed(1)
+    lengths = (torch.randint(0, 100, (150,)) * (torch.rand(150) < 0.7)).tolist()
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    slots = bounds[-1] // 64 + len(lengths)
+    out = torch.empty(slots, 3, dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    _chunk_kernel[(slots,)](out, cu_seqlens, bounds[-1], len(lengths), 64)
+    found = [t for n, first, end in out.tolist() for t in range(first, min(first + 64, end))]
+    assert found == list(range(bounds[-1]))
+    assert all(bounds[n] <= first and end == bounds[n + 1] for n, first, end in out.tolist() if first < end)
+
+
+def test_refuses_what_the_kernels_do_not_take(device):
+    with pytest.raises(InputError, match="up to 256"):
+        gated_delta_rule(*inputs(device, 3, keys=257))
+    x, weight = torch.randn(1, 5, 8, device=device), torch.randn(8, 1, 4, device=device)
+    with pytest.raises(InputError, match="state requires a gradient"):
+        causal_conv(x, weight, state=torch.zeros(1, 8, 3, device=device, requires_grad=True))
+
+
+@pytest.mark.gpu
+def test_real_sizes(device):
+    """Heads of 128 dims, and 48 of them, in bf16: as exact as eager, and the same bits each time."""
+    for heads in (32, 48):
+        some = inputs(device, 333, key_heads=16, heads=heads, keys=128, values=128, dtype=torch.bfloat16, decay=4.0)
+        upstream = [torch.randn_like(some[2]), torch.randn_like(some[5])]
+        ours, again = (gradients(gated_delta_rule, some, upstream) for _ in range(2))
+        eager = gradients(eager_gated_delta_rule, some, upstream)
+        exact = gradients(eager_gated_delta_rule, some, upstream, torch.float64)
+        for what, a, b, c, x in zip(NAMES, ours, again, eager, exact, strict=True):
+            assert_as_exact(a, c, x, what, terms=128)
+            assert torch.equal(a, b), what
+
+
+@pytest.mark.gpu
+def test_steps_are_captured(device):
+    *tokens, state = (
+        t[:, 0] if t.dim() < 5 and t.shape[:2] == (2, 1) else t for t in inputs(device, 1, rows=2, states=2)
+    )
+    x, weight, past = (
+        torch.randn(2, 64, device=device),
+        torch.randn(64, 1, 4, device=device),
+        torch.randn(2, 64, 3).to(device),
+    )
+
+    def step(*given):
+        moved, shifted = given[5].clone(), given[8].clone()
+        out = gated_delta_step(*given[:5], moved)
+        return out, causal_conv_step(*given[6:8], None, shifted, activation="silu"), moved, shifted
+
+    given = [*tokens, state, x, weight, past]
+    assert_captures(step, given, [])
+    with never_waits():
+        step(*given)
