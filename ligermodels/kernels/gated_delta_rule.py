@@ -135,7 +135,7 @@ def _chunks(
     sequences, slots = _slots(v, cu)
     n = q.new_empty(slots, value_heads, block_v, CHUNK)
     w = q.new_empty(slots, value_heads, CHUNK, block_k)
-    x, dn = (n, n) if do is None else (q.new_empty(slots, value_heads, CHUNK, CHUNK), torch.empty_like(n))
+    x, dn = (q, q) if do is None else (q.new_empty(slots, value_heads, CHUNK, CHUNK), torch.empty_like(n))
     states = q.new_empty(slots, value_heads, block_v, block_k)
     G = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=q.device)
     q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -144,7 +144,7 @@ def _chunks(
     _, options = _options("prepare", block_k, q.element_size())
     launch(
         prepare_kernel, (slots, value_heads),
-        n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, G if cu is None else cu,
+        n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, k if cu is None else cu,
         v.shape[1], sequences, *_strides(q, k, v),
         heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision, exact, **options,
     )  # fmt: skip
@@ -152,15 +152,15 @@ def _chunks(
     block = min(block, block_v)
     launch(
         scan_kernel, (cdiv(heads[3], block), sequences * value_heads),
-        n, states, last, w, G, k_scale, k, G if state is None else state, G if cu is None else cu,
+        n, states, last, w, G, k_scale, k, k if state is None else state, k if cu is None else cu,
         v.shape[1], *_strides(k), state is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
     return n, states, G, q_scale, k_scale, w, x, dn, last
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Saves the inputs alone: the backward computes the chunks again, a third of its time for 40 kB a token of 32
-    heads."""
+    """Saves the inputs alone: the backward computes the chunks again, in about a third of its time. They take 32 kB a
+    token of 32 heads of 128 dims."""
 
     @staticmethod
     def forward(ctx, q, k, v, g, beta, state, cu):
@@ -174,7 +174,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         block = min(block, heads[5])
         launch(
             output_kernel, (slots, heads[1], cdiv(heads[3], block)),
-            o, q, k, n, states, G, q_scale, k_scale, G if cu is None else cu, v.shape[1], sequences,
+            o, q, k, n, states, G, q_scale, k_scale, k if cu is None else cu, v.shape[1], sequences,
             *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q)[0], **options,
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, g, beta, state, cu)
@@ -192,7 +192,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         d_states, d_first = torch.empty_like(states), torch.empty_like(last)
         block, options = _options("reverse", heads[4], q.element_size())
         block = min(block, heads[5])
-        cu_ = G if cu is None else cu
+        cu_ = k if cu is None else cu
         launch(
             reverse_scan_kernel, (cdiv(heads[3], block), sequences * heads[1]),
             dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,

@@ -159,9 +159,9 @@ def eager_delta_gates(a, b, A_log, dt_bias):
 
 
 def delta_gates_op() -> Op:
-    def make(m, rows, *, heads, scale=1.0):
+    def make(m, rows, *, heads, scale=1.0, shift=0.0):
         lead = m.lead(rows)
-        a, b = (m(*lead, heads, scale=scale) for _ in range(2))
+        a, b = (m.of(torch.randn(*lead, heads) * scale + shift) for _ in range(2))
         return Case({"a": a, "b": b, "A_log": m.of(torch.rand(heads) * 2.8), "dt_bias": m(heads)}, {}, 1, rows)
 
     return Op(
@@ -172,6 +172,7 @@ def delta_gates_op() -> Op:
         edges={
             "far from zero": lambda m: make(m, 40, heads=16, scale=30.0),
             "zeros": lambda m: make(m, 40, heads=16, scale=0.0),
+            "decays of nearly 1": lambda m: make(m, 40, heads=16, shift=-18.0),
         },
     )  # fmt: skip
 
