@@ -16,10 +16,10 @@ from torch import nn
 from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
 from ligermodels.kernels.attention import engine
 from ligermodels.kernels.linear import joint
+from ligermodels.kernels.operand import LinearOperand, LowBitWeight, choose
 from ligermodels.layers import MLP, Attention, CrossAttention, Experts, GatedMLP, LayerNorm, LMHead, RMSNorm
 from ligermodels.layers.head import takes_labels, unwrapped
-from ligermodels.layers.linear import obstacle
-from ligermodels.layers.lora import Adapted
+from ligermodels.layers.linear import obstacle, operands_of
 from ligermodels.layers.nf4 import NF4Linear
 
 
@@ -101,7 +101,8 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
     elif isinstance(module, MLP):
         yield _linears(module, module.projections[:-1], gathered, module.projections[-1])
     elif isinstance(module, Experts):
-        yield "experts", "one op, grouped matmuls", True, ""
+        lora = ", with LoRA" if module.adapters else ""
+        yield "experts", f"grouped matmuls{lora}" if module.is_frozen else "one op, grouped matmuls", True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
         reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
         yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason.text if reason else ""
@@ -114,11 +115,20 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     found = {name: obstacle(layer.get_submodule(name)) for name in names}
     reasons = {name: o.text for name, o in found.items() if o is not None and not (gathered and o.kind == "weight")}
     if not reasons:
+        operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
+        if _chosen(operands[: len(inputs)]) == "formula" or _chosen(operands[len(inputs) :]) == "formula":
+            return (
+                part,
+                "each by itself, by PyTorch",
+                False,
+                "a weight or bias of a layer with LoRA or few bits is trained",
+            )
         why = _why_not_joint(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
-        lora = ", with LoRA" if any(isinstance(layer.get_submodule(name), Adapted) for name in names) else ""
-        return part, (one if not why else f"one op, a matmul for each{each}") + lora, True, why
+        lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
+        bits = ", weights dequantised" if any(isinstance(one.weight, LowBitWeight) for one in operands) else ""
+        return part, (one if not why else f"one op, a matmul for each{each}") + lora + bits, True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
     if output and output not in reasons:
@@ -128,6 +138,15 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         by_text.setdefault(text, []).append(name)
     why = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
     return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
+
+
+def _chosen(operands: Sequence[LinearOperand]) -> str | None:
+    """What `choose` says in training."""
+    if not operands:
+        return None
+    weight = operands[0].weight
+    with torch.enable_grad():
+        return choose(torch.empty(2, weight.shape[1], device=weight.device).requires_grad_(), operands)
 
 
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:

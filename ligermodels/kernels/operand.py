@@ -253,3 +253,27 @@ def check(where: str, name: str, x: Tensor, width: int, operand: LinearOperand, 
             f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
         )
     return operand
+
+
+def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], operand: LinearOperand) -> LinearOperand:
+    """`check` for layers of a group: weight `shape` [E, N, K]; adapter A [E, r, K] and B [E, N, r]; no bias."""
+    weight, bias, adapter = operand
+    if tuple(weight.shape) != tuple(shape) or len(shape) != 3 or weight.device != x.device or bias is not None:
+        raise InputError(
+            f"{where}: {layer} has a weight {tuple(weight.shape)} on {weight.device} and "
+            f"{'no' if bias is None else 'a'} bias; expected {tuple(shape)} on {x.device} without a bias."
+        )
+    if adapter is not None:
+        (groups, n, k), (a, b, _) = shape, adapter
+        rank = a.shape[1] if a.dim() == 3 else 0
+        if a.shape != (groups, rank, k) or b.shape != (groups, n, rank) or not a.device == b.device == x.device:
+            raise InputError(
+                f"{where}: the adapter of {layer} has A of {describe(a)} and B of {describe(b)}; expected "
+                f"({groups}, r, {k}) and ({groups}, {n}, r) on {x.device}."
+            )
+    cast = autocast_dtype(x)
+    if isinstance(weight, LowBitWeight):
+        return operand
+    if cast is None and weight.dtype != x.dtype:
+        raise InputError(f"{where}: x is {x.dtype}, {layer} {weight.dtype}; outside torch.autocast they must be one.")
+    return operand if cast is None else LinearOperand(weight.to(cast), None, adapter)

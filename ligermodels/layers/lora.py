@@ -11,7 +11,7 @@ from ligermodels.kernels.operand import Adapter
 from ligermodels.layers.nf4 import NF4Linear
 
 
-class _Factor(nn.Module):
+class Factor(nn.Module):
     """x weight^T, in the dtype of x; weight: [out, in]."""
 
     def __init__(self, rows: int, columns: int, **options: Any):
@@ -54,8 +54,8 @@ class Adapted(nn.Module):
     in_features: int
     out_features: int
     weight: Any
-    lora_A: _Factor
-    lora_B: _Factor
+    lora_A: Factor
+    lora_B: Factor
     lora_dropout: nn.Dropout | None
     lora_magnitude_vector: _Magnitude | None
     alpha: float
@@ -71,8 +71,8 @@ class Adapted(nn.Module):
         linear.__class__ = LoRANF4Linear if isinstance(linear, NF4Linear) else LoRALinear
         linear.requires_grad_(False)
         linear.alpha, linear.rslora, linear.adapter_on = alpha, rslora, True
-        linear.lora_A = _Factor(r, linear.in_features, **options)
-        linear.lora_B = _Factor(linear.out_features, r, **options)
+        linear.lora_A = Factor(r, linear.in_features, **options)
+        linear.lora_B = Factor(linear.out_features, r, **options)
         linear.lora_dropout = nn.Dropout(dropout).train(linear.training) if dropout else None
         linear.lora_magnitude_vector = None
         if dora:

@@ -1,14 +1,21 @@
 """Mixture of experts: router, experts, and the load balancing loss."""
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
+from ligermodels.kernels.experts_lora import experts_lora
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
+from ligermodels.kernels.nf4 import NF4Weight
+from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.layers.lora import Factor
+from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 
 
@@ -24,7 +31,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
-        self.activation = activation
+        self.activation, self.num_experts = activation, num_experts
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.reset_parameters()
@@ -34,14 +41,91 @@ class Experts(nn.Module):
             bound = weight.shape[-1] ** -0.5  # as nn.Linear draws it
             nn.init.uniform_(weight, -bound, bound)
 
+    def operand(self, name: str) -> LinearOperand:
+        """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""
+        weight: Any = getattr(self, name)
+        if isinstance(weight, NF4Linear):
+            shape = self.num_experts, weight.out_features // self.num_experts, weight.in_features
+            weight = NF4Weight(weight.weight, weight.state._replace(shape=shape))
+        adapter = getattr(self, f"{name}_adapter", None)
+        return LinearOperand(weight, None, None if adapter is None else adapter.factors)
+
+    def quantize_nf4(self) -> None:
+        """Freezes the weights in 4 bits, in place: gate_up_proj and down_proj become NF4Linear modules of their rows.
+
+        Raises InputError where `quantize_nf4` does, and for weights that are sharded.
+        """
+        if self.tp is not None or any(type(p) is not nn.Parameter for p in (self.gate_up_proj, self.down_proj)):
+            raise InputError("Experts.quantize_nf4: the weights are sharded or quantised already; call it before")
+        rows = [weight.detach().flatten(0, 1) for weight in (self.gate_up_proj, self.down_proj)]
+        made = [NF4Linear.from_weight(weight) for weight in rows]  # of both, before one is replaced
+        for name, module in zip(("gate_up_proj", "down_proj"), made, strict=True):
+            delattr(self, name)
+            self.add_module(name, module)
+
+    def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
+        """Gives "gate_up_proj" or "down_proj" an adapter of zeros, and freezes all weights."""
+        self.requires_grad_(False)
+        weight = self.operand(name).weight
+        adapter = ExpertsAdapter(weight.shape, r=r, alpha=alpha, rslora=rslora, dtype=dtype, device=weight.device)
+        self.add_module(f"{name}_adapter", adapter)
+        for other in self.adapters.values():
+            other.requires_grad_(True)
+        return adapter
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if there are adapters, or weights of 4 bits."""
+        return bool(self.adapters) or isinstance(self.gate_up_proj, NF4Linear)
+
+    @property
+    def adapters(self) -> dict[str, "ExpertsAdapter"]:
+        """{name of the weight: its adapter}."""
+        found = {name: getattr(self, f"{name}_adapter", None) for name in ("gate_up_proj", "down_proj")}
+        return {name: adapter for name, adapter in found.items() if adapter is not None}
+
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
+        if self.is_frozen:
+            if self.tp is not None:
+                raise InputError(
+                    "experts with adapters or of 4 bits cannot run under tensor parallel: use a mesh without tp"
+                )
+            layers = self.operand("gate_up_proj"), self.operand("down_proj")
+            return experts_lora(x, weights, experts, *layers, activation=self.activation, recompute=recompute)
         gate_up, down = local_shard(self.gate_up_proj, self.tp), local_shard(self.down_proj, self.tp)
         gate_up = gate_up.flatten(1, -2)  # a sharded weight has a separate dim for gate and up
         return moe_experts(x, weights, experts, gate_up, down, activation=self.activation, recompute=recompute)
 
     def extra_repr(self) -> str:
-        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        num_experts, hidden_size, intermediate_size = self.operand("down_proj").weight.shape
         return f"{hidden_size}, {intermediate_size}, num_experts={num_experts}, activation={self.activation!r}"
+
+
+class ExpertsAdapter(nn.Module):
+    """LoRA of a weight [E, out, in] of experts, with PEFT's shapes: lora_A.weight [r E, in], the rows of an expert one
+    after the other; lora_B.weight [out, r E], the columns of an expert E apart."""
+
+    def __init__(self, shape: Sequence[int], *, r: int, alpha: float, rslora: bool, **options: Any):
+        super().__init__()
+        self.num_experts, rows, columns = shape
+        self.r, self.alpha, self.rslora, self.adapter_on = r, alpha, rslora, True
+        self.lora_A = Factor(r * self.num_experts, columns, **options)
+        self.lora_B = Factor(rows, r * self.num_experts, **options)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    @property
+    def factors(self) -> Adapter | None:
+        """A [E, r, in], B [E, out, r] and the scale; None if the adapter is off."""
+        if not self.adapter_on:
+            return None
+        return Adapter(*self.by_expert(self.lora_A.weight, self.lora_B.weight), self.scale)
+
+    def by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """A [E, r, in] and B [E, out, r] from the weights of lora_A and lora_B."""
+        return a.unflatten(0, (-1, self.r)), b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
 class Router(nn.Module):

@@ -23,7 +23,7 @@ from ligermodels.checkpoint import adapters, saving, weights
 from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
 from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import LMHead
+from ligermodels.layers import Experts, LMHead
 from ligermodels.layers.linear import obstacle
 from ligermodels.layers.lora import Adapted, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
@@ -46,6 +46,7 @@ def add_lora(
     rslora: bool = False,
     dora: bool = False,
     modules_to_save: Sequence[str] = (),
+    target_parameters: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Any:
@@ -58,6 +59,8 @@ def add_lora(
         named with a path, such as "visual.blocks.0.attn.qkv".
     modules_to_save: suffixes of the names of modules that are trained whole and saved with the adapter, such as
         "lm_head"; "norm" names all norms. If a tied head or its embedding is named, the head gets its own weight.
+    target_parameters: the ends of the names of stacked weights of experts, such as "experts.gate_up_proj", that also
+        get an adapter for each expert, as in PEFT; `targets` may then be []. Not with dropout or DoRA.
     dtype: of the adapters; they compute in the dtype of their input. seed: of A, which is uniform in +- 1 / sqrt(in) as
         in PEFT, from a generator of its own; B is zero.
 
@@ -70,7 +73,10 @@ def add_lora(
             f"add_lora: r={r!r}, alpha={alpha!r}, dropout={dropout!r}; expected r >= 1, alpha > 0 and 0 <= dropout < 1"
         )
     _check_free(model, "add_lora")
-    chosen = _targets(model, targets)
+    stacked = _stacked(model, target_parameters, "add_lora")
+    if stacked and (dropout or dora):
+        raise InputError("add_lora: adapters of target_parameters cannot have dropout or DoRA; leave these out")
+    chosen = _targets(model, targets) if targets or not stacked else {}
     saved = _named(model, modules_to_save, chosen, "add_lora")
     for name, module in chosen.items():
         if (found := obstacle(module, nn.Linear, NF4Linear)) is not None:
@@ -84,8 +90,10 @@ def add_lora(
     _freeze(model, saved, modules_to_save)
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = dict(r=r, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, dtype=dtype)
-    for module in chosen.values():
-        adapted = Adapted.of(module, **options)
+    added: list[Any] = [Adapted.of(module, **options) for module in chosen.values()]
+    for experts, name in stacked.values():
+        added.append(experts.add_adapter(name, r=r, alpha=alpha, rslora=rslora, dtype=dtype))
+    for adapted in added:
         a = torch.empty(adapted.lora_A.weight.shape)  # on the CPU, so that all devices draw alike
         bound = 1 / math.sqrt(a.shape[1])
         with torch.no_grad():
@@ -100,7 +108,10 @@ def merge_lora(model: Any) -> Any:
     Raises InputError for a model without adapters.
     """
     found = _adapted(model, "merge_lora")
-    if any(isinstance(module, LoRANF4Linear) for module in found.values()):
+    experts = _adapted_experts(model)
+    if any(isinstance(module, LoRANF4Linear) for module in found.values()) or any(
+        isinstance(getattr(module, name), NF4Linear) for module, name in experts.values()
+    ):
         raise InputError(
             "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
             "in bf16, load_adapter, and merge there"
@@ -113,6 +124,14 @@ def merge_lora(model: Any) -> Any:
             new = adapters.merged(old, left, right, module.scale, None if m is None else files.whole(m.weight))
             weights.fill(module.weight, lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         module.plain()
+    for stacked, name in experts.values():
+        adapter = stacked.adapters[name]
+        with torch.no_grad():
+            factors = adapter.by_expert(files.whole(adapter.lora_A.weight), files.whole(adapter.lora_B.weight))
+            each = zip(files.whole(getattr(stacked, name)), *factors, strict=True)
+            new = torch.stack([adapters.merged(w, right, left, adapter.scale) for w, left, right in each])
+            weights.fill(getattr(stacked, name), lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
+        delattr(stacked, f"{name}_adapter")
     if hasattr(model, _SAVED):
         delattr(model, _SAVED)
     return model
@@ -124,7 +143,8 @@ def adapters_off(model: Any) -> Iterator[Any]:
 
     Raises InputError for a model without adapters, or with modules_to_save, whose old weights are gone.
     """
-    found = _adapted(model, "adapters_off").values()
+    found: list[Any] = list(_adapted(model, "adapters_off").values())
+    found += [module.adapters[name] for module, name in _adapted_experts(model).values()]
     if names := getattr(model, _SAVED, ()):
         raise InputError(
             f"adapters_off: {', '.join(names)} (modules_to_save) were trained in place, so their old weights are gone. "
@@ -150,8 +170,9 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     found = _adapted(model, "save_adapter")
     files.reshard(model)
     saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
+    experts = _adapted_experts(model)
     parameters = {
-        PREFIX + weights.plain_name(name).replace("magnitude_vector.weight", "magnitude_vector"): parameter.detach()
+        PREFIX + _file_name(weights.plain_name(name), experts): parameter.detach()
         for name, parameter in model.named_parameters()
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }
@@ -169,10 +190,12 @@ def load_adapter(
     """
     folder = saving.absolute(folder)
     _check_free(model, "load_adapter")
-    options = adapters.read_options(folder, computed=frozenset({"use_dora"}))
+    options = adapters.read_options(folder, computed=frozenset({"use_dora", "target_parameters"}))
     if options.get("bias", "none") != "none":
         raise CheckpointError(f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported")
     parts, others = _by_module(folder, adapters.read_tensors(folder, allow_pickle=allow_pickle))
+    stacked = _stacked(model, options.get("target_parameters") or (), f"{folder}/{CONFIG}", CheckpointError)
+    factors = _take_experts(folder, options, stacked, parts)
     modules, dora = dict(model.named_modules()), bool(options.get("use_dora"))
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
@@ -191,7 +214,7 @@ def load_adapter(
                 f"{folder}: {name} has {shapes}, expected {expected} by {CONFIG} and this {_kind(model)}.\n"
                 "  Likely: the adapter of another model, or a partial copy."
             )
-    if not parts:
+    if not parts and not factors:
         raise CheckpointError(f"{folder} has no adapter: {WEIGHTS} has no lora_A and lora_B")
     names = options.get("modules_to_save") or ()
     saved = _named(model, names, parts, "load_adapter")
@@ -220,6 +243,13 @@ def load_adapter(
         with torch.no_grad():
             for key, tensor in part.items():
                 into[key].weight.copy_(tensor)
+    for key, part in factors.items():
+        r, alpha = adapters.size_of(options, key)
+        module, name = stacked[key]
+        adapter = module.add_adapter(name, r=r, alpha=alpha, rslora=bool(options.get("use_rslora")), dtype=dtype)
+        with torch.no_grad():
+            adapter.lora_A.weight.copy_(part["A"])
+            adapter.lora_B.weight.copy_(part["B"])
     with torch.no_grad():
         for name, module in saved.items():
             for key, parameter in _own_parameters(module):
@@ -255,19 +285,72 @@ def _kind(model: Any) -> str:
 def _adapted(model: Any, where: str) -> dict[str, Adapted]:
     """{name: module} of all adapters."""
     found = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, Adapted)}
-    if not found:
+    if not found and not _adapted_experts(model):
         raise InputError(f"{where}: {_kind(model)} has no adapters; add_lora or load_adapter gives it some")
     return found
 
 
 def _check_free(model: Any, where: str) -> None:
-    if any(isinstance(module, Adapted) for module in model.modules()):
+    if any(isinstance(module, Adapted) for module in model.modules()) or _adapted_experts(model):
         raise InputError(f"{where}: {_kind(model)} has adapters already; merge_lora or a new model comes first")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise InputError(
             f"{where}: {_kind(model)} is sharded already. Call {where} before parallelize, on a mesh without tp: "
             "adapters are not supported under tensor parallel"
         )
+
+
+def _adapted_experts(model: Any) -> dict[str, tuple[Experts, str]]:
+    """{name of a weight: (its Experts, its name there)} of all adapters of experts."""
+    experts = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
+    return {f"{weights.plain_name(n)}.{name}": (m, name) for n, m in experts for name in m.adapters}
+
+
+def _stacked(
+    model: Any, ends: Sequence[str], where: str, error: type[Exception] = InputError
+) -> dict[str, tuple[Experts, str]]:
+    """{name of a weight: (its Experts, its name there)} of target_parameters, matched as PEFT does."""
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    found = {f"{n}.{name}": (m, name) for n, m in experts.items() for name in ("gate_up_proj", "down_proj")}
+    if isinstance(ends, str) or (wrong := [end for end in ends if not _ending(found, end)]):
+        raise error(
+            f"{where}: target_parameters={ends if isinstance(ends, str) else wrong}; expected a list of names of "
+            f"stacked weights of experts, of which {_kind(model)} has {', '.join(list(found)[:2]) or 'none'}"
+        )
+    chosen = {name for end in ends for name in _ending(found, end)}
+    if any(module.down_proj.is_meta if isinstance(module.down_proj, Tensor) else False for module in experts.values()):
+        raise error(f"{where}: the experts are on the meta device; load the model first")
+    return {name: one for name, one in found.items() if name in chosen}
+
+
+def _file_module(name: str, chosen: Iterable[str]) -> str:
+    """The module of PEFT's files for an adapted weight of experts: PEFT wraps gate_up_proj first, then down_proj."""
+    experts, _, weight = name.rpartition(".")
+    return f"{experts}.base_layer" if weight == "gate_up_proj" and f"{experts}.down_proj" in chosen else experts
+
+
+def _file_name(name: str, experts: Iterable[str]) -> str:
+    """The name in PEFT's files, without its prefix, of a parameter of an adapter."""
+    weight, is_of_experts, rest = name.partition("_adapter.lora_")
+    if is_of_experts:
+        return f"{_file_module(weight, experts)}.lora_{rest}"
+    return name.replace("magnitude_vector.weight", "magnitude_vector")
+
+
+def _take_experts(
+    folder: Path, options: Mapping[str, Any], stacked: Mapping[str, tuple[Experts, str]], parts: dict[str, Any]
+) -> dict[str, dict[str, Tensor]]:
+    """{name of a weight: {"A", "B": tensor}} of target_parameters, taken out of `parts` and checked."""
+    found = {}
+    for key, (module, name) in stacked.items():
+        experts, rows, columns = module.operand(name).weight.shape
+        r, _ = adapters.size_of(options, key)
+        expected = {"A": (r * experts, columns), "B": (rows, r * experts)}
+        part = parts.pop(_file_module(key, stacked), {})
+        if (shapes := {half: tuple(tensor.shape) for half, tensor in part.items()}) != expected:
+            raise CheckpointError(f"{folder}: the adapter of {key} has {shapes}; expected {expected}")
+        found[key] = part
+    return found
 
 
 def _text_prefix(model: Any) -> str:
@@ -350,24 +433,27 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
     """adapter_config.json. r and lora_alpha are those of most modules; the patterns name the others. Fields that have
     PEFT's defaults are left out."""
-    sizes = {name: (module.r, module.alpha) for name, module in found.items()}
+    experts = _adapted_experts(model)
+    every: dict[str, Any] = {**found, **{key: module.adapters[name] for key, (module, name) in experts.items()}}
+    sizes = {name: (module.r, module.alpha) for name, module in every.items()}
     (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
-    some = next(iter(found.values()))
+    some = next(iter(every.values()))
     return {
         "alpha_pattern": {name: own for name, (_, own) in sizes.items() if own != alpha},
         "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
         "bias": "none",
         "inference_mode": True,
         "lora_alpha": alpha,
-        "lora_dropout": some.dropout,
+        "lora_dropout": getattr(some, "dropout", 0.0),
         "modules_to_save": list(getattr(model, _SAVED, ())) or None,
         "peft_type": "LORA",
         "peft_version": _FORMAT,
         "r": r,
         "rank_pattern": {name: own for name, (own, _) in sizes.items() if own != r},
         "target_modules": _shortest(model, found),
+        "target_parameters": list(experts) or None,
         "task_type": "CAUSAL_LM",
-        "use_dora": some.lora_magnitude_vector is not None,
+        "use_dora": getattr(some, "lora_magnitude_vector", None) is not None,
         "use_rslora": some.rslora,
     }
 

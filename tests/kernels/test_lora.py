@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ligermodels import InputError
 from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, quantize_nf4
 from ligermodels.kernels.linear import make_joint
 from ligermodels.kernels.lora import lora_linear
@@ -170,6 +171,51 @@ def test_in_how_many_matmuls(device, kind):
     with Seen() as seen, torch.no_grad():
         lora_linear(x, layers(weights, biases, adapters))
     assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which are separate
+
+
+REFUSED = {
+    "weight of another width": dict(weight=torch.randn(OUT, HIDDEN + 1)),
+    "weight on another device": dict(weight=torch.empty(OUT, HIDDEN, device="meta")),
+    "weight of another dtype": dict(weight=torch.randn(OUT, HIDDEN).double()),
+    "weight of three dims": dict(weight=torch.randn(1, OUT, HIDDEN)),
+    "bias of another size": dict(bias=torch.randn(OUT + 1)),
+    "bias of another dtype": dict(bias=torch.randn(OUT).double()),
+    "bias on another device": dict(bias=torch.empty(OUT, device="meta")),
+    "A of another width": dict(adapter=Adapter(torch.randn(R, HIDDEN + 1), torch.randn(OUT, R), 1.0)),
+    "B of another rank": dict(adapter=Adapter(torch.randn(R, HIDDEN), torch.randn(OUT, R + 1), 1.0)),
+    "A on another device": dict(adapter=Adapter(torch.empty(R, HIDDEN, device="meta"), torch.randn(OUT, R), 1.0)),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_operands_that_do_not_fit_are_refused(case):
+    """By dense layers that are trained, beside a layer with an adapter, and by the MLP."""
+    right = LinearOperand(torch.randn(OUT, HIDDEN), torch.randn(OUT))
+    wrong = right._replace(**REFUSED[case])
+    x, adapter = torch.randn(3, HIDDEN), Adapter(torch.randn(R, HIDDEN), torch.randn(OUT, R), 1.0)
+    down = torch.randn(HIDDEN, OUT)
+    for other in (right, right._replace(adapter=adapter)):
+        with pytest.raises(InputError, match=r"weight|bias|adapter"):
+            lora_linear(x.requires_grad_(), [other, wrong])
+    with pytest.raises(InputError):
+        gated_mlp(x, (right.weight, wrong.weight), down, (right.bias, wrong.bias), adapters=(None, wrong.adapter, None))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_strides_are_free(device, adapted, grad, rows):
+    """Of x, weight, bias and both factors: each every second element of a larger tensor."""
+
+    def strided(*shape):
+        return torch.randn(*shape[:-1], 2 * shape[-1], device=device)[..., ::2]
+
+    a, b = strided(R, HIDDEN), strided(OUT, R)
+    adapter = Adapter(a, b, 0.75) if adapted else None
+    layers = [LinearOperand(strided(OUT, HIDDEN), strided(OUT), adapter) for _ in range(2)]
+    x = strided(rows, HIDDEN).requires_grad_(grad)
+    expected = torch.cat([formula(x.double(), *one[:2], exact([adapter])[0]) for one in layers], -1)
+    close(lora_linear(x, layers), expected, torch.float32)
 
 
 def test_four_bits_under_autocast(device):

@@ -15,6 +15,7 @@ from ligermodels.arch.fusion import short_names
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import linear
 from ligermodels.layers.linear import obstacle
+from ligermodels.training import add_lora
 from tests.sizes import SIZES
 
 attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
@@ -151,6 +152,15 @@ def test_report_tells_layers_apart_and_says_why():
     assert len(model.fusion_report().unfused) == 4
     line = next(line for line in str(model.fusion_report()).splitlines() if QKV in line and ".2." in line)
     assert "one op of k_proj | v_proj" in line and line.endswith(f"q_proj: {ADAPTER}")
+
+
+def test_report_of_adapters():
+    """One layer with all frozen; in the other a bias of the base is trained, which only the formula does."""
+    model = add_lora(ligermodels.Qwen2.from_config(CONFIG, dtype=torch.float32, device="cpu"), 2)
+    model.model.layers[1].self_attn.q_proj.bias.requires_grad_()
+    found = rows(model, QKV)
+    assert found["model.layers.0,2.self_attn"] == ("one matmul, with LoRA", True, "")
+    assert found["model.layers.1.self_attn"][:2] == ("each by itself, by PyTorch", False)
 
 
 # ---- the warning ----

@@ -1,0 +1,159 @@
+"""`moe_experts` for frozen experts: with LoRA adapters, with weights of few bits (QLoRA), or with both.
+
+    [gate | up] = x W1[e]^T + s1 (x A1[e]^T) B1[e]^T                  h = act(gate) * up
+    y[t] = sum over the experts e of t of weights[t, e] * (h W2[e]^T + s2 (h A2[e]^T) B2[e]^T)
+
+What differs from moe.py:
+- Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
+  tensor of its size is written.
+- Weights of few bits are saved as they are, and dequantised for each matmul into the buffer of low_bit.py.
+- Saved for each of the T k rows: x where A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I numbers;
+  with `recompute` only x of each token.
+
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
+from ligermodels.kernels.glu import glu
+from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
+from ligermodels.kernels.lora import lora_linear_reference
+from ligermodels.kernels.low_bit import dequantized, flatten_weights, unflatten_weights
+from ligermodels.kernels.operand import Adapter, LinearOperand, LowBitWeight, autocast_dtype, check_grouped
+
+
+def experts_lora_reference(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
+) -> Tensor:
+    y = torch.zeros((), dtype=weights.dtype, device=x.device)
+    for expert, layers in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True)):
+        here = experts == expert
+        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # rows of other experts are zero, and so are their outputs
+        first, last = layers
+        out = lora_linear_reference(glu(lora_linear_reference(rows, [first]), activation=activation), [last])
+        y = y + out * (weights * here).sum(-1, keepdim=True)
+    return y.to(x.dtype)
+
+
+def _each(operand: LinearOperand, x: Tensor) -> list[LinearOperand]:
+    """The operand of each expert."""
+    weight, _, adapter = operand
+    whole = weight.dequantize(x.dtype) if isinstance(weight, LowBitWeight) else weight
+    if adapter is None:
+        return [LinearOperand(w) for w in whole]
+    factors = zip(whole, adapter.a, adapter.b, strict=True)
+    return [LinearOperand(w, None, Adapter(a, b, adapter.scale)) for w, a, b in factors]
+
+
+class _Spread(torch.autograd.Function):
+    """x: [T, H] -> [R, H], as `spread`."""
+
+    @staticmethod
+    def forward(ctx, x, rows, top_k):
+        ctx.save_for_backward(rows)
+        ctx.top_k = top_k
+        return spread(x, rows, top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (rows,) = ctx.saved_tensors
+        return combine(dy.contiguous(), rows, ctx.top_k), None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """x: [R, K], contiguous; tensors, rest: of a weight [E, N, K], by `flatten_weights` -> [R, N]."""
+
+    @staticmethod
+    def forward(ctx, x, offsets, rest, *tensors):
+        ctx.rest = rest
+        ctx.save_for_backward(offsets, x if any(ctx.needs_input_grad[3:]) else None, *tensors)
+        with dequantized(unflatten_weights(iter(tensors), rest), x.dtype) as (weight,):
+            return grouped_mm(x, weight.transpose(1, 2), offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        offsets, x, *tensors = ctx.saved_tensors
+        dx, dy = None, dy.contiguous()
+        dweights: list[Tensor | None] = [None] * len(tensors)
+        if x is not None:  # of a dense weight, which is its only tensor
+            dweights[0] = grouped_mm_outer(dy, x, offsets)
+        if ctx.needs_input_grad[0]:
+            with dequantized(unflatten_weights(iter(tensors), ctx.rest), dy.dtype) as (weight,):
+                dx = grouped_mm(dy, weight, offsets)
+        return dx, None, None, *dweights
+
+
+class _Combine(torch.autograd.Function):
+    """y: [R, H]; weights: [T, k] -> [T, H], as `combine`."""
+
+    @staticmethod
+    def forward(ctx, y, weights, slots, rows):
+        ctx.save_for_backward(y, weights, slots, rows)
+        return combine(y, rows, weights.shape[1], weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        y, weights, slots, rows = ctx.saved_tensors
+        dtype, slots = accumulator(y.dtype), slots.long()
+        d = spread(d, rows, weights.shape[1]).to(dtype)
+        d_weights = torch.empty_like(weights).view(-1)
+        d_weights[slots] = (d * y.to(dtype)).sum(1).to(weights.dtype)
+        return (d * weights.view(-1)[slots, None].to(dtype)).to(y.dtype), d_weights.view_as(weights), None, None
+
+
+def _linear(x: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
+    """The operand's layers of rows x [R, K]: [R, N]."""
+    weight, _, adapter = operand
+    tensors, rest = flatten_weights([weight])
+    y = _Grouped.apply(x, offsets, rest, *tensors)
+    if adapter is None:
+        return y
+    h = x
+    for factor in (adapter.a, adapter.b):
+        h = _Grouped.apply(h, offsets, [None], factor.to(x.dtype).contiguous())
+    return torch.add(y, h, alpha=adapter.scale)
+
+
+def _run(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
+) -> Tensor:
+    slots, rows, offsets = sort_by_expert(experts.contiguous(), gate_up.weight.shape[0])
+    z = _linear(_Spread.apply(x, rows, weights.shape[1]), gate_up, offsets)
+    return _Combine.apply(_linear(glu(z, activation=activation), down, offsets), weights.contiguous(), slots, rows)
+
+
+def experts_lora(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
+    activation: str = "silu", recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """`moe_experts` of operands.
+
+    x, weights, experts, activation: as of `moe_experts`. gate_up, down: weights [E, 2I, H] and [E, H, I], dense or a
+    LowBitWeight of that shape, without biases; adapters with A [E, r, K] and B [E, N, r], or None. recompute: the
+    backward runs the forward again. Gradients of adapters are summed in fp32 and rounded to x's dtype.
+    Returns [T, H]. Raises InputError for shapes, dtypes and devices that do not fit.
+    """
+    if weights.shape != experts.shape or weights.shape[:1] != x.shape[:1] or weights.dim() != 2:
+        raise InputError(
+            f"experts_lora: weights has {describe(weights)}, experts {describe(experts)}; expected both "
+            f"[{x.shape[0]}, top_k], as `route` returns them for x."
+        )
+    shape = gate_up.weight.shape
+    gate_up = check_grouped("experts_lora", "gate_up", x, (*shape[:2], x.shape[-1]), gate_up)
+    down = check_grouped("experts_lora", "down", x, (shape[0], x.shape[-1], shape[1] // 2), down)
+    x = x.to(autocast_dtype(x) or x.dtype)
+    run: Any = functools.partial(_run if use_triton(x) else experts_lora_reference, activation=activation)
+    if recompute and torch.is_grad_enabled():
+        return checkpoint(run, x, weights, experts, gate_up, down, use_reentrant=False, preserve_rng_state=False)
+    return run(x, weights, experts, gate_up, down)

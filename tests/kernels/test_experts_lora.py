@@ -1,0 +1,77 @@
+"""Frozen experts with adapters and few bits: outputs and gradients of the merged dense experts in fp64."""
+
+import pytest
+import torch
+
+from ligermodels import InputError
+from ligermodels.kernels import dequantize_nf4_reference, moe_experts_reference, quantize_nf4, route
+from ligermodels.kernels.experts_lora import experts_lora
+from ligermodels.kernels.nf4 import NF4Weight
+from ligermodels.kernels.operand import Adapter, LinearOperand
+
+T, E, H, INNER = 13, 5, 20, 12
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+"""Relative to the largest element: some hundred sums of about 30 terms of like size, one after the other."""
+
+
+def make(device, dtype, n, k, bits, rank):
+    """(the operand, the weight in fp64 without the adapter)."""
+    weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
+    exact = weight.double()
+    if bits == 4:
+        weight = NF4Weight(*quantize_nf4(weight.float(), block=32))
+        exact = dequantize_nf4_reference(weight.packed, weight.state, torch.float64)
+    if not rank:
+        return LinearOperand(weight), exact
+    a = torch.randn(E, rank, k, device=device, dtype=dtype).mul_(k**-0.5).requires_grad_()
+    b = torch.randn(n, rank, E, device=device, dtype=dtype).permute(2, 0, 1).requires_grad_()
+    return LinearOperand(weight, None, Adapter(a, b, 0.5)), exact
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("ranks", [(3, 2), (3, 0), (0, 2), (0, 0)], ids=str)
+def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
+    operands, exact = zip(
+        make(device, dtype, 2 * INNER, H, bits, ranks[0]), make(device, dtype, H, INNER, bits, ranks[1]), strict=True
+    )
+    x = torch.randn(T, H, device=device, dtype=dtype, requires_grad=True)
+    logits = (torch.randn(T, E, device=device, dtype=dtype) + torch.arange(E, device=device)).requires_grad_()
+    trained = [t for one in operands if one.adapter for t in one.adapter[:2]]
+    y = experts_lora(x, *route(logits, top_k=2), *operands, recompute=recompute)
+    dy = torch.randn_like(y)
+    found = y, *torch.autograd.grad(y, [x, logits, *trained], dy)
+
+    x64, logits64, *rest = leaves = [t.detach().double().requires_grad_() for t in (x, logits, *trained)]
+    rest = iter(rest)
+    merged = []
+    for weight, operand in zip(exact, operands, strict=True):
+        if operand.adapter:
+            a, b = next(rest), next(rest)
+            weight = weight + 0.5 * b @ a
+        merged.append(weight)
+    y64 = moe_experts_reference(x64, *route(logits64, top_k=2), *merged)
+    for one, other in zip(found, (y64, *torch.autograd.grad(y64, leaves, dy.double())), strict=True):
+        assert (one.double() - other).abs().max() <= TOLERANCE[dtype] * other.abs().max()
+
+
+def test_what_does_not_fit_is_refused(device):
+    (gate_up, _), (down, _) = (
+        make(device, torch.float32, 2 * INNER, H, 16, 3),
+        make(device, torch.float32, H, INNER, 16, 2),
+    )
+    x, (weights, experts) = torch.randn(T, H, device=device), route(torch.randn(T, E, device=device), top_k=2)
+    a, b, scale = gate_up.adapter
+    wrong = {
+        "expected both": (x, weights[:3], experts, gate_up, down),
+        "down has a weight": (x, weights, experts, gate_up, down._replace(weight=down.weight[:, :, 1:])),
+        "a bias": (x, weights, experts, gate_up._replace(bias=x[0]), down),
+        "must be one": (x.double(), weights, experts, gate_up, down),
+        "the adapter of gate_up": (x, weights, experts, gate_up._replace(adapter=Adapter(a[1:], b, scale)), down),
+        "and B of": (x, weights, experts, gate_up._replace(adapter=Adapter(a, b[:, :, 1:], scale)), down),
+        "on meta": (x, weights, experts, gate_up._replace(weight=gate_up.weight.to("meta")), down),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(InputError, match=message):
+            experts_lora(*arguments)
