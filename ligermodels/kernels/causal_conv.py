@@ -308,11 +308,11 @@ def causal_conv_step(
     check_operand("causal_conv_step", "state", state, (*x.shape, weight.shape[2] - 1), "x", x)
     if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0 or (state.shape[2] and state.stride(2) != 1):
         return causal_conv_step_reference(x, weight, bias, state, activation=activation)
-    x, (rows, channels, width) = last_dim_contiguous(x), (*x.shape, weight.shape[2])
+    x, channels, width = last_dim_contiguous(x), operator.index(x.shape[1]), operator.index(weight.shape[2])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(256, next_power_of_2(channels))
     launch(
-        _step_kernel, (rows, cdiv(channels, block)), y, state, x, weight.contiguous(), bias,
+        _step_kernel, (x.shape[0], cdiv(channels, block)), y, state, x, weight.contiguous(), bias,
         x.stride(0), *state.stride()[:2], activation, width, channels, block, num_warps=4,
     )  # fmt: skip
     return y

@@ -287,11 +287,11 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
             "contiguous [DK, DV], since it is overwritten."
         )
     q, k, v, g, beta = (last_dim_contiguous(x) for x in (q, k, v, g, beta))
-    (rows, value_heads, values), (_, key_heads, keys) = v.shape, q.shape
+    key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[1:], *v.shape[1:]))
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block = min(_STEP_DIMS, next_power_of_2(values))
     launch(
-        step_kernel, (rows * value_heads, cdiv(values, block)),
+        step_kernel, (v.shape[0] * value_heads, cdiv(values, block)),
         out, state, q, k, v, g, beta, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0),
         *state.stride()[:2], keys**-0.5, EPS, key_heads, value_heads, keys, values,
         next_power_of_2(keys), block, num_warps=4,

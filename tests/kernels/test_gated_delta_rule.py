@@ -1,6 +1,5 @@
 """The gated delta rule and the short convolution over packed documents, continued from a state, and token by token."""
 
-import importlib
 import itertools
 
 import pytest
@@ -15,10 +14,9 @@ from ligermodels.kernels.causal_conv import causal_conv_step
 from ligermodels.kernels.gated_delta_rule import gated_delta_step
 from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
 from tests.kernels.on_gpu import assert_captures, never_waits
-from tests.kernels.ops.delta import eager_gated_delta_rule
+from tests.kernels.ops.delta import eager_gated_delta_rule, terms_of
 from tests.kernels.oracle import assert_as_exact
 
-module = importlib.import_module("ligermodels.kernels.gated_delta_rule")
 LENGTHS = [0, 1, 63, 64, 65, 0, 130]
 """Of packed documents."""
 BOUNDS = list(itertools.accumulate(LENGTHS, initial=0))
@@ -77,7 +75,7 @@ def test_chunks_are_as_exact_as_eager(device, poison, name, packed):
         )  # fmt: skip
         for what, a, b, x in zip(NAMES, ours, eager, exact, strict=True):
             allowed = x + (b.double() - x) * (1.0 if ON_GPU else FP32_INTERPRETED)
-            assert_as_exact(a, allowed, x, f"{dtype} {what}", terms=k.shape[3])
+            assert_as_exact(a, allowed, x, f"{dtype} {what}", terms=terms_of(k.shape[3]))
 
 
 def test_packed_equals_apart(device, poison):
@@ -90,7 +88,9 @@ def test_packed_equals_apart(device, poison):
             assert torch.equal(together[1][i], tensors[5][i])
             assert torch.equal(together[7][i], upstream[1][i])
             continue
-        own = [*(t[:, begin:end] for t in tensors[:5]), tensors[5][i : i + 1]]
+        # Copies of g and beta: a part of them may be less aligned, for which Triton compiles another order of sums.
+        own = [*(t[:, begin:end] for t in tensors[:3]), *(t[:, begin:end].clone() for t in tensors[3:5])]
+        own.append(tensors[5][i : i + 1])
         apart = gradients(gated_delta_rule, own, [upstream[0][:, begin:end], upstream[1][i : i + 1]])
         for what, whole, part in zip(NAMES, together, apart, strict=True):
             whole = whole[i : i + 1] if "state" in what else whole[:, begin:end]
@@ -199,7 +199,7 @@ def test_real_sizes(device):
         eager = gradients(eager_gated_delta_rule, some, upstream)
         exact = gradients(eager_gated_delta_rule, some, upstream, torch.float64)
         for what, a, b, c, x in zip(NAMES, ours, again, eager, exact, strict=True):
-            assert_as_exact(a, c, x, what, terms=128)
+            assert_as_exact(a, c, x, what)
             assert torch.equal(a, b), what
 
 

@@ -60,6 +60,11 @@ def eager_gated_delta_rule(q, k, v, g, beta, state=None, *, cu_seqlens=None):
     return torch.cat(outs, 2).transpose(1, 2).to(low), state
 
 
+def terms_of(keys: int) -> int:
+    """Of `assert_as_exact`: a gradient passes through about six products, of up to a chunk or `keys` terms each."""
+    return 6 * max(CHUNK, keys)
+
+
 def gated_delta_rule_op() -> Op:
     def make(m, rows, *, key_heads, groups, keys, values, state, packed, decay=1.0, beta=2.0, same=False, scale=1.0):
         batch = 1 if packed else m.draw.choice([1, 2])
@@ -78,7 +83,7 @@ def gated_delta_rule_op() -> Op:
         if state:
             count = 4 if packed else batch
             tensors["state"] = m(count, heads, keys, values, dtype=accumulator(m.dtype))
-        return Case(tensors, options, keys, keys)
+        return Case(tensors, options, keys, terms_of(keys))
 
     usual = dict(key_heads=2, groups=2, keys=32, values=16, state=True, packed=False)
     return Op(
