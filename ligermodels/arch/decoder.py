@@ -105,6 +105,8 @@ class Decoder(BaseModel):
         self.position_axes = position_axes
         self.checkpointing = Checkpointing()
         size, rope = config.hidden_size, dict(config.rope_parameters)
+        if position_axes == 1:  # the sections of M-RoPE make no difference: a token has one position
+            rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
         self.embed_tokens = Embedding(
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
@@ -238,14 +240,15 @@ class Decoder(BaseModel):
                 rotary[name] = self.context.shard(cos, 1).contiguous(), self.context.shard(sin, 1).contiguous()
             cross = None if cross is None else cross.of_tokens(self.context)
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
+        token_mask = None if key_mask is None else key_mask[:, -length:]
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
         if inputs.step is not None:
             starts, ends = inputs.step
             return Batch(rotary=rotary, next_token=NextToken(starts=starts, ends=ends), cross=cross)
         return Batch(
-            rotary=rotary, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
-            past=past, context=self.context,
+            rotary=rotary, key_mask=key_mask, token_mask=token_mask, cu_seqlens=cu_seqlens,
+            max_seqlen=inputs.max_seqlen, cross=cross, past=past, context=self.context,
         )  # fmt: skip
 
 

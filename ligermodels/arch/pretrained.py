@@ -22,7 +22,7 @@ from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
+from ligermodels.layers import Experts, GatedDeltaNet, GatedRMSNorm, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
@@ -216,9 +216,10 @@ class Pretrained(nn.Module):
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
         | weights of linears, experts,  | normal, mean 0, std `initializer_range` |
-        | embeddings                    |                                         |
+        | convolutions, embeddings      |                                         |
         | biases, row of the pad token  | 0                                       |
         | norm weights                  | 1 - offset, so that the scale is 1      |
+        | A_log, dt_bias                | log of a uniform from 0.01 to 16; 1     |
         """
         generator = torch.Generator(self.device).manual_seed(seed)
 
@@ -239,7 +240,11 @@ class Pretrained(nn.Module):
                     weights.fill(weight, draw)
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
-            elif isinstance(module, LayerNorm):
+            elif isinstance(module, GatedDeltaNet):
+                weights.fill(module.A_log, lambda weight: weight.uniform_(0.01, 16, generator=generator).log_())
+                weights.fill(module.conv1d.weight, draw)
+                module.dt_bias.fill_(1.0)
+            elif isinstance(module, LayerNorm | GatedRMSNorm):
                 module.reset_parameters()
 
     def save_pretrained(

@@ -37,7 +37,7 @@ class Qwen3Block(Block):
 
     def __init__(self, config: Qwen3Config, layer: int):
         biases = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias)
-        self_attn = attention(config, layer, qk_norm_eps=config.rms_norm_eps, **biases)
+        self_attn = attention(config, layer, qk_norm=dict(eps=config.rms_norm_eps), **biases)
         super().__init__(config, self_attn, gated_mlp(config))
 
 

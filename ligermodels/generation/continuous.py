@@ -20,7 +20,7 @@ from ligermodels.generation.engine import Engine, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
-from ligermodels.layers.state import Cache
+from ligermodels.layers.state import Cache, RecurrentState
 
 REFILL_FRACTION = 8
 """Prompts run when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one prompt or for
@@ -139,11 +139,15 @@ class ContinuousEngine(Engine):
         lengths = to_device([len(prompt) for prompt in prompts], self.device)
         cache = self.model.new_cache(count, width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
         hidden, chunk = torch.empty(0), self.options.prefill_chunk_size or width
+        mask = None
+        if any(isinstance(state, RecurrentState) for state in cache):  # attention is causal, and needs no mask
+            mask = torch.arange(width, device=self.device) < lengths[:, None]
         with self.model.decoder.rotary_emb.of_length(width):
             for begin in range(0, width, chunk):
                 output = self.model(
-                    input_ids=ids[:, begin : begin + chunk], past_key_values=cache, use_cache=True, return_logits=False
-                )
+                    input_ids=ids[:, begin : begin + chunk], past_key_values=cache, use_cache=True, return_logits=False,
+                    attention_mask=None if mask is None else mask[:, : begin + chunk],
+                )  # fmt: skip
                 x, last = output.last_hidden_state, lengths - 1 - begin
                 found = x[torch.arange(count, device=self.device), last.clamp(0, x.shape[1] - 1)]
                 hidden = torch.where((last >= 0)[:, None], found, hidden) if begin else found

@@ -8,6 +8,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import Embedding
+from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from ligermodels.layers.head import LMHead
 from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
@@ -27,7 +28,9 @@ __all__ = [
     "CrossStates",
     "Embedding",
     "Experts",
+    "GatedDeltaNet",
     "GatedMLP",
+    "GatedRMSNorm",
     "JSDLoss",
     "KLDivLoss",
     "LMHead",

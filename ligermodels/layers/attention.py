@@ -1,6 +1,6 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ class Attention(JointProjections):
     sees, counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies the
     scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence, except for the
     tokens that `batch.padding` hides; there is no cache. rope: the name in `batch.rotary` of the tables that rotate
-    q and k, which say how many dims of a head do; None: nothing rotates. qk_norm_eps: each head of q and k goes through
-    an RMSNorm of this eps, q_norm and k_norm, before it rotates. projections: the names of the linear modules, the
-    output's last. With two names q, k and v are the rows of one weight, in this order.
+    q and k, which say how many dims of a head do; None: nothing rotates. qk_norm: keyword arguments of an RMSNorm through
+    which each head of q and of k goes before it rotates, q_norm and k_norm; None: no norm. output_gate: q_proj has
+    2 * head_dim rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj.
+    projections: the names of the linear modules, the output's last. With two names q, k and v are the rows of one
+    weight, in this order.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 
@@ -57,7 +59,8 @@ class Attention(JointProjections):
         scale: float | None = None,
         causal: bool = True,
         rope: str | None = "full",
-        qk_norm_eps: float | None = None,
+        qk_norm: Mapping[str, Any] | None = None,
+        output_gate: bool = False,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
@@ -71,13 +74,14 @@ class Attention(JointProjections):
         self.scale = scale
         self.causal = causal
         self.rope = rope
-        rows = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        self.output_gate = output_gate
+        rows = [num_heads * head_dim * (1 + output_gate), num_kv_heads * head_dim, num_kv_heads * head_dim]
         *self.joint_names, self.output_name = projections
         for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
         self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
-        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.q_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
+        self.k_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
         self.join_weights()
 
     def forward(self, x: Tensor, batch: Batch, cache: KeyValues | None = None) -> Tensor:
@@ -87,13 +91,13 @@ class Attention(JointProjections):
         tables = None if self.rope is None else batch.rotary[self.rope]
         token = None if cache is None else batch.next_token
         # The cache rotates the token that it stores.
-        q, k, v = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), tables if token is None else None)
+        q, k, v, gate = self._qkv(x if self.tp is None else self.tp.all_gather(x, 1), tables if token is None else None)
         if context is not None:
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
         if cache is not None and token is not None:
             out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
-            return run_linear(o_proj, out.flatten(2), output)
+            return run_linear(o_proj, (out if gate is None else out * gate.sigmoid()).flatten(2), output)
         if cache is not None:
             k, v = cache.append(k, v, batch.past)
             if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
@@ -110,10 +114,12 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            head_chunks=output is not None and context is None,
+            head_chunks=output is not None and context is None and gate is None,
         )
         if context is not None:
             out = context.to_tokens(out)
+        if gate is not None:
+            out = out * gate.sigmoid()
         y = run_linear(o_proj, attach_to_view(out, out.flatten(2)), output)
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 
@@ -122,8 +128,8 @@ class Attention(JointProjections):
         window = None if whole else self.window
         return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
 
-    def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Tensor]:
-        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any."""
+    def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
+        """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None."""
         inputs = self.joint_modules
         separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
         joint = None if separate else apply_joint(inputs, x)
@@ -132,20 +138,24 @@ class Attention(JointProjections):
             warn_unfused(self, self.joint_names, x)
         if fused or len(inputs) == 1:
             qkv = inputs[0](x) if joint is None else joint
-            if tables is not None and self.q_norm is None:
+            if tables is not None and self.q_norm is None and not self.output_gate:
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
-                heads: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
-                return rope(qkv, *tables, **heads, inplace=fused)
-            rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+                options: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, inplace=fused)
+                return *rope(qkv, *tables, **options), None
+            heads = self.num_heads * (1 + self.output_gate), self.num_kv_heads, self.num_kv_heads
+            rows = [count * self.head_dim for count in heads]
             projected: Sequence[Tensor] = qkv.split(rows, dim=-1)
         else:
             projected = apply_linears(inputs, x)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        gate = None
+        if self.output_gate:
+            q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if self.q_norm is not None and self.k_norm is not None:
             (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
         if tables is not None:
             q, k = rope_qk(q, k, *tables)
-        return q, k, v
+        return q, k, v, gate
 
     def _check(self, batch: Batch, cache: KeyValues | None) -> None:
         if self.rope is not None and self.rope not in batch.rotary:

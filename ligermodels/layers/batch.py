@@ -61,7 +61,9 @@ class Batch(MovableInputs):
 
     rotary: {name: (cos, sin)}, fp32 [1 or B, S, R/2] each, from `RotaryEmbedding`; a layer reads the tables whose name
         is its `rope`. None if no layer has one.
-    key_mask: bool [B, K], False at padding, over cached and new tokens; None without padding.
+    key_mask: bool [B, K], False at padding, over cached and new tokens; None without padding before a token.
+    token_mask: bool [B, S], False at padding on either side, of the new tokens; for mixers with a recurrent state. None
+        without padding.
     cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device, or on the CPU,
         which is faster if they have few different lengths; None if not packed.
     max_seqlen: the length of the longest packed sequence; None if not known.
@@ -82,6 +84,7 @@ class Batch(MovableInputs):
         *,
         rotary: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         key_mask: Tensor | None = None,
+        token_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
@@ -92,6 +95,7 @@ class Batch(MovableInputs):
     ):
         self.rotary = dict(rotary or {})
         self.key_mask = key_mask
+        self.token_mask = token_mask
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.padding = padding

@@ -330,6 +330,62 @@ class ImageKeyValues:
         return [x for x in (self.keys, self.values) if x is not None]
 
 
+class RecurrentState:
+    """What a recurrent mixer remembers: tensors [B, ...] after the last token, whose size does not grow.
+
+    The state before the last token is gone, so that `can_crop` is False for anything shorter.
+    """
+
+    def __init__(self, *tensors: Tensor):
+        self._tensors = list(tensors)
+        self.reset()
+
+    @property
+    def rows(self) -> int:
+        return len(self._tensors[0])
+
+    def move(self, like: Tensor) -> None:
+        """Moves to the device of `like`, and what is not in fp32 to its dtype."""
+        for i, x in enumerate(self._tensors):
+            dtype = x.dtype if x.dtype == torch.float32 and i else like.dtype
+            if (x.device, x.dtype) != (like.device, dtype):
+                self._tensors[i] = x.to(like.device, dtype)
+
+    def reserve(self, length: int, past: int, tokens: int = 1) -> None:
+        pass
+
+    def reset(self) -> None:
+        for x in self._tensors:
+            x.zero_()
+
+    def can_crop(self, length: int, farthest: int) -> bool:
+        return length == farthest
+
+    def reorder(self, rows: Tensor) -> None:
+        for i, old in enumerate(self._tensors):
+            moved = old.index_select(0, rows)
+            if len(rows) == len(old):
+                old.copy_(moved)
+            else:
+                self._tensors[i] = moved
+
+    def take(self, other: "RecurrentState", rows: Tensor, past: int) -> None:
+        self._tensors = [mine.to(its) for mine, its in zip(self._tensors, other._tensors, strict=True)]
+        for mine, its in zip(self._tensors, other._tensors, strict=True):
+            mine.copy_(its.index_select(0, rows))
+
+    def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+        """The tokens of `other` after the first `lengths` were padding, which leaves the state as it is."""
+        for mine, its in zip(self._tensors, other._tensors, strict=True):
+            mine[into] = its[rows].to(mine)
+
+    def row_bytes(self, length: float) -> float:
+        return sum(x[0].nbytes for x in self._tensors)
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._tensors)
+
+
 class Cache:
     """The states of a model's mixers, one a layer: `cache[i]`, iterable, `len(cache)` layers.
 

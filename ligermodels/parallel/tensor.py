@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm
+from ligermodels.layers import Attention, Embedding, GatedDeltaNet, GatedMLP, LMHead, MoE, RMSNorm
 from ligermodels.layers.moe import Experts, Router
 from ligermodels.layers.parallel import MeshGroup, ShardedLinear, to_dtensor
 
@@ -26,6 +26,8 @@ def check_context(model: Any, size: int, tp: int) -> None:
 
     tp: the ranks over which the heads are split already.
     """
+    if any(isinstance(module, GatedDeltaNet) for module in model.decoder.modules()):
+        raise InputError(f"cp={size}: a GatedDeltaNet needs the tokens of a text in order; use dp_shard instead of cp")
     layers = [module for module in model.decoder.modules() if isinstance(module, Attention)]
 
     def fits(size: int) -> bool:

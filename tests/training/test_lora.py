@@ -200,7 +200,7 @@ def test_every_kind_of_layer_computes_its_adapters(options):
         (L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, states_size=12, eps=1e-5), (batch,)),
         (L.MLP(16, 24, activation="gelu"), ()),
         (L.Attention(16, **heads, projections=("qkv_proj", "o_proj")), (L.Batch(),)),
-        (L.Attention(16, **heads, qk_norm_eps=1e-6), (L.Batch(),)),
+        (L.Attention(16, **heads, qk_norm=dict(eps=1e-6)), (L.Batch(),)),
         (L.GatedMLP(16, 24, bias=True, projections=("gate_up_proj", "down_proj")), ()),
     ):
         plain = layer(x, *inputs)

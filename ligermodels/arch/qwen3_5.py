@@ -1,0 +1,132 @@
+"""Qwen3.5, 3.6 and 3.8 without images, and fine-tunes: three of four blocks have linear attention of one state size.
+
+- `layer_types` says which mixer a block has: `linear_attn`, a Gated DeltaNet, or `self_attn`; if absent, every
+  `full_attention_interval`-th block, by default every fourth, has `self_attn`.
+- Norm weights are stored around 0 and act as 1 + weight, as in Gemma; not so the norm inside `linear_attn`.
+- q_proj gives each head a query and a gate: the head's output is multiplied by sigmoid(gate) before o_proj.
+- Each head of q and of k is normed, and a quarter of its dims rotates (`partial_rotary_factor`, 0.25 if absent). The
+  interleaved sections of M-RoPE are for images: the three positions of a text token are equal.
+- The released files also have a vision tower and a layer for multi-token prediction, `model.visual.*` and `mtp.*`. They
+  are neither read nor saved here; a warning says so. Their text is under `model.language_model.`.
+
+Not seen in a released file: `attn_output_gate` false, and `mlp_only_layers`; both are refused.
+
+Source: https://github.com/QwenLM/Qwen3 (Qwen3.5); Yang et al. 2024, https://arxiv.org/abs/2412.06464.
+Checked against: models/qwen3_5/modeling_qwen3_5.py of transformers 5.23.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.block import attention, gated_mlp
+from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.gemma import NORM
+from ligermodels.errors import ConfigError
+from ligermodels.layers import Batch, GatedDeltaNet, RMSNorm
+
+LAYER_TYPES = ("linear_attention", "full_attention")
+
+
+@dataclass(kw_only=True)
+class Qwen3_5Config(ModelConfig):
+    """config.json of model_type qwen3_5_text, or the text_config of one of model_type qwen3_5."""
+
+    model_type: ClassVar[str] = "qwen3_5_text"
+    architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
+    partial_rotary: ClassVar[bool] = True
+    unused: ClassVar[frozenset[str]] = frozenset("""
+        attn_output_gate full_attention_interval language_model_only mamba_ssm_dtype mlp_only_layers
+        mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    """.split())  # noqa: SIM905
+
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    layer_types: list[str] = None  # type: ignore[assignment]  # absent: by full_attention_interval
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        if config.get("model_type") == "qwen3_5":
+            tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+            config = {**tied, **config.get("text_config", {}), "model_type": cls.model_type}
+            warnings.warn(
+                "qwen3_5: only the text model is read: the vision tower (model.visual.*) and the layer for multi-token "
+                "prediction (mtp.*) are left out, here and in what is saved",
+                stacklevel=2,
+            )
+        return super().from_hf(config)
+
+    def __post_init__(self) -> None:
+        blocks = self.num_hidden_layers
+        if self.layer_types is None:
+            interval = self.extra.get("full_attention_interval", 4)
+            self.layer_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(blocks)]
+        self.rope_parameters = {"partial_rotary_factor": 0.25, **self.rope_parameters}
+        super().__post_init__()
+        if len(self.layer_types) != blocks or any(one not in LAYER_TYPES for one in self.layer_types):
+            raise self._error("layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {blocks} blocks")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise self._error("linear_num_value_heads", f"must be a multiple of {self.linear_num_key_heads} key heads")
+        self._check_choice("hidden_act", ("silu", "swish"))
+        for name, expected in (("attn_output_gate", True), ("mlp_only_layers", [])):
+            if (given := self.extra.get(name, expected)) != expected:
+                raise ConfigError(f"{self.model_type}: {name}={given!r} is not supported; supported: {expected!r}")
+
+
+class Qwen3_5Block(nn.Module):
+    """A mixer and a gated MLP, each on the normed residual stream."""
+
+    last_mlp: ClassVar[str | None] = "mlp"  # see recompute.py
+
+    def __init__(self, config: Qwen3_5Config, layer: int):
+        super().__init__()
+        norm: dict[str, Any] = dict(eps=config.rms_norm_eps, **NORM)
+        if config.layer_types[layer] == "linear_attention":
+            self.mixer_name = "linear_attn"
+            self.linear_attn = GatedDeltaNet(
+                config.hidden_size,
+                num_key_heads=config.linear_num_key_heads,
+                num_value_heads=config.linear_num_value_heads,
+                key_head_dim=config.linear_key_head_dim,
+                value_head_dim=config.linear_value_head_dim,
+                conv_size=config.linear_conv_kernel_dim,
+                eps=config.rms_norm_eps,
+            )
+        else:
+            self.mixer_name = "self_attn"
+            biases = dict(qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+            self.self_attn = attention(config, layer, qk_norm=norm, output_gate=True, **biases)
+        self.mlp = gated_mlp(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, **norm)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, **norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch, cache: Any = None) -> tuple[Tensor, ...]:
+        x, residual = self.input_layernorm(x, residual)
+        x = self._modules[self.mixer_name](x, batch, cache)  # type: ignore[misc]
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3_5(CausalLM):
+    """Qwen3.5 with a language-model head. `Qwen3_5.from_hub("Qwen/Qwen3.5-0.8B")` loads one."""
+
+    config_class = Qwen3_5Config
+    block_class = Qwen3_5Block
+    ALSO_READ = ({"model.{rest}": "model.language_model.{rest}"},)
+    IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.", r"^mtp\.")
+
+    @classmethod
+    def make_model(cls, config: ModelConfig) -> Decoder:
+        return Decoder(config, cls.block_class, norm=NORM)

@@ -1,0 +1,157 @@
+"""Gated DeltaNet: the linear-attention mixer of Qwen3-Next and Qwen3.5, around the gated delta rule.
+
+    q | k | v = silu(causal_conv(in_proj_qkv(x)))       z = in_proj_z(x)
+    beta = sigmoid(in_proj_b(x))                        g = -exp(A_log) * softplus(in_proj_a(x) + dt_bias)
+    y = out_proj(RMSNorm(gated_delta_rule(q, k, v, g, beta)) * silu(z)),  one norm weight for all value heads
+
+Its state has one size however long the text is. Convolution and state restart at each packed document. Padding, on
+either side, neither writes to the state nor lets it decay: with and without padding the results are the same.
+
+Source: Yang et al. 2024, "Gated Delta Networks", https://arxiv.org/abs/2412.06464; models/qwen3_5 of transformers 5.23.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.causal_conv import causal_conv, causal_conv_step
+from ligermodels.kernels.delta_gates import delta_gates
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_step
+from ligermodels.kernels.gated_norm import gated_norm
+from ligermodels.layers.batch import Batch
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
+from ligermodels.layers.state import RecurrentState
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of each head, times its weight, times silu(z): forward(x, z [..., size]) -> [..., size]."""
+
+    def __init__(self, size: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return gated_norm(x, z, self.weight, self.eps)
+
+
+class GatedDeltaNet(JointProjections):
+    """[B, S, hidden_size] -> [B, S, hidden_size].
+
+    forward(x, batch, cache=None): cache is a `RecurrentState`, which the new tokens move on.
+    num_value_heads is a multiple of num_key_heads: value head i reads the query and key head i // (their ratio).
+    conv_size: the tokens that the convolution sees, the current one included. eps: of the norm at the output.
+    Tensor and context parallelism are not supported.
+    """
+
+    joint_names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    output_name = "out_proj"
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_key_heads: int,
+        num_value_heads: int,
+        key_head_dim: int,
+        value_head_dim: int,
+        conv_size: int = 4,
+        eps: float = 1e-6,
+    ):
+        super().__init__()
+        if num_value_heads % num_key_heads:
+            raise InputError(f"num_value_heads={num_value_heads} must be a multiple of num_key_heads={num_key_heads}")
+        self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
+        self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
+        keys, values = num_key_heads * key_head_dim, num_value_heads * value_head_dim
+        self.sizes = keys, keys, values
+        channels = sum(self.sizes)
+        self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
+        self.A_log = nn.Parameter(torch.empty(num_value_heads))
+        # The module only has the weight: the convolution also needs the inputs before the first token.
+        self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden_size, values, bias=False)
+        self.in_proj_b = nn.Linear(hidden_size, num_value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden_size, num_value_heads, bias=False)
+        self.norm = GatedRMSNorm(value_head_dim, eps)
+        self.out_proj = nn.Linear(values, hidden_size, bias=False)
+        self.reset_parameters()
+        self.join_weights()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.dt_bias)
+        with torch.no_grad():
+            self.A_log.uniform_(0.01, 16).log_()
+
+    def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
+        """conv_size - 1 inputs of the convolution, and the matrix of each value head in fp32."""
+        conv = torch.empty(rows, sum(self.sizes), self.conv1d.kernel_size[0] - 1, dtype=dtype, device=device)
+        shape = rows, self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
+
+    def forward(self, x: Tensor, batch: Batch, cache: RecurrentState | None = None) -> Tensor:
+        mask, cu_seqlens = batch.token_mask, batch.cu_seqlens
+        if cache is not None and not isinstance(cache, RecurrentState):
+            raise InputError("GatedDeltaNet keeps its state in a cache of ligermodels: make it with model.new_cache(...)")
+        if cache is not None and cu_seqlens is not None:
+            raise InputError("packed sequences cannot go into a cache; pad them into a batch instead")
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.to(x.device, torch.int32)
+        if mask is not None:
+            x = x * mask[..., None]
+        qkv, z, b, a = apply_linears(self.joint_modules, x)
+        g, beta = delta_gates(a, b, self.A_log, self.dt_bias)
+        if mask is not None:
+            g, beta = g * mask[..., None], beta * mask[..., None]
+        if cache is None:
+            qkv = causal_conv(qkv, self.conv1d.weight, activation="silu", cu_seqlens=cu_seqlens)
+            out, _ = gated_delta_rule(*self._heads(qkv), g, beta, cu_seqlens=cu_seqlens)
+        elif batch.next_token is not None and len(x) == cache.rows:
+            conv, state = cache.tensors()
+            qkv = causal_conv_step(qkv[:, 0], self.conv1d.weight, None, conv, activation="silu")
+            out = gated_delta_step(*self._heads(qkv), g[:, 0], beta[:, 0], state)[:, None]
+        else:
+            out = self._continue(qkv, g, beta, batch, cache)
+        out = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
+        return apply_linear(self.out_proj, out.flatten(2))
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k [..., HK, DK] and v [..., HV, DV] of the joint qkv."""
+        q, k, v = qkv.split(self.sizes, -1)
+        q, k = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.value_head_dim))
+
+    def _continue(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: RecurrentState) -> Tensor:
+        """Several tokens after those in the cache, which then has them too; gradients reach the new tokens alone."""
+        across = len(qkv) != cache.rows  # a step whose B tokens follow each other in the cache's one row
+        if across:
+            qkv, g, beta = (x.transpose(0, 1) for x in (qkv, g, beta))
+        if batch.past == 0 and batch.next_token is None:  # the empty cache follows the first tokens, as under autocast
+            cache.move(qkv)
+        mask, (conv, state) = batch.token_mask, cache.tensors()
+        if conv.dtype != qkv.dtype or conv.device != qkv.device:
+            raise InputError(
+                f"the state of a GatedDeltaNet is {conv.dtype} on {conv.device}, and the new tokens are {qkv.dtype} on "
+                f"{qkv.device}; was the cache made with autocast on and used with autocast off, or for another model?"
+            )
+        before = conv.clone()
+        mixed = causal_conv(qkv, self.conv1d.weight, activation="silu", state=before)
+        out, after = gated_delta_rule(*self._heads(mixed), g, beta, state.clone())
+        inputs = torch.cat([before, qkv.detach().transpose(1, 2)], 2)
+        width = conv.shape[2]
+        if mask is None:
+            inputs = inputs[:, :, -width:]
+        else:  # those up to the last token of each row, after which there is padding
+            tokens = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+            last = (mask * tokens).amax(1)
+            columns = last[:, None] + torch.arange(width, device=mask.device)
+            inputs = inputs.gather(2, columns[:, None].expand(-1, inputs.shape[1], -1))
+        conv.copy_(inputs)
+        state.copy_(after.detach())
+        return out.transpose(0, 1) if across else out
