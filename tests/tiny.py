@@ -44,6 +44,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         head_dim=24, query_pre_attn_scalar=10, sliding_window=12, attn_logit_softcapping=2.0,
         final_logit_softcapping=8.0,
     ),
+    "qwen3_5_text": dict(
+        head_dim=16, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=16,
+        linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    ),
     "qwen2": dict(
         use_sliding_window=True, sliding_window=12, max_window_layers=1, tie_word_embeddings=True,
         rope_parameters=_YARN,

@@ -17,7 +17,17 @@ from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
 from ligermodels.kernels.attention import engine
 from ligermodels.kernels.linear import joint
 from ligermodels.kernels.operand import LinearOperand, LowBitWeight, choose
-from ligermodels.layers import MLP, Attention, CrossAttention, Experts, GatedMLP, LayerNorm, LMHead, RMSNorm
+from ligermodels.layers import (
+    MLP,
+    Attention,
+    CrossAttention,
+    Experts,
+    GatedDeltaNet,
+    GatedMLP,
+    LayerNorm,
+    LMHead,
+    RMSNorm,
+)
 from ligermodels.layers.head import takes_labels, unwrapped
 from ligermodels.layers.linear import obstacle, operands_of
 from ligermodels.layers.nf4 import NF4Linear
@@ -94,6 +104,10 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
         q = torch.empty(1, 1, 1, module.head_dim, dtype=dtype, device=device)
         name, why = engine(q, softcap=module.softcap, window=module.window)
         yield "scores", name, not name.startswith("attention_reference"), why
+    elif isinstance(module, GatedDeltaNet):
+        yield _linears(module, module.joint_names, gathered)
+        kernels = use_triton(torch.empty(0, device=device))
+        yield "delta rule", "Triton, chunks of tokens" if kernels else "PyTorch, token by token", kernels, ""
     elif isinstance(module, CrossAttention):
         yield _linears(module, module.joint_names, gathered)
     elif isinstance(module, GatedMLP):

@@ -40,10 +40,10 @@ class Qwen3_5Config(ModelConfig):
     model_type: ClassVar[str] = "qwen3_5_text"
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     partial_rotary: ClassVar[bool] = True
-    unused: ClassVar[frozenset[str]] = frozenset("""
-        attn_output_gate full_attention_interval language_model_only mamba_ssm_dtype mlp_only_layers
-        mtp_num_hidden_layers mtp_use_dedicated_embeddings
-    """.split())  # noqa: SIM905
+    unused: ClassVar[frozenset[str]] = frozenset({
+        "attn_output_gate", "full_attention_interval", "language_model_only", "mamba_ssm_dtype", "mlp_only_layers",
+        "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    })  # fmt: skip
 
     num_key_value_heads: int = 4
     head_dim: int = 256

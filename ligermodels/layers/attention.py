@@ -35,11 +35,10 @@ class Attention(JointProjections):
     sees, counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies the
     scores, default head_dim ** -0.5. causal=False: a token sees its whole row, or its packed sequence, except for the
     tokens that `batch.padding` hides; there is no cache. rope: the name in `batch.rotary` of the tables that rotate
-    q and k, which say how many dims of a head do; None: nothing rotates. qk_norm: keyword arguments of an RMSNorm through
-    which each head of q and of k goes before it rotates, q_norm and k_norm; None: no norm. output_gate: q_proj has
-    2 * head_dim rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj.
-    projections: the names of the linear modules, the output's last. With two names q, k and v are the rows of one
-    weight, in this order.
+    q and k, which say how many dims of a head do; None: nothing rotates. qk_norm: keyword arguments of the RMSNorms
+    q_norm and k_norm of each head of q and k, before it rotates; None: no norm. output_gate: q_proj has 2 * head_dim
+    rows a head, a query and a gate; the head's output is multiplied by sigmoid(gate) before o_proj. projections: the
+    names of the linear modules, the output's last. With two names q, k and v are the rows of one weight, in this order.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
 

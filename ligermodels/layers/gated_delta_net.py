@@ -75,12 +75,12 @@ class GatedDeltaNet(JointProjections):
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
         # The module only has the weight: the convolution also needs the inputs before the first token.
         self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        self.norm = GatedRMSNorm(value_head_dim, eps)
+        self.out_proj = nn.Linear(values, hidden_size, bias=False)
         self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
         self.in_proj_z = nn.Linear(hidden_size, values, bias=False)
         self.in_proj_b = nn.Linear(hidden_size, num_value_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden_size, num_value_heads, bias=False)
-        self.norm = GatedRMSNorm(value_head_dim, eps)
-        self.out_proj = nn.Linear(values, hidden_size, bias=False)
         self.reset_parameters()
         self.join_weights()
 
@@ -98,7 +98,9 @@ class GatedDeltaNet(JointProjections):
     def forward(self, x: Tensor, batch: Batch, cache: RecurrentState | None = None) -> Tensor:
         mask, cu_seqlens = batch.token_mask, batch.cu_seqlens
         if cache is not None and not isinstance(cache, RecurrentState):
-            raise InputError("GatedDeltaNet keeps its state in a cache of ligermodels: make it with model.new_cache(...)")
+            raise InputError(
+                "GatedDeltaNet keeps its state in a cache of ligermodels: make it with model.new_cache(...)"
+            )
         if cache is not None and cu_seqlens is not None:
             raise InputError("packed sequences cannot go into a cache; pad them into a batch instead")
         if cu_seqlens is not None:

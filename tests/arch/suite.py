@@ -200,6 +200,7 @@ class Tiny:
     SLOW: tuple = ()
     """Tests of the first entry that are slow tests, since another architecture compiles the same code."""
     NORM = 1.0
+    GAPS_DIFFER = False
     """What the norms' weights are drawn around; where they act as 1 + weight, 0 is as large."""
 
     def pytest_generate_tests(self, metafunc):
@@ -267,6 +268,10 @@ class Suite(Tiny):
         saved = json.loads(json.dumps(model.config.to_hf()))
         assert self.arch.config_class.from_hf(saved) == model.config
         assert self.arch.config_class.from_hf(self.earlier_generation(config)) == model.config
+
+    def shallow(self, tiny):
+        """`tiny` with a single block."""
+        return {**tiny, "num_hidden_layers": 1}
 
     def earlier_generation(self, config):
         """The config.json that transformers 4 would have written for this one of transformers 5."""
@@ -379,7 +384,7 @@ class Suite(Tiny):
             assert relative(model(batch, mask.flip(1), None).logits[1:, :15], model(batch).logits[1:, :15]) < LOGITS
         gaps = mask.clone()
         gaps[0, 3:8] = gaps[0, 11] = 0
-        if model.config.rope_parameters["rope_type"] == "dynamic":
+        if model.config.rope_parameters["rope_type"] == "dynamic" or self.GAPS_DIFFER:
             gaps = mask  # transformers keeps the frequencies of the longest text so far
         for shown in (mask, gaps):
             positions, tokens = (shown.cumsum(1) - 1).clamp(min=0), shown.bool()
@@ -474,7 +479,7 @@ class Suite(Tiny):
     # For the first entry of TINY alone
 
     def test_the_whole_model_compiles_without_a_graph_break(self, first, tmp_path):
-        folder = write_checkpoint({**first, "num_hidden_layers": 1}, tmp_path / "hf", norm=self.NORM)
+        folder = write_checkpoint(self.shallow(first), tmp_path / "hf", norm=self.NORM)
         check_compiled(self.arch.from_hub(folder, progress=False).train(), torch.randint(3, 90, (2, 24)))
 
     def test_random_weights_follow_the_seed_and_leave_no_memory_as_it_was(self, first):
@@ -488,8 +493,8 @@ class Suite(Tiny):
         for name, parameter in model.named_parameters():
             assert parameter.isfinite().all() and torch.equal(parameter, same[name]), name
             scale = parameter + model.decoder.norm.offset if "norm" in name and "weight" in name else parameter
-            drawn = parameter.numel() == 1 or 0.01 < parameter.std() < 0.04
-            assert (scale == 1).all() or not parameter.any() or drawn, name
+            drawn = parameter.numel() == 1 or 0.01 < parameter.std() < 0.04 or name.endswith("A_log")
+            assert (scale == 1).all() or (parameter == 1).all() or not parameter.any() or drawn, name
         head = next(name for name in other if name.endswith("embed_tokens.weight"))
         assert not torch.equal(other[head], same[head])
 

@@ -27,8 +27,8 @@ class Gemma3Block(Gemma2Block):
         heads = dict(num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=8)
         local = config.layer_types[layer] == "sliding_attention"
         self.self_attn = Attention(
-            config.hidden_size, **heads, scale=config.query_pre_attn_scalar**-0.5, qk_norm=dict(eps=config.rms_norm_eps),
-            window=config.window(layer), rope="local" if local else "full",
+            config.hidden_size, **heads, scale=config.query_pre_attn_scalar**-0.5,
+            qk_norm=dict(eps=config.rms_norm_eps), window=config.window(layer), rope="local" if local else "full",
         )  # fmt: skip
 
 

@@ -1,7 +1,15 @@
-"""Qwen3.5: blocks of linear and of full attention, partial rotation, an output gate, and files that also have images."""
+"""Qwen3.5: linear and full attention, partial rotation, an output gate, and files that also have images."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
 
 import ligermodels
-from tests.arch.suite import Suite, rope, tiny_config
+from ligermodels.errors import ConfigError
+from ligermodels.layers import Batch, GatedDeltaNet
+from tests.arch.suite import LOGITS, Suite, read_tensors, relative, rope, tiny_config, write_checkpoint
 
 
 def tiny(**changes):
@@ -21,3 +29,86 @@ class TestQwen3_5(Suite):
     }
     ALSO = ("tied",)
     REAL = {}
+    NORM = 0.0
+    GAPS_DIFFER = True  # there the state decays in a gap of the mask, and here it stays
+
+    def shallow(self, tiny):
+        return {**tiny, "num_hidden_layers": 1, "layer_types": tiny["layer_types"][:1]}
+
+    def earlier_generation(self, config):
+        """There was none: every release has rope_parameters."""
+        return config
+
+    def test_packed_documents_are_those_alone(self, model, ids):
+        """Neither state nor convolution passes a boundary."""
+        lengths, row = [1, 7, 3, 13], ids[:1, :24]
+        bounds = torch.tensor([0, 1, 8, 11, 24], dtype=torch.int32)
+        found = model(row, cu_seqlens=bounds).logits.split(lengths, 1)
+        for packed, alone in zip(found, row.split(lengths, 1), strict=True):
+            assert relative(packed, model(alone).logits) < LOGITS
+
+
+def test_padding_on_the_right_leaves_the_state_of_the_text():
+    layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    x, lengths = torch.randn(3, 9, 16), [9, 2, 5]
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    options = dict(dtype=torch.float32, device="cpu")
+    whole = layer.new_state(3, 9, **options)
+    layer(x, Batch(token_mask=mask), whole)
+    for row, length in enumerate(lengths):
+        alone = layer.new_state(1, 9, **options)
+        layer(x[row : row + 1, :length], Batch(), alone)
+        for found, expected in zip(whole.tensors(), alone.tensors(), strict=True):
+            torch.testing.assert_close(found[row : row + 1], expected)
+
+
+def with_images(folder, into):
+    """The checkpoint as one of a model that also reads images, and predicts several tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    outer = dict(model_type="qwen3_5", text_config=config, tie_word_embeddings=config["tie_word_embeddings"])
+    into.mkdir()
+    (into / "config.json").write_text(json.dumps(outer))
+    tensors = {name.replace("model.", "model.language_model.", 1): x for name, x in read_tensors(folder).items()}
+    tensors |= {"model.visual.patch_embed.proj.weight": torch.ones(2), "mtp.fc.weight": torch.ones(2)}
+    save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
+    return into
+
+
+@pytest.mark.parametrize("changes", [{}, dict(tie_word_embeddings=True)], ids=["untied", "tied"])
+def test_the_text_of_a_model_that_reads_images(changes, tmp_path):
+    folder = write_checkpoint(tiny(**changes), tmp_path / "text", norm=0.0)
+    with pytest.warns(UserWarning, match=r"the vision tower .* left out, here and in what is saved"):
+        model = ligermodels.load(with_images(folder, tmp_path / "images"), progress=False)
+    ids = torch.randint(3, 90, (1, 9))
+    assert torch.equal(model(ids).logits, ligermodels.load(folder, progress=False)(ids).logits)
+    model.save_pretrained(tmp_path / "saved")
+    assert read_tensors(tmp_path / "saved").keys() == read_tensors(folder).keys()
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    (dict(layer_types=["full_attention"]), "for each of 2 blocks"),
+    (dict(linear_num_value_heads=3), "must be a multiple of 2 key heads"),
+    (dict(attn_output_gate=False), "attn_output_gate=False is not supported"),
+    (dict(mlp_only_layers=[1]), "mlp_only_layers"),
+    (dict(hidden_act="gelu"), "hidden_act"),
+    (dict(model_type="qwen3_next"), "model_type 'qwen3_next'"),
+], ids=lambda changes: next(iter(changes)) if isinstance(changes, dict) else "")  # fmt: skip
+def test_what_is_not_computed_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ligermodels.Qwen3_5Config.from_hf({**tiny(), **changes})
+
+
+@pytest.mark.parametrize("values, count", [
+    ((1024, 3584, 24, 8, 2, 16, True), 752_393_024),
+    ((2048, 6144, 24, 8, 2, 16, True), 1_881_825_088),
+    ((2560, 9216, 32, 16, 4, 32, True), 4_205_751_296),
+    ((4096, 12288, 32, 16, 4, 32, False), 8_953_803_264),
+    ((5120, 17408, 64, 24, 4, 48, False), 26_895_998_464),
+], ids=["0.8B", "2B", "4B", "9B", "27B"])  # fmt: skip
+def test_exact_number_of_parameters(values, count):
+    names = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    names = [*names.split(), "linear_num_value_heads", "tie_word_embeddings"]
+    config = ligermodels.Qwen3_5Config.from_hf({"vocab_size": 248320, **dict(zip(names, values, strict=True))})
+    model = ligermodels.Qwen3_5.from_config(config, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == count

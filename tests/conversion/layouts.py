@@ -32,6 +32,7 @@ EXTRA = {
             "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
     },
+    "qwen3_5_text": {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2},
     "mllama": {
         "cross_attention_layers": [1], "image_token_index": 48,
         "vision_config": {

@@ -21,7 +21,8 @@ an ulp. The roundings are as many and as large, and others."""
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
-WITHOUT_TP = ("phi3", "mllama")
+WITHOUT_TP = ("phi3", "mllama", "qwen3_5")
+WITHOUT_CP = ("qwen3_5",)
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
@@ -41,7 +42,10 @@ def gradients(family, split, **options):
 
 def all_families(*splits, **options):
     pairs = [(family, split) for split in splits for family in FAMILIES]
-    return [gradients(*pair, **options) for pair in pairs if "tp" not in pair[1] or pair[0] not in WITHOUT_TP]
+    return [
+        gradients(family, split, **options) for family, split in pairs
+        if not ("tp" in split and family in WITHOUT_TP) and not ("cp" in split and family in WITHOUT_CP)
+    ]  # fmt: skip
 
 
 QUICK = [
@@ -54,6 +58,8 @@ QUICK = [
     gradients("gemma2", "tp2", kind="restarting"),
     gradients("gemma2", "cp2", recompute="block"),
     gradients("mixtral", "fsdp2", recompute="block"),
+    gradients("qwen3_5", "fsdp2", kind="restarting"),
+    gradients("qwen3_5", "fsdp2", kind="left", recompute="block"),
     gradients("mixtral", "tp2"),
     gradients("mixtral", "cp2", kind="left"),
     gradients("llama", "fsdp2", kind="few"),

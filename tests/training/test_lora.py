@@ -34,7 +34,11 @@ FAMILIES = {
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6, tie_word_embeddings=True),
     "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
     "mixtral": dict(num_local_experts=4),
-}
+    "qwen3_5_text": dict(
+        head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+        full_attention_interval=2,
+    ),
+}  # fmt: skip
 IDS = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 

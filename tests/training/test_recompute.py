@@ -27,7 +27,11 @@ FAMILIES = {
     "phi3": dict(pad_token_id=0),
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6),
     "mixtral": dict(num_local_experts=4, output_router_logits=True, router_jitter_noise=0.1),
-}
+    "qwen3_5_text": dict(
+        head_dim=8, layer_types=["linear_attention", "full_attention", "linear_attention"], linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    ),
+}  # fmt: skip
 POLICIES = list(itertools.product(["none", "mlp", "block"], [False, True]))
 SOME = [("none", True), ("mlp", False), ("block", True)]
 
