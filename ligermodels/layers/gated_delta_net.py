@@ -123,7 +123,7 @@ class GatedDeltaNet(JointProjections):
         out = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
         return apply_linear(self.out_proj, out.flatten(2))
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [..., HK, DK] and v [..., HV, DV] of the joint qkv."""
         q, k, v = qkv.split(self.sizes, -1)
         q, k = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (q, k))
