@@ -28,6 +28,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     ),
     "qwen2": dict(use_sliding_window=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
     "qwen3": dict(use_sliding_window=False),
+    "qwen3_5_text": dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
     "phi3": dict(sliding_window=None, rope_parameters={**_LONGROPE, "long_factor": _LONGROPE["short_factor"]}),
 }
 """model_type -> values of its config that switch a feature off, each of which the loss has to show."""
