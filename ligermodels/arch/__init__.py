@@ -44,10 +44,10 @@ def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
     """
     values = config_values(folder, config, **found)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
-    model_type = _TEXT_ALONE.get(model_type, model_type)  # type: ignore[arg-type]
-    if not isinstance(model_type, str) or model_type not in ARCHS:
+    name = _TEXT_ALONE.get(model_type, model_type) if isinstance(model_type, str) else None
+    if name not in ARCHS:
         raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
-    return ARCHS[model_type]
+    return ARCHS[name]
 
 
 def load(

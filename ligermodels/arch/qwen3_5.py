@@ -41,7 +41,7 @@ class Qwen3_5Config(ModelConfig):
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     partial_rotary: ClassVar[bool] = True
     unused: ClassVar[frozenset[str]] = frozenset({
-        "attn_output_gate", "full_attention_interval", "language_model_only", "mamba_ssm_dtype", "mlp_only_layers",
+        "attn_output_gate", "language_model_only", "mamba_ssm_dtype", "mlp_only_layers",
         "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     })  # fmt: skip
 
@@ -50,6 +50,7 @@ class Qwen3_5Config(ModelConfig):
     max_position_embeddings: int = 32768
     attention_bias: bool = False
     layer_types: list[str] = None  # type: ignore[assignment]  # absent: by full_attention_interval
+    full_attention_interval: int = 4
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
@@ -59,8 +60,13 @@ class Qwen3_5Config(ModelConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         if config.get("model_type") == "qwen3_5":
-            tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
-            config = {**tied, **config.get("text_config", {}), "model_type": cls.model_type}
+            text = config.get("text_config")
+            if not isinstance(text, Mapping) or text.get("model_type", cls.model_type) != cls.model_type:
+                raise ConfigError(f"qwen3_5: text_config is {text!r:.80}, expected an object of {cls.model_type}")
+            outer = {"tie_word_embeddings", "quantization_config"}
+            if not text.keys() & {"dtype", "torch_dtype"}:
+                outer |= {"dtype", "torch_dtype"}
+            config = {**{key: config[key] for key in outer if key in config}, **text, "model_type": cls.model_type}
             warnings.warn(
                 "qwen3_5: only the text model is read: the vision tower (model.visual.*) and the layer for multi-token "
                 "prediction (mtp.*) are left out, here and in what is saved",
@@ -70,11 +76,11 @@ class Qwen3_5Config(ModelConfig):
 
     def __post_init__(self) -> None:
         blocks = self.num_hidden_layers
-        if self.layer_types is None:
-            interval = self.extra.get("full_attention_interval", 4)
-            self.layer_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(blocks)]
         self.rope_parameters = {"partial_rotary_factor": 0.25, **self.rope_parameters}
         super().__post_init__()
+        if self.layer_types is None:
+            interval = self.full_attention_interval
+            self.layer_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(blocks)]
         if len(self.layer_types) != blocks or any(one not in LAYER_TYPES for one in self.layer_types):
             raise self._error("layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {blocks} blocks")
         if self.linear_num_value_heads % self.linear_num_key_heads:

@@ -40,6 +40,30 @@ class GatedRMSNorm(nn.Module):
         return gated_norm(x, z, self.weight, self.eps)
 
 
+class CausalConv(nn.Module):
+    """Convolution of each channel over the last `size` tokens, then silu.
+
+    forward(x [B, S, C], state=..., cu_seqlens=...) as `causal_conv`; forward(x [B, C], state=...) as
+    `causal_conv_step`, which moves x into the state. A module, so that hooks of offloading and ZeRO-3 bring its weight.
+    """
+
+    def __init__(self, channels: int, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # torch.nn.Conv1d's own
+
+    def forward(self, x: Tensor, *, state: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        if x.dim() == 2:
+            return causal_conv_step(x, self.weight, None, state, activation="silu")
+        return causal_conv(x, self.weight, activation="silu", state=state, cu_seqlens=cu_seqlens)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[2]}"
+
+
 class GatedDeltaNet(JointProjections):
     """[B, S, hidden_size] -> [B, S, hidden_size].
 
@@ -73,8 +97,8 @@ class GatedDeltaNet(JointProjections):
         channels = sum(self.sizes)
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
-        # The module only has the weight: the convolution also needs the inputs before the first token.
-        self.conv1d = nn.Conv1d(channels, channels, conv_size, groups=channels, bias=False)
+        self.conv_size = conv_size
+        self.conv1d = CausalConv(channels, conv_size)
         self.norm = GatedRMSNorm(value_head_dim, eps)
         self.out_proj = nn.Linear(values, hidden_size, bias=False)
         self.in_proj_qkv = nn.Linear(hidden_size, channels, bias=False)
@@ -91,7 +115,7 @@ class GatedDeltaNet(JointProjections):
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
         """conv_size - 1 inputs of the convolution, and the matrix of each value head in fp32."""
-        conv = torch.empty(rows, sum(self.sizes), self.conv1d.kernel_size[0] - 1, dtype=dtype, device=device)
+        conv = torch.empty(rows, sum(self.sizes), self.conv_size - 1, dtype=dtype, device=device)
         shape = rows, self.num_value_heads, self.key_head_dim, self.value_head_dim
         return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
 
@@ -112,11 +136,11 @@ class GatedDeltaNet(JointProjections):
         if mask is not None:
             g, beta = g * mask[..., None], beta * mask[..., None]
         if cache is None:
-            qkv = causal_conv(qkv, self.conv1d.weight, activation="silu", cu_seqlens=cu_seqlens)
+            qkv = self.conv1d(qkv, cu_seqlens=cu_seqlens)
             out, _ = gated_delta_rule(*self._heads(qkv), g, beta, cu_seqlens=cu_seqlens)
         elif batch.next_token is not None and len(x) == cache.rows:
             conv, state = cache.tensors()
-            qkv = causal_conv_step(qkv[:, 0], self.conv1d.weight, None, conv, activation="silu")
+            qkv = self.conv1d(qkv[:, 0], state=conv)
             out = gated_delta_step(*self._heads(qkv), g[:, 0], beta[:, 0], state)[:, None]
         else:
             out = self._continue(qkv, g, beta, batch, cache)
@@ -143,7 +167,7 @@ class GatedDeltaNet(JointProjections):
                 f"{qkv.device}; was the cache made with autocast on and used with autocast off, or for another model?"
             )
         before = conv.clone()
-        mixed = causal_conv(qkv, self.conv1d.weight, activation="silu", state=before)
+        mixed = self.conv1d(qkv, state=before)
         out, after = gated_delta_rule(*self._heads(mixed), g, beta, state.clone())
         inputs = torch.cat([before, qkv.detach().transpose(1, 2)], 2)
         width = conv.shape[2]

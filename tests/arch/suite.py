@@ -200,8 +200,9 @@ class Tiny:
     SLOW: tuple = ()
     """Tests of the first entry that are slow tests, since another architecture compiles the same code."""
     NORM = 1.0
-    GAPS_DIFFER = False
     """What the norms' weights are drawn around; where they act as 1 + weight, 0 is as large."""
+    GAPS_DIFFER = False
+    """Whether a mask with padding between tokens gives other logits than in transformers."""
 
     def pytest_generate_tests(self, metafunc):
         names = list(self.TINY)

@@ -92,11 +92,35 @@ def test_the_text_of_a_model_that_reads_images(changes, tmp_path):
     (dict(attn_output_gate=False), "attn_output_gate=False is not supported"),
     (dict(mlp_only_layers=[1]), "mlp_only_layers"),
     (dict(hidden_act="gelu"), "hidden_act"),
+    (dict(layer_types=None, full_attention_interval=0), "full_attention_interval=0 must be a positive integer"),
+    (dict(layer_types=None, full_attention_interval=2.5), "full_attention_interval=2.5 must be"),
+    (dict(model_type="qwen3_5", text_config=None), "text_config is None"),
+    (dict(model_type="qwen3_5", text_config=dict(model_type="llama")), "text_config is .*llama"),
+    (dict(model_type="qwen3_5", text_config=tiny(), quantization_config=dict(quant_method="fp8")), "'fp8'"),
     (dict(model_type="qwen3_next"), "model_type 'qwen3_next'"),
 ], ids=lambda changes: next(iter(changes)) if isinstance(changes, dict) else "")  # fmt: skip
 def test_what_is_not_computed_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         ligermodels.Qwen3_5Config.from_hf({**tiny(), **changes})
+
+
+def test_the_dtype_of_the_whole_is_that_of_the_text():
+    values = dict(model_type="qwen3_5", text_config=tiny(), torch_dtype="bfloat16")
+    with pytest.warns(UserWarning, match="only the text model is read"):
+        assert ligermodels.Qwen3_5Config.from_hf(values).dtype == "bfloat16"
+
+
+def test_offloaded_blocks_compute_the_same(tmp_path):
+    """accelerate's hooks bring the weights of a module when it is called, also that of the convolution."""
+    folder, ids = write_checkpoint(tiny(), tmp_path, norm=0.0), torch.randint(3, 90, (2, 9))
+    model = ligermodels.load(folder, progress=False)
+    places = {"model.layers.0": "disk"} | dict.fromkeys(
+        ["model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"], "cpu"
+    )
+    offloaded = ligermodels.load(folder, progress=False, device_map=places)
+    assert relative(offloaded(ids).logits, model(ids).logits) < LOGITS
+    options = dict(max_new_tokens=6, eos_token_id=[])
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))
 
 
 @pytest.mark.parametrize("values, count", [
