@@ -190,18 +190,17 @@ def _has_amx() -> bool:
 
 
 def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
-    """True where torch must see each F.linear: under torch.compile, transforms and autocast, and for subclasses."""
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or x.dim() < 2
-        or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-        or in_transform()
-    ):
+    """True where torch must see each F.linear: under torch.compile, transforms, autocast to another dtype, and for
+    subclasses."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() < 2 or in_transform():
+        return True
+    cast = autocast_dtype(x)
+    dense = [weight for weight, _, _ in operands if isinstance(weight, Tensor)]
+    if cast is not None and any(t.dtype != cast for t in (x, *dense)):
         return True
     for weight, bias, adapter in operands:
         if isinstance(weight, LowBitWeight):
-            if any(t is not None and type(t) not in _PLAIN for t in weight.flatten()[0]):
+            if cast is not None or any(t is not None and type(t) not in _PLAIN for t in weight.flatten()[0]):
                 return True
         elif type(weight) not in _PLAIN:
             return True

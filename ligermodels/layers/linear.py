@@ -18,7 +18,7 @@ from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import make_joint
 from ligermodels.kernels.lora import lora_linear
-from ligermodels.kernels.operand import LinearOperand
+from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
@@ -31,10 +31,10 @@ _PLAIN = (nn.Parameter, type(None))
 def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
     """The operands of linear modules, or None unless these say all that each module computes.
 
-    That is x @ weight.T + bias, with a dense weight or that of a LowBitLinear, and a LoRA adapter of ours without
-    dropout and DoRA. Of sharded modules these are the shards of this rank. Other adapters wrap the module or replace
-    its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add hooks, offloading
-    replaces its forward, other quantisers its class or its weight: then the module is called.
+    That is x @ weight.T + bias, with a dense weight or that of a LowBitLinear, and a plain LoRA adapter, ours or PEFT's
+    (no dropout, no DoRA). Of sharded modules these are the shards of this rank. Other adapters wrap the module or
+    replace its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add hooks,
+    offloading replaces its forward, other quantisers its class or its weight: then the module is called.
     """
     if _has_any_global_hook():
         return None
@@ -61,6 +61,8 @@ def _operand_of(module: Any) -> LinearOperand | None:
         return LinearOperand(weight, parameters["bias"]) if type(weight) is nn.Parameter else None
     if kind is ShardedLinear:
         return LinearOperand(*module.parts())
+    if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear":
+        return _operand_of_peft(module)
     of_bits = isinstance(module, LowBitLinear)
     if kind not in _OURS or (of_bits and torch.compiler.is_compiling()):
         return None
@@ -74,6 +76,31 @@ def _operand_of(module: Any) -> LinearOperand | None:
     if any(type(parameter) not in _PLAIN for parameter in parameters.values()):
         return None
     return LinearOperand(module.operand if of_bits else parameters["weight"], parameters.get("bias"), adapter)
+
+
+def _operand_of_peft(module: Any) -> LinearOperand | None:
+    """The operand of PEFT's LoRA around an untouched nn.Linear, or None.
+
+    It has one where a single adapter is on, without dropout, DoRA, bias or other variants, and the base is in the dtype
+    in which PEFT would compute the adapter. Read in PEFT 0.21.
+    """
+    base, names = module.base_layer, module.active_adapters
+    if torch.compiler.is_compiling() or module.disable_adapters or module.merged:
+        return None
+    if len(names) != 1 or names[0] not in module.lora_A:
+        return None
+    name = names[0]
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    if name in module.lora_variant or module.fan_in_fan_out or (module.training and type(dropout) is not nn.Identity):
+        return None
+    for linear in (base, a, b):
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _touched(linear):
+            return None
+    weight, device = base.weight, base.weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
+    if dtype != weight.dtype or b.bias is not None:
+        return None
+    return LinearOperand(weight, base.bias, Adapter(a.weight, b.weight, module.scaling[name]))
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -119,6 +146,8 @@ class Obstacle(NamedTuple):
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
     """Why `is_fusable(module)` is False, or None. classes: the expected classes, default nn.Linear and ours."""
+    if not classes and operands_of([module]) is not None:
+        return None
     if type(module) not in (classes or (nn.Linear, *_OURS)):
         inside = module._modules.keys()
         wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
@@ -133,7 +162,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
         kind = "backward hook"
     elif _has_any_global_hook():
         kind = "global hook"
-    elif isinstance(module, Adapted) and operands_of([module]) is None:
+    elif isinstance(module, Adapted):
         kind = "LoRA"
     else:
         return None

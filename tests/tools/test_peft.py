@@ -3,6 +3,7 @@
 The expectation is transformers' model of the same checkpoint, wrapped, trained, saved and merged in the same test.
 """
 
+import contextlib
 import copy
 import json
 import warnings
@@ -15,7 +16,7 @@ peft = pytest.importorskip("peft")
 
 from ligermodels import CheckpointError  # noqa: E402
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
-from ligermodels.layers import LMHead  # noqa: E402
+from ligermodels.layers import LMHead, linear  # noqa: E402
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
 from tests.parallel.runs import run  # noqa: E402
 from tests.tools import models  # noqa: E402
@@ -210,6 +211,7 @@ def test_add_lora_trains_travels_and_merges_as_peft(folders, case, tmp_path):
     ends = [one.pop("target_modules") for one in (said, known)]
     meant = [{name for name in linears if any(f".{name}".endswith(f".{end}") for end in some)} for some in ends]
     assert meant[0] == meant[1] == {name_of(name).split(".lora_")[0] for name in mine if "lora_" in name}
+    assert (said.pop("target_parameters") or None) == (known["target_parameters"] or None)
     assert said == {name: known[name] for name in said}
     on_theirs = load_adapter_of_all(theirs(folders[family]), tmp_path / "ours")
     on_ours = load_adapter(models.ours(folders[family]), tmp_path / "theirs").eval()
@@ -338,3 +340,49 @@ def test_an_adapter_trains_under_parallelize_as_in_one_process(tmp_path):
     for errors in (*found["fsdp"], *found["cp"]):
         assert max(errors.values()) <= 2e-5  # fp32, sums of some hundred products in another order
     assert all("peft.tuners.lora" in said and "in place of a projection" in said for said in found["tp"])
+
+
+@pytest.mark.parametrize("change, autocast, runs_as_one", [
+    ({}, False, True),
+    ({}, True, True),
+    (dict(use_rslora=True), False, True),
+    (dict(lora_dropout=0.5), False, False),
+    (dict(use_dora=True), False, False),
+    (dict(lora_bias=True), False, False),
+    ("off", False, False),
+    ("two", False, False),
+    ("merged", False, False),
+], ids=str)  # fmt: skip
+def test_plain_adapters_run_in_the_ops_of_their_layers(folders, change, autocast, runs_as_one, monkeypatch):
+    """With the numbers of PEFT's modules, which run where an adapter is anything else."""
+    model = ours_and_theirs(folders["llama"])[0]
+    changes = change if isinstance(change, dict) else {}
+    model = wrap(model, peft.LoraConfig(r=4, target_modules=USUAL, task_type="CAUSAL_LM", **changes)).train()
+    if autocast:
+        model.base_model.model.bfloat16()
+    if change == "two":
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=USUAL, task_type="CAUSAL_LM"))
+        model.base_model.set_adapter(["default", "other"])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+        if "lora_" in name and autocast:
+            parameter.data = parameter.data.float()
+    if change == "merged":
+        model.merge_adapter()
+    found, read = [], linear._operand_of_peft
+    for one in (lambda module: (found.append(read(module)), found[-1])[1], lambda module: None):
+        monkeypatch.setattr(linear, "_operand_of_peft", one)
+        model.zero_grad()
+        torch.manual_seed(0)
+        off = model.disable_adapter() if change == "off" else contextlib.nullcontext()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), off:
+            loss = model(IDS, labels=IDS).loss
+        if loss.requires_grad:
+            loss.backward()
+        found.append({"loss": loss.detach(), **{n: p.grad for n, p in trainable(model).items() if p.grad is not None}})
+    *operands, fused, alone = found
+    assert {operand is not None for operand in operands} == {runs_as_one}
+    assert fused.keys() == alone.keys() and (len(fused) > 20 or change in ("off", "merged"))
+    for name, value in alone.items():
+        assert (fused[name] - value).norm() <= (0.1 if autocast else 1e-5) * value.norm(), name
