@@ -41,7 +41,7 @@ FAMILIES = {
     "mixtral": dict(SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5),
     "phi3": dict(SIZES, pad_token_id=0),
     "qwen3_5": dict(
-        SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=8, linear_value_head_dim=8,
+        SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
         linear_num_key_heads=2, linear_num_value_heads=4, full_attention_interval=2,
     ),
     "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
