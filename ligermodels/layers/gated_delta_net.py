@@ -111,7 +111,9 @@ class GatedDeltaNet(JointProjections):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.dt_bias)
         with torch.no_grad():
-            self.A_log.uniform_(0.01, 16).log_()
+            self.A_log.uniform_(0.01, 16)
+            if not self.A_log.is_meta:  # torch would import torch._dynamo and triton for it
+                self.A_log.log_()
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
         """conv_size - 1 inputs of the convolution, and the matrix of each value head in fp32."""

@@ -112,6 +112,7 @@ def test_the_dtype_of_the_whole_is_that_of_the_text():
 
 def test_offloaded_blocks_compute_the_same(tmp_path):
     """accelerate's hooks bring the weights of a module when it is called, also that of the convolution."""
+    pytest.importorskip("accelerate")
     folder, ids = write_checkpoint(tiny(), tmp_path, norm=0.0), torch.randint(3, 90, (2, 9))
     model = ligermodels.load(folder, progress=False)
     places = {"model.layers.0": "disk"} | dict.fromkeys(

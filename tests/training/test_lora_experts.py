@@ -2,7 +2,6 @@
 
 import json
 
-import peft
 import pytest
 import torch
 import transformers
@@ -18,6 +17,7 @@ BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 
 @pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
 def test_peft_computes_the_same_from_our_files(tmp_path, names):
+    peft = pytest.importorskip("peft")
     model = adapted("mixtral", target_parameters=names, targets=["q_proj"])
     make("mixtral").save_pretrained(tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
@@ -28,6 +28,11 @@ def test_peft_computes_the_same_from_our_files(tmp_path, names):
     theirs.save_pretrained(tmp_path / "peft")
     again = load_adapter(make("mixtral"), tmp_path / "peft")
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
+def test_off_and_merged(names):
+    model = adapted("mixtral", target_parameters=names, targets=["q_proj"])
     with adapters_off(model):
         assert torch.equal(logits(model), logits(make("mixtral")))
     before = logits(model)
