@@ -130,6 +130,7 @@ def _chunks(
     """What chunks have in scratch memory, and the last state; with do, also what the backward reads.
 
     (N^T, states before chunks, G, factors of q's and of k's rows, W, X, the chunk's own part of dN^T, last state)
+    All of it is written, also the padded dims: what reads it multiplies them by zero.
     """
     heads = key_heads, value_heads, _, _, block_k, block_v = _heads(q, v)
     sequences, slots = _slots(v, cu)
@@ -151,7 +152,7 @@ def _chunks(
     block, options = _options("scan", block_k, q.element_size())
     block = min(block, block_v)
     launch(
-        scan_kernel, (cdiv(heads[3], block), sequences * value_heads),
+        scan_kernel, (block_v // block, sequences * value_heads),
         n, states, last, w, G, k_scale, k, k if state is None else state, k if cu is None else cu,
         v.shape[1], *_strides(k), state is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
@@ -194,7 +195,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         block = min(block, heads[5])
         cu_ = k if cu is None else cu
         launch(
-            reverse_scan_kernel, (cdiv(heads[3], block), sequences * heads[1]),
+            reverse_scan_kernel, (heads[5] // block, sequences * heads[1]),
             dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,
             v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
         )  # fmt: skip

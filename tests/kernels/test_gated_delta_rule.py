@@ -58,6 +58,7 @@ CASES = {
     "three, and padded sizes": dict(key_heads=2, heads=6, keys=24, values=40),
     "strong decay": dict(decay=16.0, keys=32),
     "no decay": dict(decay=0.0, values=32),
+    "values of three quarters of a power of 2": dict(values=192),
 }
 
 
