@@ -27,7 +27,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_bounds, check_operand, describe
 from ligermodels.kernels._delta import chunk
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation as activate
+from ligermodels.kernels._math import activation
 from ligermodels.kernels._norm_kernels import sum_parts_kernel
 from ligermodels.kernels._triton import (
     accumulator,
@@ -114,7 +114,7 @@ def _forward_kernel(
         weight = tl.load(weight_ptr + channels * W + (W - 1 - back), mask=channels < CHANNELS, other=0.0)
         y += x * weight.to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        y, _ = activate(y, ACTIVATION, dtype == tl.float32)
+        y, _ = activation(y, ACTIVATION, dtype == tl.float32)
     y_ptr += (b.to(tl.int64) * T + first) * CHANNELS
     mask = (rows < end - first)[:, None] & (channels < CHANNELS)[None, :]
     tl.store(y_ptr + (rows[:, None] * CHANNELS + channels[None, :]), y.to(dtype), mask=mask)
@@ -162,7 +162,7 @@ def _backward_kernel(
                 y = tl.zeros([TOKENS, BLOCK], tl.float32) + bias[None, :]
                 for back in tl.static_range(W):
                     y += x[W - 1 + ahead - back] * weights[back]
-                _, slope = activate(y, ACTIVATION, dtype == tl.float32)
+                _, slope = activation(y, ACTIVATION, dtype == tl.float32)
                 d *= slope
             dx += d * weights[ahead]
             if ahead == 0:
@@ -201,7 +201,7 @@ def _step_kernel(
     if W > 1:
         tl.store(state_ptr + (W - 2), x.to(state_ptr.dtype.element_ty), mask=exists)
     if ACTIVATION is not None:
-        y, _ = activate(y, ACTIVATION, dtype == tl.float32)
+        y, _ = activation(y, ACTIVATION, dtype == tl.float32)
     tl.store(y_ptr + b * CHANNELS + channels, y.to(dtype), mask=exists)
 
 

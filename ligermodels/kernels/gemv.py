@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS
-from ligermodels.kernels._math import activation as activation_of
+from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -89,7 +89,7 @@ def _glu_kernel(
         gate += w * x
         up += v * x
     gate = add_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
-    h, _ = activation_of(gate, NAME, h_ptr.dtype.element_ty == tl.float32)
+    h, _ = activation(gate, NAME, h_ptr.dtype.element_ty == tl.float32)
     h *= add_bias(_scaled(tl.sum(up, 1), up_s_ptr, at, N), up_b_ptr, at, N)
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
 

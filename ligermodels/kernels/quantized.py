@@ -29,7 +29,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation as activation_of
+from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -264,7 +264,7 @@ def _int4_kernel(
             up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
     y = add_bias(16 * tl.sum(total, 1), b_ptr, at, N)
     if up_ptr is not None:
-        y, _ = activation_of(y, NAME, y_ptr.dtype.element_ty == tl.float32)
+        y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
         y *= add_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -124,3 +125,10 @@ def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
     for _ in range(3):
         launch(fake.kernel, (lambda meta: (5,)) if "function" in what else (5,), torch.zeros(16), 7, 16)
     assert len(fake.compiled) == 3 and not fake.direct
+
+
+def test_kernels_call_functions_by_their_own_names():
+    """torch.compile writes a kernel's functions into a module of its own, by these names."""
+    modules = [sys.modules[name] for name in sys.modules if name.startswith("ligermodels.kernels.")]
+    jitted = [(m.__name__, name, f.__name__) for m in modules for name, f in vars(m).items() if hasattr(f, "run")]
+    assert len(jitted) > 50 and not [found for found in jitted if found[1] != found[2]]
