@@ -81,20 +81,22 @@ def gated_delta_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     return out[:, 0]
 
 
-def _options(kernel: str, keys: int, itemsize: int) -> tuple[int, dict[str, int]]:
-    """(value dims of a program, launch options) of a kernel, for `keys` key dims, a power of two.
+def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, dict[str, int]]:
+    """(value dims of a program, launch options) of a kernel, for what `_heads` returned.
 
-    Up to 128 dims in half precision, the fastest measured on an H200 (those of "query" and "key" are of the least
-    spills); otherwise what fits its shared memory.
+    For 128 key and 128 value dims in half precision, the fastest measured on an H200 (those of "query" and "key" are of
+    the least spills). Smaller heads take the same tiles, without pipelined loads: smaller tiles, compiled by Triton 3.6
+    for that GPU, gave wrong results. Otherwise what fits its shared memory.
     """
-    if itemsize > 2 or keys > 128:
-        block = 16 if itemsize > 2 and keys > 128 else 32
-        return block, dict(num_warps=8 if kernel in ("query", "key") or keys > 128 else 4, num_stages=1)
+    _, _, keys, values, block_k, block_v = heads
+    if itemsize > 2 or block_k > 128:
+        block = 16 if itemsize > 2 and block_k > 128 else 32
+        return block, dict(num_warps=8 if kernel in ("query", "key") or block_k > 128 else 4, num_stages=1)
     block, warps, stages = {
         "prepare": (64, 4, 1), "scan": (32, 4, 3), "output": (128, 4, 1), "reverse": (32, 4, 2),
         "query": (64, 8, 2), "key": (64, 8, 2),
     }[kernel]  # fmt: skip
-    return block, dict(num_warps=warps, num_stages=stages)
+    return block, dict(num_warps=warps, num_stages=stages if keys == values == 128 else 1)
 
 
 def _precision(q: Tensor) -> tuple[str, str | None]:
@@ -106,9 +108,11 @@ def _precision(q: Tensor) -> tuple[str, str | None]:
 
 
 def _heads(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    """HK, HV, DK, DV and the padded DK and DV: ints, because they are constants of the kernels."""
+    """HK, HV, DK, DV and the padded DK and DV: ints, because they are constants of the kernels. See `_options` for the
+    least of the padded ones."""
+    least = 128 if q.element_size() <= 2 else 16
     key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[2:], *v.shape[2:]))
-    return key_heads, value_heads, keys, values, *(max(16, next_power_of_2(n)) for n in (keys, values))
+    return key_heads, value_heads, keys, values, *(max(least, next_power_of_2(n)) for n in (keys, values))
 
 
 def _slots(v: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
@@ -142,14 +146,14 @@ def _chunks(
     q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
     last = torch.empty(sequences, *v.shape[2:3], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
     precision, exact = _precision(q)
-    _, options = _options("prepare", block_k, q.element_size())
+    _, options = _options("prepare", heads, q.element_size())
     launch(
         prepare_kernel, (slots, value_heads),
         n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, k if cu is None else cu,
         v.shape[1], sequences, *_strides(q, k, v),
         heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision, exact, **options,
     )  # fmt: skip
-    block, options = _options("scan", block_k, q.element_size())
+    block, options = _options("scan", heads, q.element_size())
     block = min(block, block_v)
     launch(
         scan_kernel, (block_v // block, sequences * value_heads),
@@ -171,7 +175,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         sequences, slots = _slots(v, cu)
         n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
         o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-        block, options = _options("output", heads[4], q.element_size())
+        block, options = _options("output", heads, q.element_size())
         block = min(block, heads[5])
         launch(
             output_kernel, (slots, heads[1], cdiv(heads[3], block)),
@@ -191,7 +195,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         d_last = None if d_last is None else d_last.contiguous()
         n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
         d_states, d_first = torch.empty_like(states), torch.empty_like(last)
-        block, options = _options("reverse", heads[4], q.element_size())
+        block, options = _options("reverse", heads, q.element_size())
         block = min(block, heads[5])
         cu_ = k if cu is None else cu
         launch(
@@ -203,14 +207,14 @@ class _GatedDeltaRule(torch.autograd.Function):
         dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
         dr, m, f = torch.empty_like(n), torch.empty_like(x), torch.empty_like(x)
         dG, d_beta_part = torch.empty_like(G), torch.empty_like(G)
-        block, options = _options("query", heads[4], q.element_size())
+        block, options = _options("query", heads, q.element_size())
         launch(
             query_gradients_kernel, (slots, heads[0]),
             dq, dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, states, G, q_scale, k_scale,
             cu_, v.shape[1], sequences, *_strides(q, k, v),
             heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
         )  # fmt: skip
-        block, options = _options("key", heads[4], q.element_size())
+        block, options = _options("key", heads, q.element_size())
         launch(
             key_gradients_kernel, (slots, heads[0]),
             dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale,

@@ -68,6 +68,8 @@ def terms_of(keys: int) -> int:
 def operand_noise(case: Case, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """d_g is fp32, but a sum of products whose operands have the dtype of q: an ulp of that. Eager's backward rounds
     only some of them."""
+    if not case.tensors["g"].numel():
+        return {}
     tensors = {n: t.detach().double().requires_grad_(n == "g") for n, t in case.tensors.items()}
     outputs = eager_gated_delta_rule(**tensors, **case.options)
     (dg,) = torch.autograd.grad(outputs, tensors["g"], [d.double() for d in upstream])
