@@ -88,7 +88,7 @@ def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, d
     the least spills). Smaller heads take the same tiles, without pipelined loads: smaller tiles, compiled by Triton 3.6
     for that GPU, gave wrong results. Otherwise what fits its shared memory.
     """
-    _, _, keys, values, block_k, block_v = heads
+    _, _, keys, values, block_k, _ = heads
     if itemsize > 2 or block_k > 128:
         block = 16 if itemsize > 2 and block_k > 128 else 32
         return block, dict(num_warps=8 if kernel in ("query", "key") or block_k > 128 else 4, num_stages=1)

@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS
-from ligermodels.kernels._math import activation
+from ligermodels.kernels._math import ACTIVATIONS, activation
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,

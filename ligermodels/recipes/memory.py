@@ -24,6 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.gated_delta_net import GatedDeltaNet
+
 MARGIN = 0.92
 """The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
 GIB = 2**30
@@ -36,7 +39,7 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of a model's parameters, and the elements that a block saves per token.
+    """Counts of a model's parameters, and the elements that a block saves per token: the mean of its blocks.
 
     mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. frozen: elements of another model
     and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights.
@@ -61,19 +64,34 @@ class Sizes:
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
         inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
-        outside = 2 * config.hidden_size + (heads + 2 * kv_heads) + heads
+        blocks, attention = model.decoder.layers, (heads + 2 * kv_heads) + heads
+        mixers = sum(_saved_by_mixer(block, attention) for block in blocks)
+        outside = 2 * config.hidden_size + mixers // len(blocks)
         parameters = sum(p.numel() for p in model.parameters())
         return cls(
             parameters=parameters,
             trained=parameters if trained is None else trained,
             head=config.vocab_size * config.hidden_size,
-            block=max(sum(p.numel() for p in block.parameters()) for block in model.decoder.layers),
+            block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
             blocks=config.num_hidden_layers,
             vocab=config.vocab_size,
             mlp=3 * config.intermediate_size * config.hidden_size,
             tied=bool(config.tie_word_embeddings),
             saved={"none": outside + 2 * inner, "mlp": outside, "block": config.hidden_size},
         )
+
+
+def _saved_by_mixer(block: nn.Module, attention: int) -> int:
+    """Elements that the mixer of a block saves per token. attention: those of attention, without a gate of its output.
+
+    A Gated DeltaNet saves the inputs of its convolution, of the delta rule and of the norm, z, and out_proj's input.
+    """
+    for module in block.modules():
+        if isinstance(module, GatedDeltaNet):
+            return 2 * sum(module.sizes) + 3 * module.sizes[2]
+        if isinstance(module, Attention) and module.output_gate:
+            return attention + 2 * module.num_heads * module.head_dim
+    return attention
 
 
 @dataclass(frozen=True)

@@ -210,10 +210,11 @@ class Sampling(Recipe):
     # ---- the plan ----
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
-        """The sizes of the model, with the KV cache of a rollout of all GPUs."""
-        sizes, o, config = super().memory(sizes, sketch), self.options, sketch.config.get_text_config()
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * o.max_length * per_token)
+        """The sizes of the model, with the cache of a rollout of all GPUs."""
+        sizes, o = super().memory(sizes, sketch), self.options
+        row = sum(state.row_bytes(o.max_length) for state in sketch.decoder.new_cache(1, o.max_length))
+        elements = int(row) // sketch.decoder.compute_dtype.itemsize
+        return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * elements)
 
     def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
         o = self.options

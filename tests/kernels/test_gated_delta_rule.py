@@ -70,7 +70,8 @@ def test_chunks_are_as_exact_as_eager(device, poison, name, packed):
         tensors, cu_seqlens = inputs(device, BOUNDS[-1], states=len(LENGTHS), **CASES[name]), bounds_of(device)
     else:
         tensors, cu_seqlens = inputs(device, 150, rows=2, states=2, **CASES[name]), None
-    for dtype in (torch.float32, torch.bfloat16 if ON_GPU else torch.float16):  # the interpreter has no products of bf16
+    half = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter has no products of bf16
+    for dtype in (torch.float32, half):
         q, k, v, g, beta, state = tensors
         some = [*(t.to(dtype) for t in (q, k, v)), g, beta.to(dtype), state]
         upstream = [torch.randn_like(v).to(dtype), torch.randn_like(state)]
