@@ -225,6 +225,14 @@ def adapter_parameters(model: Any, options: Any) -> int:
     for name, module in model.decoder.layers.named_modules():
         if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
             total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
+    if options.lora_target_parameters:
+        from ligermodels.training.lora import ending, stacked_weights
+
+        found = stacked_weights(model)
+        for name in {name for end in options.lora_target_parameters for name in ending(found, end)}:
+            experts, weight = found[name]
+            number, rows, columns = getattr(experts, weight).shape
+            total += number * rank * (rows + columns)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in options.lora_modules_to_save:
             total += sum(parameter.numel() for parameter in module.parameters())

@@ -77,6 +77,13 @@ def check_targets(options: TrainOptions, sketch: Any) -> None:
     if wrong := [name for name in options.lora_target_modules if name not in names]:
         has = ", ".join(dict.fromkeys(names))
         raise InputError(f"lora_target_modules: the model has no {', '.join(wrong)}; it has {has}")
+    if options.lora_target_parameters:
+        from ligermodels.training.lora import ending, stacked_weights
+
+        found = stacked_weights(sketch)
+        if wrong := [end for end in options.lora_target_parameters if not ending(found, end)]:
+            has = ", ".join(list(found)[:2]) or "no experts"
+            raise InputError(f"lora_target_parameters: the model has no {', '.join(wrong)}; it has {has}")
     modules = {name.rpartition(".")[2] for name, _ in sketch.named_modules()}
     if wrong := [name for name in options.lora_modules_to_save if name not in modules]:
         raise InputError(f"lora_modules_to_save: the model has no module {', '.join(wrong)}")
@@ -106,7 +113,8 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
         add_lora(
             model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout, dora=options.use_dora,
             targets=list(options.lora_target_modules) or "all-linear", rslora=options.use_rslora,
-            modules_to_save=options.lora_modules_to_save, seed=options.seed,
+            modules_to_save=options.lora_modules_to_save, target_parameters=options.lora_target_parameters,
+            seed=options.seed,
         )  # fmt: skip
     if recipe.adds_modules and not frozen:
         recipe.prepare(model)

@@ -135,6 +135,8 @@ class MemoryOptions:
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option(
         (), "target modules of LoRA, such as q_proj,v_proj (default: all projections)")
+    lora_target_parameters: tuple[str, ...] = option(
+        (), "stacked weights of experts that get adapters as well, such as experts.gate_up_proj,experts.down_proj")
     lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1)
     use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)")
     use_dora: bool = option(False, "train the magnitudes of weights beside LoRA's directions (DoRA)")
@@ -207,6 +209,7 @@ class TrainOptions(
         if not self.lora_r:
             adapters = (
                 "lora_target_modules",
+                "lora_target_parameters",
                 "lora_dropout",
                 "use_rslora",
                 "use_dora",
@@ -217,6 +220,10 @@ class TrainOptions(
                 raise InputError(f"{given[0]} is given, but no rank of adapters: add --lora-r 16")
             if self.quantize != "none":
                 raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
+        if self.lora_target_parameters and (self.lora_dropout or self.use_dora):
+            raise InputError(
+                "lora_target_parameters: experts get no dropout and no DoRA; leave out --lora-dropout and --use-dora"
+            )
         if self.quantize != "none" and self.use_dora:
             raise InputError("use_dora needs weights in 16 bits; leave out --quantize, or --use-dora")
         if self.quantize != "none" and self.merge:

@@ -47,6 +47,7 @@ def make_plan(
     }
     if o.lora_r:
         targets = ",".join(o.lora_target_modules) or "all projections"
+        targets = ",".join((targets, *o.lora_target_parameters))
         plan["trained"] = f"LoRA of rank {o.lora_r} on {targets}: {plan['trained']}"
     if data.eval_rows is not None:
         plan["evaluation"] = f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)

@@ -306,19 +306,24 @@ def _adapted_experts(model: Any) -> dict[str, tuple[Experts, str]]:
     return {f"{weights.plain_name(n)}.{name}": (m, name) for n, m in experts for name in m.adapters}
 
 
+def stacked_weights(model: Any) -> dict[str, tuple[Experts, str]]:
+    """{name of a stacked weight of experts: (its Experts, its name there)}."""
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {f"{n}.{name}": (m, name) for n, m in experts.items() for name in ("gate_up_proj", "down_proj")}
+
+
 def _stacked(
     model: Any, ends: Sequence[str], where: str, error: type[Exception] = InputError
 ) -> dict[str, tuple[Experts, str]]:
-    """{name of a weight: (its Experts, its name there)} of target_parameters, matched as PEFT does."""
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    found = {f"{n}.{name}": (m, name) for n, m in experts.items() for name in ("gate_up_proj", "down_proj")}
-    if isinstance(ends, str) or (wrong := [end for end in ends if not _ending(found, end)]):
+    """Those of target_parameters, matched as PEFT does."""
+    found = stacked_weights(model)
+    if isinstance(ends, str) or (wrong := [end for end in ends if not ending(found, end)]):
         raise error(
             f"{where}: target_parameters={ends if isinstance(ends, str) else wrong}; expected a list of names of "
             f"stacked weights of experts, of which {_kind(model)} has {', '.join(list(found)[:2]) or 'none'}"
         )
-    chosen = {name for end in ends for name in _ending(found, end)}
-    if any(module.down_proj.is_meta if isinstance(module.down_proj, Tensor) else False for module in experts.values()):
+    chosen = {name for end in ends for name in ending(found, end)}
+    if any(isinstance(module.down_proj, Tensor) and module.down_proj.is_meta for module, _ in found.values()):
         raise error(f"{where}: the experts are on the meta device; load the model first")
     return {name: one for name, one in found.items() if name in chosen}
 
@@ -375,9 +380,9 @@ def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
         raise InputError(f"add_lora: targets={targets!r}; expected 'all-linear' or a list of names of modules")
     chosen: set[str] = set()
     for target in targets:
-        hits = set(_ending(linears if "." in target else text, target))
+        hits = set(ending(linears if "." in target else text, target))
         if not hits:
-            others = _ending(dict(model.named_modules()), target)
+            others = ending(dict(model.named_modules()), target)
             is_other = f" is a {type(model.get_submodule(others[0])).__name__}" if others else " is not there"
             if set(others) & linears.keys():
                 is_other = f" is not in the text model; name it with its path, such as {others[0]}"
@@ -387,7 +392,7 @@ def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
     return {name: module for name, module in linears.items() if name in chosen}
 
 
-def _ending(names: Iterable[str], end: str) -> list[str]:
+def ending(names: Iterable[str], end: str) -> list[str]:
     """The names that are `end` or end with a dot and it, as PEFT matches."""
     return [name for name in names if name == end or name.endswith(f".{end}")]
 
@@ -464,5 +469,5 @@ def _shortest(model: Any, found: Iterable[str]) -> list[str]:
     linears = [
         weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)
     ]
-    hits = {name for one in short for name in _ending(linears, one)}
+    hits = {name for one in short for name in ending(linears, one)}
     return short if hits == set(found) else sorted(found)

@@ -149,6 +149,7 @@ WRONG = {
     "lora: 8\nlora_target_modules: 7": "lora_target_modules=7: expected a list",
     "packing: 'yes'": "packing='yes': expected true or false",
     "lora_target_modules: [q_proj]": "no rank of adapters: add --lora-r 16",
+    "lora: 8\nuse_dora: true\nlora_target_parameters: [experts.down_proj]": "experts get no dropout and no DoRA",
     "lora: 8\nlora_alpha: 0": "lora_alpha=0: expected more than 0",
     "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of max_length=128",
     "tp: 2": "start it by `torchrun",
@@ -290,9 +291,9 @@ def test_all_options(tmp_path):
 COMMON = (
     "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay dp_replicate "
     "dry_run early_stopping_patience eval_data eval_share eval_steps export final_lr learning_rate lora_alpha "
-    "lora_dropout lora_modules_to_save lora_r lora_target_modules lr_scheduler_type max_grad_norm max_length "
-    "max_samples max_steps merge model num_train_epochs output_dir packing precision quantize report_to "
-    "resume save_steps save_total_limit seed show skip_bad system_prompt tp use_dora use_rslora warmup_steps "
+    "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
+    "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir packing precision quantize "
+    "report_to resume save_steps save_total_limit seed show skip_bad system_prompt tp use_dora use_rslora warmup_steps "
     "weight_decay"
 )
 OWN = {

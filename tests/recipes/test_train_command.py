@@ -1,5 +1,6 @@
 """`ligermodels train` as a user types it: what it learns, writes and says, on one process and on two."""
 
+import functools
 import json
 import os
 import re
@@ -13,8 +14,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
-from ligermodels import Tokenizer, recipes
+from ligermodels import Mixtral, Tokenizer, recipes
 from ligermodels.cli import main
+from ligermodels.recipes import memory
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.recipes.trainer import Trainer
@@ -62,6 +64,36 @@ def test_kinds_of_adapters(home, tmp_path):
     expected = dict(use_dora=True, use_rslora=True, lora_dropout=0.1, modules_to_save=["norm"])
     assert {name: config[name] for name in expected} == expected
     assert metrics(tmp_path)[5] < metrics(tmp_path)[1]
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def test_adapters_of_experts(home, tmp_path):
+    """On one process, and on two that share base and adapters."""
+    folder, config = tmp_path / "mixture", json.loads((home / "model" / "config.json").read_text())
+    shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    changes = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)
+    values = {name: value for name, value in (config | changes).items() if value is not None}
+    Mixtral.from_config(values, seed=0, dtype=torch.float32, device="cpu").save_pretrained(folder)
+    flags = (*FEW, "--lora", "4", "--lora-target-parameters", ",".join(EXPERTS))
+    assert train(home, tmp_path / "one", *flags, model=folder) == 0
+    on_two(tmp_path, functools.partial(train, home, tmp_path / "two", *flags, model=folder))
+    check_same(tmp_path / "two", tmp_path / "one")
+    assert metrics(tmp_path / "one")[5] < metrics(tmp_path / "one")[1]
+    bases = [ligermodels.load(folder, dtype=torch.float32) for _ in range(2)]
+    one, two = (
+        load_adapter(base, tmp_path / name / "adapter") for base, name in zip(bases, ("one", "two"), strict=True)
+    )
+    weights_of_two, experts = dict(two.named_parameters()), 0
+    for name, weight in one.named_parameters():
+        if "proj_adapter.lora_" in name:
+            experts += 1
+            assert weight.count_nonzero() and (weights_of_two[name] - weight).norm() < 1e-2 * weight.norm(), name
+    assert experts == 4 * config["num_hidden_layers"]
+    options = SFTOptions(**SFTOptions.load(tmp_path / "one" / "options.yaml"))
+    trained = sum(p.numel() for name, p in one.named_parameters() if "lora_" in name)
+    assert trained == memory.adapter_parameters(one, options)
 
 
 def test_pretrain_learns_text_from_random_weights(home, capsys):
