@@ -14,7 +14,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
-from ligermodels import Mixtral, Tokenizer, recipes
+from ligermodels import Mixtral, Qwen3_5, Tokenizer, recipes
 from ligermodels.cli import main
 from ligermodels.recipes import memory
 from ligermodels.recipes.data import Batches
@@ -69,18 +69,30 @@ def test_kinds_of_adapters(home, tmp_path):
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def test_adapters_of_experts(home, tmp_path):
-    """On one process, and on two that share base and adapters."""
-    folder, config = tmp_path / "mixture", json.loads((home / "model" / "config.json").read_text())
+def train_another(home, tmp_path, flags, model_class, **changes):
+    """A checkpoint with the home's tokenizer, trained on one process, and on two that share it, into one/ and two/."""
+    folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
     shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    changes = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)
     values = {name: value for name, value in (config | changes).items() if value is not None}
-    Mixtral.from_config(values, seed=0, dtype=torch.float32, device="cpu").save_pretrained(folder)
-    flags = (*FEW, "--lora", "4", "--lora-target-parameters", ",".join(EXPERTS))
-    assert train(home, tmp_path / "one", *flags, model=folder) == 0
-    on_two(tmp_path, functools.partial(train, home, tmp_path / "two", *flags, model=folder))
+    model_class.from_config(values, seed=0, dtype=torch.float32, device="cpu").save_pretrained(folder)
+    assert train(home, tmp_path / "one", *FEW, *flags, model=folder) == 0
+    on_two(tmp_path, functools.partial(train, home, tmp_path / "two", *FEW, *flags, model=folder))
     check_same(tmp_path / "two", tmp_path / "one")
     assert metrics(tmp_path / "one")[5] < metrics(tmp_path / "one")[1]
+    return folder
+
+
+@pytest.mark.parametrize("flags", [("--activations", "block"), ("--lora", "4", "--quantize", "nf4")], ids=str)
+def test_a_hybrid(home, tmp_path, flags):
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+    changes = dict(model_type="qwen3_5_text", num_hidden_layers=4, mlp_bias=None)
+    train_another(home, tmp_path, flags, Qwen3_5, **sizes, **changes)
+
+
+def test_adapters_of_experts(home, tmp_path):
+    flags = ("--lora", "4", "--lora-target-parameters", ",".join(EXPERTS))
+    changes = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)
+    folder = train_another(home, tmp_path, flags, Mixtral, **changes)
     bases = [ligermodels.load(folder, dtype=torch.float32) for _ in range(2)]
     one, two = (
         load_adapter(base, tmp_path / name / "adapter") for base, name in zip(bases, ("one", "two"), strict=True)
@@ -90,7 +102,7 @@ def test_adapters_of_experts(home, tmp_path):
         if "proj_adapter.lora_" in name:
             experts += 1
             assert weight.count_nonzero() and (weights_of_two[name] - weight).norm() < 1e-2 * weight.norm(), name
-    assert experts == 4 * config["num_hidden_layers"]
+    assert experts == 4 * one.config.num_hidden_layers
     options = SFTOptions(**SFTOptions.load(tmp_path / "one" / "options.yaml"))
     trained = sum(p.numel() for name, p in one.named_parameters() if "lora_" in name)
     assert trained == memory.adapter_parameters(one, options)
