@@ -46,9 +46,11 @@ def _decays(a, A_log, dt_bias):
     """(exp(A_log), softplus(a + dt_bias), its derivative) in fp32."""
     x = a + dt_bias
     e = exp(-tl.abs(x))
-    # log(1 + e), exact also where 1 + e rounds to 1.
+    # log(1 + e): for small e its series, whose next term is below an ulp; else corrected for the rounding of 1 + e.
     w = 1.0 + e
-    softplus = tl.maximum(x, 0.0) + tl.where(w == 1.0, e, tl.log(w) * tl.div_rn(e, tl.where(w == 1.0, 1.0, w - 1.0)))
+    small = e < 1e-3
+    log = tl.log(w) * tl.div_rn(e, tl.where(small, 1.0, w - 1.0))
+    softplus = tl.maximum(x, 0.0) + tl.where(small, e - e * (e * (0.5 - e * (1.0 / 3.0))), log)
     return exp(A_log), softplus, tl.where(x > 0, 1.0, e) / w
 
 

@@ -42,6 +42,8 @@ _STEP_DIMS = 32
 """Value dims of a program that computes one token of a head."""
 MAX_SIZE = 256
 """Maximum DK and DV of the kernels: a scan holds the state in registers."""
+MAX_FP32_KEYS = 128
+"""Maximum DK in fp32: tiles of 64 tokens by DK lie in shared memory."""
 
 
 def gated_delta_rule_reference(
@@ -85,8 +87,8 @@ def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, d
     """(value dims of a program, launch options) of a kernel, for what `_heads` returned.
 
     For 128 key and 128 value dims in half precision, the fastest measured on an H200 (those of "query" and "key" are of
-    the least spills). Smaller heads take the same tiles, without pipelined loads: smaller tiles, compiled by Triton 3.6
-    for that GPU, gave wrong results. Otherwise what fits its shared memory.
+    the least spills). Smaller heads take the same tiles, without pipelined loads, see `_heads`. Otherwise what fits its
+    shared memory.
     """
     _, _, keys, values, block_k, _ = heads
     if itemsize > 2 or block_k > 128:
@@ -108,9 +110,13 @@ def _precision(q: Tensor) -> tuple[str, str | None]:
 
 
 def _heads(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    """HK, HV, DK, DV and the padded DK and DV: ints, because they are constants of the kernels. See `_options` for the
-    least of the padded ones."""
-    least = 128 if q.element_size() <= 2 else 16
+    """HK, HV, DK, DV and the padded DK and DV: ints, because they are constants of the kernels.
+
+    Padded to at least 128: of smaller tiles, Triton 3.6 compiles kernels for an H200 that read outside of shared memory
+    (compute-sanitizer: query_gradients_kernel, 16 dims in fp32) or give wrong results (half precision). Interpreted,
+    fp32 takes the smaller tiles, which are faster there.
+    """
+    least = 16 if q.device.type == "cpu" and q.dtype == torch.float32 else 128
     key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[2:], *v.shape[2:]))
     return key_heads, value_heads, keys, values, *(max(least, next_power_of_2(n)) for n in (keys, values))
 
@@ -269,6 +275,10 @@ def gated_delta_rule(
     if max(q.shape[3], v.shape[3]) > MAX_SIZE:
         raise InputError(
             f"gated_delta_rule: q has {describe(q)}, v {describe(v)}; the kernels take DK and DV up to {MAX_SIZE}."
+        )
+    if q.dtype == torch.float32 and q.shape[3] > MAX_FP32_KEYS and q.device.type != "cpu":
+        raise InputError(
+            f"gated_delta_rule: q has {describe(q)}; in fp32 the kernels take DK up to {MAX_FP32_KEYS}. Use bf16."
         )
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     state = None if state is None else state.float().contiguous()

@@ -45,14 +45,6 @@ def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Te
 
 
 @triton.jit
-def _normed(x, eps, N: tl.constexpr, dtype: tl.constexpr):
-    """(x / rms(x), 1 / rms(x)) of rows in fp32."""
-    mean_square = tl.sum(x * x, 1) * (1.0 / N) + eps
-    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square)) if dtype == tl.float32 else tl.rsqrt(mean_square)
-    return x * rstd[:, None], rstd
-
-
-@triton.jit
 def _row(ptr, rows, cols, mask, of_t, of_h, HEADS: tl.constexpr):
     """Rows of [tokens, HEADS, N], in fp32."""
     at = (rows // HEADS) * of_t + (rows % HEADS) * of_h + cols
@@ -61,7 +53,7 @@ def _row(ptr, rows, cols, mask, of_t, of_h, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
-    y_ptr, x_ptr, z_ptr, weight_ptr, n_rows, x_t, x_h, z_t, z_h,
+    y_ptr, rstd_ptr, x_ptr, z_ptr, weight_ptr, n_rows, x_t, x_h, z_t, z_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = y_ptr.dtype.element_ty
@@ -70,15 +62,17 @@ def _forward_kernel(
     x = _row(x_ptr, rows, cols, mask, x_t, x_h, HEADS)
     z = _row(z_ptr, rows, cols, mask, z_t, z_h, HEADS)
     weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-    h, _ = _normed(x, EPS, N, dtype)
+    mean_square = tl.sum(x * x, 1)[:, None] * (1.0 / N) + EPS
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square)) if dtype == tl.float32 else tl.rsqrt(mean_square)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
     gate, _ = activation(z, "silu", dtype == tl.float32)
-    tl.store(y_ptr + rows * N + cols, (h.to(dtype).to(tl.float32) * weight * gate).to(dtype), mask=mask)
+    tl.store(y_ptr + rows * N + cols, ((x * rstd).to(dtype).to(tl.float32) * weight * gate).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_kernel(
-    dx_ptr, dz_ptr, parts_ptr, dy_ptr, x_ptr, z_ptr, weight_ptr, n_rows, dy_t, dy_h, x_t, x_h, z_t, z_h,
-    EPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    dx_ptr, dz_ptr, parts_ptr, dy_ptr, x_ptr, z_ptr, weight_ptr, rstd_ptr, n_rows, dy_t, dy_h, x_t, x_h, z_t, z_h,
+    HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx, dz, and this program's row of parts: of the weight's gradient."""
     dtype: tl.constexpr = dx_ptr.dtype.element_ty
@@ -91,13 +85,14 @@ def _backward_kernel(
         dy = _row(dy_ptr, rows, cols, mask, dy_t, dy_h, HEADS)
         x = _row(x_ptr, rows, cols, mask, x_t, x_h, HEADS)
         z = _row(z_ptr, rows, cols, mask, z_t, z_h, HEADS)
-        h, rstd = _normed(x, EPS, N, dtype)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        h = x * rstd
         gate, slope = activation(z, "silu", dtype == tl.float32)
         d_weight += dy * h * gate
         tl.store(dz_ptr + rows * N + cols, (dy * h * weight * slope).to(dz_ptr.dtype.element_ty), mask=mask)
         g = dy * weight * gate
         along = tl.sum(g * h, 1) * (1.0 / N)
-        tl.store(dx_ptr + rows * N + cols, ((g - h * along[:, None]) * rstd[:, None]).to(dtype), mask=mask)
+        tl.store(dx_ptr + rows * N + cols, ((g - h * along[:, None]) * rstd).to(dtype), mask=mask)
     inside = tl.arange(0, BLOCK) < N
     tl.store(parts_ptr + tl.program_id(0) * N + tl.arange(0, BLOCK), tl.sum(d_weight, 0), mask=inside)
 
@@ -122,18 +117,18 @@ class _GatedNorm(torch.autograd.Function):
         block, rows = _tile(width)
         (x, *of_x), (z, *of_z) = _heads(x), _heads(z)
         n_rows, heads = x.shape[0] * x.shape[1], operator.index(x.shape[1])
+        rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
-            y, x, z, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
+            y, rstd, x, z, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
         )  # fmt: skip
-        ctx.save_for_backward(x, z, weight)
-        ctx.eps = eps
+        ctx.save_for_backward(x, z, weight, rstd)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, z, weight = ctx.saved_tensors
+        x, z, weight, rstd = ctx.saved_tensors
         dx, dz = (torch.empty(dy.shape, dtype=t.dtype, device=t.device) for t in (x, z))
         width, heads = operator.index(x.shape[-1]), operator.index(x.shape[1])
         block, rows = _tile(width)
@@ -142,8 +137,8 @@ class _GatedNorm(torch.autograd.Function):
         programs = min(cdiv(n_rows, rows), 4 * num_sms(x.device.index))
         parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         launch(
-            _backward_kernel, (programs,), dx, dz, parts, dy, x, z, weight,
-            n_rows, *of_dy, *of_x, *of_z, ctx.eps, heads, width, block, rows, num_warps=4,
+            _backward_kernel, (programs,), dx, dz, parts, dy, x, z, weight, rstd,
+            n_rows, *of_dy, *of_x, *of_z, heads, width, block, rows, num_warps=4,
         )  # fmt: skip
         d_weight = torch.empty_like(weight)
         launch(sum_parts_kernel, (cdiv(width, 16), 1), d_weight, None, parts, programs, width, 16, 128)

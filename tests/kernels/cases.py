@@ -109,6 +109,7 @@ class Op:
     past_2_31: a case of which a tensor has more than 2^31 elements, rows first, from a Maker.
     ordered: its sums have one order, so that every run gives the same bits.
     noise: errors that any such op has and its eager formula may lack, from a case and the gradients of its outputs.
+    tf32: its products of fp32 are in tf32x3 on a GPU, which keeps 22 of the 24 bits of an operand.
     matmuls: it multiplies by weights, so that torch.autocast applies to it.
     runs_once: its backward hands out what the forward computed, unless reduction is "none".
     checks: it raises InputError for arguments that do not fit.
@@ -129,6 +130,7 @@ class Op:
     ordered: bool = True
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     noise: Callable[[Case, list[Tensor]], dict[str, Tensor]] = lambda case, upstream: {}
+    tf32: bool = False
     matmuls: bool = False
     runs_once: bool = False
     checks: bool = True

@@ -12,7 +12,7 @@ from ligermodels.kernels._delta import chunk
 from ligermodels.kernels._triton import tl, triton
 from ligermodels.kernels.causal_conv import causal_conv_step
 from ligermodels.kernels.gated_delta_rule import gated_delta_step
-from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
+from tests.kernels.judge import FP32_INTERPRETED, ON_GPU, TF32
 from tests.kernels.on_gpu import assert_captures, never_waits
 from tests.kernels.ops.delta import eager_gated_delta_rule, terms_of
 from tests.kernels.oracle import assert_as_exact
@@ -48,7 +48,8 @@ def gradients(op, tensors, upstream, dtype=None):
 
 def allowed(what, eager, exact, dtype):
     """What may be as wrong as eager; dg also by an ulp of the dtype of the operands, see `operand_noise`."""
-    error = (eager.double() - exact).abs() * (1.0 if ON_GPU else FP32_INTERPRETED)
+    factor = (TF32 if dtype == torch.float32 else 1.0) if ON_GPU else FP32_INTERPRETED
+    error = (eager.double() - exact).abs() * factor
     return exact + torch.maximum(error, torch.finfo(dtype).eps * exact.abs() * (what == "dg"))
 
 
@@ -191,6 +192,9 @@ def test_every_token_is_in_one_chunk(device):
 def test_refuses_what_the_kernels_do_not_take(device):
     with pytest.raises(InputError, match="up to 256"):
         gated_delta_rule(*inputs(device, 3, keys=257))
+    if ON_GPU:
+        with pytest.raises(InputError, match="in fp32 the kernels take DK up to 128"):
+            gated_delta_rule(*inputs(device, 3, keys=129))
     x, weight = torch.randn(1, 5, 8, device=device), torch.randn(8, 1, 4, device=device)
     with pytest.raises(InputError, match="state requires a gradient"):
         causal_conv(x, weight, state=torch.zeros(1, 8, 3, device=device, requires_grad=True))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels.gated_delta_rule import MAX_FP32_KEYS
 from tests.kernels.cases import Case, Op, Sizes
 from tests.kernels.ops.elementwise import row_noise
 
@@ -80,6 +81,8 @@ def gated_delta_rule_op() -> Op:
     def make(m, rows, *, key_heads, groups, keys, values, state, packed, decay=1.0, beta=2.0, same=False, scale=1.0):
         batch = 1 if packed else m.draw.choice([1, 2])
         heads = key_heads * groups
+        if m.dtype == torch.float32:
+            keys = min(keys, MAX_FP32_KEYS)
         q, k = (m(batch, rows, key_heads, keys, scale=scale) for _ in range(2))
         if same:
             k = m.of(k.detach()[:, :1].expand_as(k))
@@ -94,7 +97,8 @@ def gated_delta_rule_op() -> Op:
         if state:
             count = 4 if packed else batch
             tensors["state"] = m(count, heads, keys, values, dtype=accumulator(m.dtype))
-        return Case(tensors, options, keys, terms_of(keys))
+        # A state that decays fast is one outer product, of one head more than of all others.
+        return Case(tensors, options, keys * values if decay > 1 else keys, terms_of(keys))
 
     usual = dict(key_heads=2, groups=2, keys=32, values=16, state=True, packed=False)
     return Op(
@@ -114,6 +118,7 @@ def gated_delta_rule_op() -> Op:
             "small q and k": lambda m: make(m, 20, scale=1e-3, **usual),
         },
         noise=operand_noise,
+        tf32=True,
     )  # fmt: skip
 
 
@@ -143,7 +148,8 @@ def causal_conv_op() -> Op:
             options["cu_seqlens"] = torch.tensor(documents(rows), dtype=torch.int32, device=m.device)
         if state:
             tensors["state"] = m(4 if packed else batch, channels, width - 1, train=False)
-        return Case(tensors, options, 1, 4 * rows)
+        # The slope of silu is neither 0 nor 1, and has an error, only where the sum of four large terms is near 0.
+        return Case(tensors, options, 1 if scale <= 1 else 40, 4 * rows)
 
     def huge(m):
         m.strided = False
