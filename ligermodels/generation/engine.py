@@ -31,7 +31,7 @@ from ligermodels.kernels._triton import as_if_capturing, cdiv
 from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import is_untouched
-from ligermodels.layers.state import Cache
+from ligermodels.layers.state import Cache, RecurrentState
 
 DEVICES = {"cuda"}
 """Types of devices that decode by `Step`. Others can, without a graph, which tests make use of."""
@@ -112,14 +112,19 @@ class Step:
 
     def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
         values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        recurrent = [x for state in cache if isinstance(state, RecurrentState) for x in state.tensors()]
+        before = [x.clone() for x in recurrent]
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                # Compiles kernels and initialises libraries. What it writes, the graph's first run writes again.
+                # Compiles kernels and initialises libraries. The graph's first run writes keys and values again; a
+                # recurrent state would take the token twice.
                 with as_if_capturing():
                     self._forward(model, cache)
                 self._positions.sub_(1)
                 self.ends.sub_(1)
+                for x, was in zip(recurrent, before, strict=True):
+                    x.copy_(was)
                 cache.values = dict(values)
                 # "relaxed": another thread may allocate or pin memory meanwhile.
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
