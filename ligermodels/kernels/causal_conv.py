@@ -214,40 +214,80 @@ def _slots(x: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[int, int]
     return documents, length // tokens + documents
 
 
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor | None, cu: Tensor | None
+) -> Tensor:
+    channels, width = operator.index(x.shape[2]), operator.index(weight.shape[2])
+    documents, slots = _slots(x, cu, _TOKENS)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(
+        _forward_kernel, (slots, cdiv(channels, _CHANNELS)),
+        y, x, weight, bias, x if state is None else state, x if cu is None else cu, x.shape[1], documents,
+        *x.stride()[:2], activation, state is not None, cu is not None, width, channels, _TOKENS, _CHANNELS,
+        num_warps=4,
+    )  # fmt: skip
+    return y
+
+
+def _backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, activation: str | None,
+    dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, weight and bias, the last of no elements without a bias."""
+    channels, width = operator.index(x.shape[2]), operator.index(weight.shape[2])
+    documents, slots = _slots(x, cu, _SPAN)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = torch.empty(slots, channels * width, dtype=torch.float32, device=x.device)
+    bias_parts = None if bias is None else parts.new_empty(slots, channels)
+    launch(
+        _backward_kernel, (slots, cdiv(channels, _CHANNELS)),
+        dx, parts, bias_parts, dy.contiguous(), x, weight, bias, x if state is None else state,
+        x if cu is None else cu, x.shape[1], documents, *x.stride()[:2],
+        activation, state is not None, cu is not None, width, channels, _SPAN, _TOKENS // 2, _CHANNELS,
+        num_warps=4,
+    )  # fmt: skip
+    return dx, _sum(parts, weight), x.new_empty(0) if bias is None else _sum(bias_parts, bias)
+
+
 class _CausalConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, activation, state, cu):
-        channels, width = operator.index(x.shape[2]), operator.index(weight.shape[2])
-        documents, slots = _slots(x, cu, _TOKENS)
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        launch(
-            _forward_kernel, (slots, cdiv(channels, _CHANNELS)),
-            y, x, weight, bias, x if state is None else state, x if cu is None else cu, x.shape[1], documents,
-            *x.stride()[:2], activation, state is not None, cu is not None, width, channels, _TOKENS, _CHANNELS,
-            num_warps=4,
-        )  # fmt: skip
-        ctx.save_for_backward(x, weight, bias, state, cu)
-        ctx.activation = activation
-        return y
+    def forward(ctx, *inputs):
+        _save(ctx, inputs, None)
+        return _forward(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight, bias, state, cu = ctx.saved_tensors
-        channels, width = operator.index(x.shape[2]), operator.index(weight.shape[2])
-        documents, slots = _slots(x, cu, _SPAN)
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        parts = torch.empty(slots, channels * width, dtype=torch.float32, device=x.device)
-        bias_parts = None if bias is None else parts.new_empty(slots, channels)
-        launch(
-            _backward_kernel, (slots, cdiv(channels, _CHANNELS)),
-            dx, parts, bias_parts, dy.contiguous(), x, weight, bias, x if state is None else state,
-            x if cu is None else cu, x.shape[1], documents, *x.stride()[:2],
-            ctx.activation, state is not None, cu is not None, width, channels, _SPAN, _TOKENS // 2, _CHANNELS,
-            num_warps=4,
-        )  # fmt: skip
-        d_bias = None if bias_parts is None else _sum(bias_parts, bias)
-        return dx, _sum(parts, weight), d_bias, None, None, None
+        return _gradients(ctx, dy, _backward)
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, ctx.activation, state, cu = inputs
+    ctx.save_for_backward(x, weight, bias, state, cu)
+
+
+def _gradients(ctx, dy, backward):
+    dx, d_weight, d_bias = backward(*ctx.saved_tensors, ctx.activation, dy)
+    return dx, d_weight, d_bias if ctx.needs_input_grad[2] else None, None, None, None
+
+
+# For torch.compile, ops that it does not look into, for the reason in gated_delta_rule.py.
+_compiled_forward = torch.library.custom_op("ligermodels::causal_conv", _forward, mutates_args=())
+_compiled_backward = torch.library.custom_op("ligermodels::causal_conv_backward", _backward, mutates_args=())
+
+
+@_compiled_forward.register_fake
+def _(x, weight, bias, activation, state, cu):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@_compiled_backward.register_fake
+def _(x, weight, bias, state, cu, activation, dy):
+    empty = x.new_empty(0) if bias is None else torch.empty(bias.shape, dtype=bias.dtype, device=x.device)
+    return *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight)), empty
+
+
+_compiled_forward.register_autograd(lambda ctx, dy: _gradients(ctx, dy, _compiled_backward), setup_context=_save)
 
 
 def _sum(parts: Tensor, like: Tensor) -> Tensor:
@@ -294,7 +334,8 @@ def causal_conv(
     if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0:
         return causal_conv_reference(x, weight, bias, activation=activation, state=state, cu_seqlens=cu_seqlens)
     bias, state, cu_seqlens = (None if t is None else t.contiguous() for t in (bias, state, cu_seqlens))
-    return _CausalConv.apply(last_dim_contiguous(x), weight.contiguous(), bias, activation, state, cu_seqlens)
+    run = _compiled_forward if torch.compiler.is_compiling() else _CausalConv.apply
+    return run(last_dim_contiguous(x), weight.contiguous(), bias, activation, state, cu_seqlens)
 
 
 def causal_conv_step(

@@ -150,7 +150,7 @@ def _chunks(
     states = q.new_empty(slots, value_heads, block_v, block_k)
     G = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=q.device)
     q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
-    last = torch.empty(sequences, *v.shape[2:3], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
+    last = _last_state(q, v, cu)
     precision, exact = _precision(q)
     _, options = _options("prepare", heads, q.element_size())
     launch(
@@ -169,65 +169,110 @@ def _chunks(
     return n, states, G, q_scale, k_scale, w, x, dn, last
 
 
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    heads = _heads(q, v)
+    sequences, slots = _slots(v, cu)
+    n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
+    o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
+    block, options = _options("output", heads, q.element_size())
+    block = min(block, heads[5])
+    launch(
+        output_kernel, (slots, heads[1], cdiv(heads[3], block)),
+        o, q, k, n, states, G, q_scale, k_scale, k if cu is None else cu, v.shape[1], sequences,
+        *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q)[0], **options,
+    )  # fmt: skip
+    return o, last
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None,
+    do: Tensor | None, d_last: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v, g, beta and the first state."""
+    heads, precision = _heads(q, v), _precision(q)[0]
+    sequences, slots = _slots(v, cu)
+    do = torch.zeros(v.shape, dtype=q.dtype, device=q.device) if do is None else do.contiguous()
+    d_last = None if d_last is None else d_last.contiguous()
+    n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
+    d_states, d_first = torch.empty_like(states), torch.empty_like(last)
+    block, options = _options("reverse", heads, q.element_size())
+    block = min(block, heads[5])
+    cu_ = k if cu is None else cu
+    launch(
+        reverse_scan_kernel, (heads[5] // block, sequences * heads[1]),
+        dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,
+        v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
+    )  # fmt: skip
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
+    dr, m, f = torch.empty_like(n), torch.empty_like(x), torch.empty_like(x)
+    dG, d_beta_part = torch.empty_like(G), torch.empty_like(G)
+    block, options = _options("query", heads, q.element_size())
+    launch(
+        query_gradients_kernel, (slots, heads[0]),
+        dq, dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, states, G, q_scale, k_scale,
+        cu_, v.shape[1], sequences, *_strides(q, k, v),
+        heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
+    )  # fmt: skip
+    block, options = _options("key", heads, q.element_size())
+    launch(
+        key_gradients_kernel, (slots, heads[0]),
+        dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale,
+        cu_, v.shape[1], sequences, *_strides(q, k),
+        cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
+    )  # fmt: skip
+    return dq, dk, dv, dg, d_beta, d_first
+
+
 class _GatedDeltaRule(torch.autograd.Function):
     """Saves the inputs alone: the backward computes the chunks again, in about a third of its time. They take 32 kB a
     token of 32 heads of 128 dims."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, cu):
-        if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there no gradient is ever None
-            ctx.set_materialize_grads(False)
-        heads = _heads(q, v)
-        sequences, slots = _slots(v, cu)
-        n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
-        o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-        block, options = _options("output", heads, q.element_size())
-        block = min(block, heads[5])
-        launch(
-            output_kernel, (slots, heads[1], cdiv(heads[3], block)),
-            o, q, k, n, states, G, q_scale, k_scale, k if cu is None else cu, v.shape[1], sequences,
-            *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q)[0], **options,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, g, beta, state, cu)
-        return o, last
+    def forward(ctx, *inputs):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return _forward(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, d_last):
-        q, k, v, g, beta, state, cu = ctx.saved_tensors
-        heads, precision = _heads(q, v), _precision(q)[0]
-        sequences, slots = _slots(v, cu)
-        do = torch.zeros(v.shape, dtype=q.dtype, device=q.device) if do is None else do.contiguous()
-        d_last = None if d_last is None else d_last.contiguous()
-        n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
-        d_states, d_first = torch.empty_like(states), torch.empty_like(last)
-        block, options = _options("reverse", heads, q.element_size())
-        block = min(block, heads[5])
-        cu_ = k if cu is None else cu
-        launch(
-            reverse_scan_kernel, (heads[5] // block, sequences * heads[1]),
-            dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,
-            v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
-        )  # fmt: skip
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
-        dr, m, f = torch.empty_like(n), torch.empty_like(x), torch.empty_like(x)
-        dG, d_beta_part = torch.empty_like(G), torch.empty_like(G)
-        block, options = _options("query", heads, q.element_size())
-        launch(
-            query_gradients_kernel, (slots, heads[0]),
-            dq, dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, states, G, q_scale, k_scale,
-            cu_, v.shape[1], sequences, *_strides(q, k, v),
-            heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
-        )  # fmt: skip
-        block, options = _options("key", heads, q.element_size())
-        launch(
-            key_gradients_kernel, (slots, heads[0]),
-            dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale,
-            cu_, v.shape[1], sequences, *_strides(q, k),
-            cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
-        )  # fmt: skip
-        return dq, dk, dv, dg, d_beta, None if state is None else d_first, None
+        return _gradients(ctx, do, d_last, _backward)
+
+
+def _gradients(ctx, do, d_last, backward):
+    *grads, d_first = backward(*ctx.saved_tensors, do, d_last)
+    return *grads, d_first if ctx.needs_input_grad[5] else None, None
+
+
+# For torch.compile, ops that it does not look into. In kernels, Inductor takes an argument for written to if a store
+# depends on what a function loads from it, as `chunk` does from cu_seqlens or from what stands in its place. Gradients
+# of q, k and v that are views of one tensor were wrong with PyTorch 2.11.
+_compiled_forward = torch.library.custom_op("ligermodels::gated_delta_rule", _forward, mutates_args=())
+_compiled_backward = torch.library.custom_op("ligermodels::gated_delta_rule_backward", _backward, mutates_args=())
+
+
+def _last_state(q: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
+    sequences = v.shape[0] if cu is None else cu.shape[0] - 1
+    return torch.empty(sequences, v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32, device=q.device)
+
+
+@_compiled_forward.register_fake
+def _(q, k, v, g, beta, state, cu):
+    return torch.empty(v.shape, dtype=q.dtype, device=q.device), _last_state(q, v, cu)
+
+
+@_compiled_backward.register_fake
+def _(q, k, v, g, beta, state, cu, do, d_last):
+    return *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, g, beta)), _last_state(q, v, cu)
+
+
+_compiled_forward.register_autograd(
+    lambda ctx, do, d_last: _gradients(ctx, do, d_last, _compiled_backward),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def _check(where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: int) -> None:
@@ -283,7 +328,8 @@ def gated_delta_rule(
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     state = None if state is None else state.float().contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    return _GatedDeltaRule.apply(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
+    run = _compiled_forward if torch.compiler.is_compiling() else _GatedDeltaRule.apply
+    return run(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
 
 
 def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:

@@ -115,12 +115,12 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx, x, z, weight, eps):
         y, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), operator.index(x.shape[-1])
         block, rows = _tile(width)
-        (x, *of_x), (z, *of_z) = _heads(x), _heads(z)
-        n_rows, heads = x.shape[0] * x.shape[1], operator.index(x.shape[1])
+        (x_, *of_x), (z_, *of_z) = _heads(x), _heads(z)
+        n_rows, heads = x_.shape[0] * x_.shape[1], operator.index(x_.shape[1])
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
-            y, rstd, x, z, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
+            y, rstd, x_, z_, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(x, z, weight, rstd)
         return y
@@ -130,9 +130,9 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, z, weight, rstd = ctx.saved_tensors
         dx, dz = (torch.empty(dy.shape, dtype=t.dtype, device=t.device) for t in (x, z))
-        width, heads = operator.index(x.shape[-1]), operator.index(x.shape[1])
-        block, rows = _tile(width)
         (dy, *of_dy), (x, *of_x), (z, *of_z) = (_heads(t) for t in (dy, x, z))
+        width, heads = operator.index(x.shape[2]), operator.index(x.shape[1])
+        block, rows = _tile(width)
         n_rows = x.shape[0] * x.shape[1]
         programs = min(cdiv(n_rows, rows), 4 * num_sms(x.device.index))
         parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)

@@ -585,7 +585,7 @@ class Suite(Tiny):
                 # The gradient of a gate is one number, a sum over all elements whose terms cancel.
                 if not relative(a, b) < GRADIENTS * (10 if b.numel() == 1 else 1):
                     far[name] = relative(a, b)
-            assert not far
+            assert not far, far
 
         step(model)
         # Without cross-attention blocks, nothing reads the image tower.

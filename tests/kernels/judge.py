@@ -17,8 +17,9 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.fl
 FP32_INTERPRETED = 4.0
 """Of eager's error in fp32 when interpreted: numpy's exp is good to 2 ulp where torch's is to a half, and sums one by
 one where torch adds in parts, whose roundings grow less. A GPU is asked for 1.0, and half precision hides it."""
-TF32 = 1.5
-"""Of eager's error in fp32, where an op multiplies in tf32x3 on a GPU and eager in fp32."""
+TF32 = 4.0
+"""Of eager's error in fp32, where an op multiplies in tf32x3 on a GPU and eager in fp32: up to 2.9 was seen on an H200,
+where eager's sums are short."""
 
 
 def as_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

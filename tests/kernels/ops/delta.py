@@ -68,13 +68,18 @@ def terms_of(keys: int) -> int:
 
 def operand_noise(case: Case, upstream: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """d_g is fp32, but a sum of products whose operands have the dtype of q: an ulp of that. Eager's backward rounds
-    only some of them."""
-    if not case.tensors["g"].numel():
+    only some of them. And of the last state, the exponents: differences of sums over a chunk of g, rounded in fp32."""
+    g = case.tensors["g"]
+    if not g.numel():
         return {}
     tensors = {n: t.detach().double().requires_grad_(n == "g") for n, t in case.tensors.items()}
     outputs = eager_gated_delta_rule(**tensors, **case.options)
     (dg,) = torch.autograd.grad(outputs, tensors["g"], [d.double() for d in upstream])
-    return {"d_g": torch.finfo(case.tensors["q"].dtype).eps * dg}
+    noise = {"d_g": torch.finfo(case.tensors["q"].dtype).eps * dg}
+    if g.dtype == torch.float32:
+        exponent = g.detach().abs().sum(1).amax() * min(1.0, CHUNK / g.shape[1])
+        noise["output 1"] = torch.finfo(torch.float32).eps * exponent * outputs[1].detach()
+    return noise
 
 
 def gated_delta_rule_op() -> Op:
