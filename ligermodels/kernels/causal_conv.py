@@ -246,7 +246,8 @@ def _backward(
         activation, state is not None, cu is not None, width, channels, _SPAN, _TOKENS // 2, _CHANNELS,
         num_warps=4,
     )  # fmt: skip
-    return dx, _sum(parts, weight), x.new_empty(0) if bias is None else _sum(bias_parts, bias)
+    d_bias = x.new_empty(0) if bias is None or bias_parts is None else _sum(bias_parts, bias)
+    return dx, _sum(parts, weight), d_bias
 
 
 class _CausalConv(torch.autograd.Function):
