@@ -1,19 +1,24 @@
 """Training on several GPUs of one host: speed, memory and exposed communication, beside transformers with Liger.
 
     python -m benchmarks.distributed --gpus 2 --out distributed.json
-    python -m benchmarks.distributed --gpus 2 --trace --cases "8B 4 x 4096" "8B 4 x 4096, bf16, one GPU"
+    python -m benchmarks.distributed --gpus 4 --trace --cases "8B 4 x 4096" "8B 1 x 8192, tp"
     python -m benchmarks.distributed --gpus 2 --dry
 
-Each side of a case runs under torchrun, in fresh processes. Both have the same weights, which are drawn parameter by
-parameter, the same batches, FSDP2 with a group per block, and the same optimizer. The first loss and the first gradient
-norm of the two must agree, or the case gets no figures and the exit status is 1. Tokens/s are those of one GPU; time
-and memory are those of the rank with the most. "exposed ms" is the time of a step in which communication runs and
-nothing else does, from a trace of one step. benchmarks.load measures saving and loading on several GPUs.
+Each side runs under torchrun, apart from the other, and goes through its cases; after a case that failed or left
+memory behind, fresh processes take the rest. Both sides have the same weights, which are drawn parameter by parameter,
+the same batches, FSDP2 with a group per block, and the same optimizer. The first loss and the first gradient norm of
+the two must agree, or the case gets no figures and the exit status is 1. Tokens/s are those of one GPU; time and memory
+are those of the rank with the most. "exposed ms" is the time of a step in which communication runs and nothing else
+does, from a trace of one step. benchmarks.load measures saving and loading on several GPUs.
 """
 
 import argparse
+import faulthandler
 import hashlib
+import os
 import sys
+import time
+import traceback
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -36,30 +41,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "half 70B": changed(MODELS["llama-3.1-70b"].config, {"num_hidden_layers": 40}),
 }
 FP32 = dict(weights="fp32")
-EXACT = dict(weights="bf16 with masters", reshard=False)
+EXACT = dict(weights="bf16 with masters")
 BF16 = dict(weights="bf16", steps=3)
+WHOLE = dict(reshard=False)
 OFFLOADED = {"recompute": "mlp", "offload": True}
-LONG = dict(weights="bf16", recompute="block")
+LONG = dict(batch=1, mesh="cp", weights="bf16", recompute="block")
 CASES: dict[str, dict[str, Any]] = {
-    "8B 4 x 4096, whole": dict(batch=4, seq=4096, reshard=False, **FP32),
-    "8B 4 x 4096, bf16 with masters, whole": dict(batch=4, seq=4096, **EXACT),
-    "8B 4 x 4096, bf16, whole": dict(batch=4, seq=4096, reshard=False, **BF16),
+    "8B 4 x 4096": dict(batch=4, seq=4096, **FP32),
+    "8B 4 x 4096, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **FP32, **WHOLE),
+    "8B 4 x 4096, whole": dict(batch=4, seq=4096, **FP32, **WHOLE),
+    "8B 4 x 4096, bf16 with masters": dict(batch=4, seq=4096, **EXACT),
+    "8B 4 x 4096, bf16 with masters, whole": dict(batch=4, seq=4096, **EXACT, **WHOLE),
+    "8B 4 x 4096, bf16, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
     "8B 4 x 4096, bf16, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
+    "8B 4 x 4096, bf16, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **BF16, **WHOLE),
+    "8B 4 x 4096, bf16, mlp, one GPU": dict(batch=4, seq=4096, recompute="mlp", alone=True, **BF16),
     "8B 2 x 4096": dict(batch=2, seq=4096, peer=True, **FP32),
     "8B 8 x 4096, block": dict(batch=8, seq=4096, recompute="block", peer=True, steps=3, **FP32),
     "8B 1 x 32768, block": dict(batch=1, seq=32768, recompute="block", peer=True, steps=2, **FP32),
+    "8B 1 x 32768, mlp": dict(batch=1, seq=32768, recompute="mlp", steps=2, **FP32),
     "8B 1 x 32768, mlp offloaded": dict(batch=1, seq=32768, recompute=OFFLOADED, steps=2, **FP32),
     "8B 8 x 4096, mlp": dict(batch=8, seq=4096, recompute="mlp", steps=3, **FP32),
     "8B 8 x 4096, mlp offloaded": dict(batch=8, seq=4096, recompute=OFFLOADED, steps=3, **FP32),
-    "8B 1 x 8192, tp 2": dict(batch=1, seq=8192, mesh=dict(tp=2), **BF16),
-    "1B 1 x 131072, cp 2": dict(batch=1, seq=131072, mesh=dict(cp=2), steps=2, **LONG),
+    "8B 1 x 8192, tp": dict(batch=1, seq=8192, mesh="tp", **BF16),
+    "1B 1 x 131072, cp": dict(seq=131072, steps=2, **LONG),
+    **{f"1B 1 x {seq}, cp": dict(seq=seq, steps=1, **LONG) for seq in (262144, 524288, 1048576)},
     "half 70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
 }
 """Name, which begins with the model's -> how it runs.
 
 weights: "fp32", with torch's fused AdamW; "bf16 with masters", exact fp32 weights and fp32 moments in our AdamW;
 "bf16", with our AdamW, which steps in the backward (the peer's are torch's AdamW, and after the backward).
-reshard=False: blocks stay whole between forward and backward. alone: each rank for itself. steps=1: without a warm-up.
+reshard=False: blocks stay whole between forward and backward. alone: each rank for itself. mesh: the dimension that all
+GPUs form. steps=1: one step, after a warm-up on its first 8,192 tokens, and no trace.
 peer: transformers with Liger is a row of its own.
 """
 TOLERANCE = 2e-3  # of loss and gradient norm: bf16 forwards of the same weights, which round in other places
@@ -70,21 +84,41 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES), metavar="CASE")
     parser.add_argument("--trace", action="store_true", help="measure exposed communication")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a side of a case may take")
+    parser.add_argument("--budget", type=float, default=36000.0, help="seconds for all; what has none left gets a note")
 
 
 def measure(options: argparse.Namespace, record: Record) -> None:
     record |= {"gpus": options.gpus, "rows": [], "red": []}
+    options.end = time.monotonic() + options.budget
+    peers = [case for case in options.cases if CASES[case].get("peer")]
+    found = {"ligermodels": options.cases, "hf+liger": peers}
+    sides = {side: side_of(side, cases, options) for side, cases in found.items()}
     for case in options.cases:
-        rows = []
-        for side in ("ligermodels", "hf+liger") if CASES[case].get("peer") else ("ligermodels",):
-            job = {"case": case, "side": side, "dry": options.dry, "trace": options.trace, "gpus": options.gpus}
-            row = {"case": case, "side": side}
-            rows.append(row | harness.spawn("distributed", job, options.timeout, ranks=options.gpus))
-            harness.announce(rows[-1])
+        rows = [{"case": case, "side": side, **found[case]} for side, found in sides.items() if case in found]
         if why := disagreement(*rows):
             record["red"].append(f"{case}: {why}")
             rows = [{"case": case, "side": row["side"], "note": "no figures: the sides differ"} for row in rows]
         record["rows"] += rows
+
+
+def side_of(side: str, cases: Sequence[str], options: argparse.Namespace) -> dict[str, Row]:
+    """The row of each case, measured in as few processes as their failures allow."""
+    rows: dict[str, Row] = {}
+    while left := [case for case in cases if case not in rows]:
+        job = {"cases": left, "side": side, "dry": options.dry, "trace": options.trace, "timeout": options.timeout}
+        limit = min(options.timeout * len(left) + 60, options.end - time.monotonic())
+        if limit < 30:
+            return rows | {case: {"note": "no time left"} for case in left}
+        found = harness.spawn("distributed", job, limit, ranks=options.gpus)
+        rows |= {case: found[case] for case in left if case in found}
+        if (failed := next((case for case in left if case not in rows), None)) and "note" in found:
+            rows[failed] = {"note": found["note"]}
+        for case in left:
+            if case in rows:
+                harness.announce({"case": case, "side": side, **rows[case]})
+        if not found:
+            raise RuntimeError(f"{side}: a process ended without a row")
+    return rows
 
 
 def disagreement(ours: Row, peer: Row | None = None) -> str:
@@ -98,23 +132,40 @@ def disagreement(ours: Row, peer: Row | None = None) -> str:
 
 
 def work(job: dict[str, Any]) -> Row:
-    """In the process of one rank: a side of a case."""
-    device, gpus, case = "cpu" if job["dry"] else "cuda", job["gpus"], dict(CASES[job["case"]])
+    """In the process of one rank: reports the row of each case, and ends early where one has left memory behind."""
+    device = "cpu" if job["dry"] else "cuda"
     make_mesh(device_type=device)  # starts the process group
-    config = next(config for name, config in CONFIGS.items() if job["case"].startswith(f"{name} "))
-    if job["dry"]:
-        config = changed(config, {**MODELS["llama-3.2-1b"].tiny, "num_key_value_heads": 4})
-        case |= dict(batch=2, seq=32, steps=1)
-    found = _train(config, job, device, gpus, **case)
+    for name in job["cases"]:
+        faulthandler.dump_traceback_later(job["timeout"], exit=True)
+        case = dict(CASES[name])
+        config = next(config for model, config in CONFIGS.items() if name.startswith(f"{model} "))
+        if job["dry"]:
+            config = changed(config, {**MODELS["llama-3.2-1b"].tiny, "num_key_value_heads": 4})
+            case |= dict(batch=2, seq=32, steps=min(case.get("steps", 2), 2))
+        try:
+            row = _train(config, job, device, **case)
+        except Exception as error:  # ends at once: the exit of a process waits for collectives that nobody joins
+            traceback.print_exc()
+            harness.report({"note": harness.summary(error)})
+            sys.stdout.flush()
+            os._exit(1)
+        harness.report({name: row})
+        harness.free(device)
+        left = torch.tensor(torch.cuda.memory_allocated() if device == "cuda" else 0, device=device)
+        dist.all_reduce(left, op=dist.ReduceOp.MAX)
+        if left.item() > harness.GIB:
+            break
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
-    return found
+    return {}
 
 
 def _train(
-    config: dict[str, Any], job: dict[str, Any], device: str, gpus: int, *, batch: int, seq: int,
-    mesh: dict[str, int] | None = None, weights: str = "fp32", recompute: Any = "none", reshard: bool = True,
-    alone: bool = False, steps: int = 5, peer: bool = False,
+    config: dict[str, Any], job: dict[str, Any], device: str, *, batch: int, seq: int, mesh: str = "dp_shard",
+    weights: str = "fp32", recompute: Any = "none", reshard: bool = True, alone: bool = False, steps: int = 5,
+    peer: bool = False,
 ) -> Row:  # fmt: skip
+    gpus = dist.get_world_size()
     dtype, is_ours = torch.float32 if weights == "fp32" else torch.bfloat16, job["side"] == "ligermodels"
     if is_ours:
         model, group = _ours(config, dtype, device, mesh, recompute, reshard, alone)
@@ -123,13 +174,14 @@ def _train(
     _fill(model.train())
     generator = torch.Generator().manual_seed(group)
     ids = torch.randint(config["vocab_size"], (batch, seq), generator=generator).to(device)
+    first_ids = ids if steps > 1 else ids[:, :8192]
 
-    def step() -> None:
+    def step(ids: torch.Tensor = ids) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = model(input_ids=first_ids, labels=first_ids).loss
     loss.backward()
     norm: Any = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     first = loss.detach().clone()
@@ -147,32 +199,30 @@ def _train(
         optimizer = AdamW(model.parameters(), lr=1e-5, step_in_backward=True)
     else:
         optimizer = AdamW(model.parameters(), lr=1e-5, master_weights=True, state_dtype=torch.float32)
-    for _ in range(2 if steps > 1 else 0):
-        step()
+    for _ in range(2):
+        step(first_ids)
     harness.reset_peak(device)
     dist.barrier()
     seconds = median(harness.timed(step, device)[0] for _ in range(steps))
     largest = torch.tensor([seconds, harness.peak_gib(device) or 0.0], device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    copies = gpus if alone else gpus // (1 if mesh is None else next(iter(mesh.values())))
-    tokens = batch * seq * copies / gpus
+    tokens = batch * seq / (1 if alone or mesh == "dp_shard" else gpus)
     found |= {
         "tokens/s a GPU": tokens / largest[0].item(),
         "peak GiB": largest[1].item(),
         "s a step": largest[0].item(),
     }
-    return found | (_exposed(step) if job["trace"] and device == "cuda" else {})
+    return found | (_exposed(step) if job["trace"] and device == "cuda" and steps > 1 else {})
 
 
 def _ours(
-    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: dict[str, int] | None, recompute: Any,
-    reshard: bool, alone: bool,
-) -> tuple[Any, int]:  # fmt: skip
+    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: str, recompute: Any, reshard: bool, alone: bool
+) -> tuple[Any, int]:
     """(the model, the number of its batch)."""
     if alone:
         model = ligermodels.Llama.from_config(config, dtype=dtype, device=device, activation_checkpointing=recompute)
         return model, dist.get_rank()
-    whole = make_mesh(device_type=device, **(mesh or {}))
+    whole = make_mesh(device_type=device, **{} if mesh == "dp_shard" else {mesh: dist.get_world_size()})
     model = ligermodels.Llama.from_config(
         config,
         dtype=dtype,

@@ -217,7 +217,7 @@ def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, 
     [
         (load, "--gpus 2 --runs 1"),
         (load, "--gpus 2 --runs 1 --mesh dp_shard --save"),
-        (distributed, "--cases|8B 2 x 4096|8B 1 x 8192, tp 2"),
+        (distributed, "--cases|8B 2 x 4096|8B 1 x 8192, tp|1B 1 x 262144, cp"),
         (decode, "--models llama-3.2-1b --rollout 2x2x8+8"),
         (quantized, "--rows 1,3 --kinds int8,fp8"),
     ],
@@ -232,6 +232,26 @@ def test_several_ranks_rollouts_and_quantised_matmuls_are_measured(module, argum
 
 def test_sides_that_train_differently_get_no_figures(monkeypatch, run):
     losses = iter([6.0, 6.1])
-    monkeypatch.setattr(harness, "spawn", lambda *given, **named: {"first loss": next(losses), "first norm": 1.0})
+
+    def spawn(module, job, *given, **named):
+        return {case: {"first loss": next(losses), "first norm": 1.0} for case in job["cases"]}
+
+    monkeypatch.setattr(harness, "spawn", spawn)
     code, record, _ = run(distributed, "--cases", "8B 2 x 4096")
     assert code == 1 and "the first loss is 6.0, Liger's 6.1" in record["red"][0] and "6.1" not in str(record["rows"])
+
+
+def test_processes_that_end_early_are_followed_by_others(monkeypatch, run):
+    cases, jobs = ["8B 4 x 4096", "8B 8 x 4096, mlp", "8B 1 x 8192, tp", "8B 1 x 32768, mlp"], []
+    row = {"first loss": 1.0, "first norm": 1.0, "s a step": 1.0}
+
+    def spawn(module, job, *given, **named):  # leaves memory behind; then runs out of it; then goes on
+        jobs.append(job["cases"])
+        return [{cases[0]: row}, {"note": "OutOfMemoryError: none"}, dict.fromkeys(cases[2:], row)][len(jobs) - 1]
+
+    monkeypatch.setattr(harness, "spawn", spawn)
+    code, record, _ = run(distributed, "--cases", *cases)
+    assert code == 0 and jobs == [cases, cases[1:], cases[2:]]
+    assert [found.get("note") for found in record["rows"]] == [None, "OutOfMemoryError: none", None, None]
+    code, record, _ = run(distributed, "--budget", "1", "--cases", cases[0])
+    assert code == 1 and record["rows"][0]["note"].startswith("no figures") and "no time left" in record["red"][0]
