@@ -435,28 +435,34 @@ def key_gradients_kernel(
 
 @triton.jit
 def step_kernel(
-    o_ptr, state_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, q_b, q_h, k_b, k_h, v_b, v_h, g_b, beta_b, state_b, state_h,
+    o_ptr, state_ptr, after_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
+    q_b, q_h, k_b, k_h, v_b, v_h, g_b, beta_b, state_b, state_h,
     SCALE: tl.constexpr, EPS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, BLOCK_V: tl.constexpr,
+    BK: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One token of one row and value head, for BLOCK_V value dims."""
+    """TOKENS tokens of one row and value head, for BLOCK_V value dims; with several, also the state after each."""
     b, i = tl.program_id(0).to(tl.int64) // HV, tl.program_id(0) % HV
     j = i // (HV // HK)
     key_dims, value_dims = tl.arange(0, BK), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     of_state = state_ptr + b * state_b + i * state_h + key_dims[:, None] * DV + value_dims[None, :]
     exists = (key_dims < DK)[:, None] & (value_dims < DV)[None, :]
     state = tl.load(of_state, mask=exists, other=0.0)
-    q = tl.load(q_ptr + b * q_b + j * q_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + b * k_b + j * k_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + b * v_b + i * v_h + value_dims, mask=value_dims < DV, other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g_ptr + b * g_b + i).to(tl.float32))
-    beta = tl.load(beta_ptr + b * beta_b + i).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
-    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    state *= decay
-    written = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * written[None, :]
+    for token in range(TOKENS):
+        t = b * TOKENS + token
+        q = tl.load(q_ptr + t * q_b + j * q_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + t * k_b + j * k_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
+        v = tl.load(v_ptr + t * v_b + i * v_h + value_dims, mask=value_dims < DV, other=0.0).to(tl.float32)
+        decay = tl.exp(tl.load(g_ptr + t * g_b + i).to(tl.float32))
+        beta = tl.load(beta_ptr + t * beta_b + i).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
+        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+        state *= decay
+        written = beta * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * written[None, :]
+        o = tl.sum(state * q[:, None], 0)
+        at = (t * HV + i) * DV + value_dims
+        tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=value_dims < DV)
+        if TOKENS > 1:
+            after = after_ptr + (t * HV + i) * DK * DV + key_dims[:, None] * DV + value_dims[None, :]
+            tl.store(after, state, mask=exists)
     tl.store(of_state, state, mask=exists)
-    o = tl.sum(state * q[:, None], 0)
-    at = (b * HV + i) * DV + value_dims
-    tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=value_dims < DV)

@@ -83,6 +83,17 @@ def gated_delta_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta:
     return out[:, 0]
 
 
+def gated_delta_steps_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor
+) -> Tensor:
+    out = []
+    for t in range(len(q)):
+        q_, k_, v_, g_, beta_ = (x[t : t + 1] for x in (q, k, v, g, beta))
+        out.append(gated_delta_step_reference(q_, k_, v_, g_, beta_, state[None]))
+        after[t] = state
+    return torch.cat(out)
+
+
 def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, dict[str, int]]:
     """(value dims of a program, launch options) of a kernel, for what `_heads` returned.
 
@@ -340,11 +351,40 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     """
     _check("gated_delta_step", q, k, v, g, beta, 1)
     check_operand("gated_delta_step", "state", state, (*v.shape[:2], q.shape[2], v.shape[2]), "v", v)
-    if not use_triton(q) or q.dtype == torch.float64 or max(q.shape[2], v.shape[2]) > MAX_SIZE or v.numel() == 0:
+    if _uses_reference(q, v):
         return gated_delta_step_reference(q, k, v, g, beta, state)
+    return _steps("gated_delta_step", q, k, v, g, beta, state, None)
+
+
+def gated_delta_steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor) -> Tensor:
+    """T tokens of one row, one after the other: out [T, HV, DV] of q's dtype, to the bit that of `gated_delta_step`.
+
+    q, k: [T, HK, DK]; v: [T, HV, DV]; g, beta: [T, HV]; see `gated_delta_rule`. state: fp32 [HV, DK, DV], overwritten.
+    after: fp32 [T, HV, DK, DV], which gets the state after each token. There is no gradient.
+    Raises InputError for shapes, dtypes or devices that do not fit.
+    """
+    _check("gated_delta_steps", q, k, v, g, beta, 1)
+    shape = (v.shape[1], q.shape[2], v.shape[2])
+    check_operand("gated_delta_steps", "state", state, shape, "v", v)
+    check_operand("gated_delta_steps", "after", after, (v.shape[0], *shape), "v", v)
+    if _uses_reference(q, v):
+        return gated_delta_steps_reference(q, k, v, g, beta, state, after)
+    if after.dtype != torch.float32 or not after.is_contiguous():
+        raise InputError(f"gated_delta_steps: after has {describe(after)}; expected contiguous torch.float32.")
+    return _steps("gated_delta_steps", q, k, v, g, beta, state[None], after)
+
+
+def _uses_reference(q: Tensor, v: Tensor) -> bool:
+    return not use_triton(q) or q.dtype == torch.float64 or max(q.shape[2], v.shape[2]) > MAX_SIZE or v.numel() == 0
+
+
+def _steps(
+    where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor | None
+) -> Tensor:
+    """One token of each row of `state`; or with `after` all tokens of its one row."""
     if state.dtype != torch.float32 or state.stride()[2:] != (v.shape[2], 1):
         raise InputError(
-            f"gated_delta_step: state has {describe(state)} and strides {state.stride()}; expected torch.float32 with "
+            f"{where}: state has {describe(state)} and strides {state.stride()}; expected torch.float32 with "
             "contiguous [DK, DV], since it is overwritten."
         )
     q, k, v, g, beta = (last_dim_contiguous(x) for x in (q, k, v, g, beta))
@@ -352,9 +392,10 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block = min(_STEP_DIMS, next_power_of_2(values))
     launch(
-        step_kernel, (v.shape[0] * value_heads, cdiv(values, block)),
-        out, state, q, k, v, g, beta, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0),
-        *state.stride()[:2], keys**-0.5, EPS, key_heads, value_heads, keys, values,
-        next_power_of_2(keys), block, num_warps=4,
+        step_kernel, (len(state) * value_heads, cdiv(values, block)),
+        out, state, state if after is None else after, q, k, v, g, beta,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0), *state.stride()[:2],
+        keys**-0.5, EPS, key_heads, value_heads, keys, values,
+        next_power_of_2(keys), block, 1 if after is None else len(after), num_warps=4,
     )  # fmt: skip
     return out

@@ -33,8 +33,11 @@ class State(Protocol):
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
 
-    def can_crop(self, length: int, farthest: int) -> bool:
-        """Whether the state after the first `length` tokens is known, of `farthest` at most since the last reset."""
+    def can_crop(self, length: int, cache: "Cache") -> bool:
+        """Whether the state after the first `length` tokens is known. cache: which this state is of."""
+
+    def crop(self, length: int, cache: "Cache") -> None:
+        """Forgets all but the first `length` tokens, before the cache does; `can_crop` was True."""
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
@@ -159,8 +162,11 @@ class KeyValues:
     def reset(self) -> None:
         self._dropped = 0
 
-    def can_crop(self, length: int, farthest: int) -> bool:
-        return max(self._dropped, farthest - self.capacity) <= length - self._seen(length)
+    def can_crop(self, length: int, cache: "Cache") -> bool:
+        return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
+
+    def crop(self, length: int, cache: "Cache") -> None:
+        """Columns from `length` on are written again before they are read."""
 
     def reorder(self, rows: Tensor) -> None:
         for i, old in enumerate(self.buffers):
@@ -307,9 +313,12 @@ class ImageKeyValues:
     def reset(self) -> None:
         self.keys = self.values = None
 
-    def can_crop(self, length: int, farthest: int) -> bool:
+    def can_crop(self, length: int, cache: "Cache") -> bool:
         """Images stay as they are, so `length` must reach past the last one."""
         return True
+
+    def crop(self, length: int, cache: "Cache") -> None:
+        pass
 
     def reorder(self, rows: Tensor) -> None:
         if self.keys is not None and self.values is not None:
@@ -333,12 +342,32 @@ class ImageKeyValues:
 class RecurrentState:
     """What a recurrent mixer remembers: tensors [B, ...] after the last token, whose size does not grow.
 
-    The state before the last token is gone, so that `can_crop` is False for anything shorter.
+    A state of one row that has reserved memory for passes of several tokens keeps a snapshot after each token of such a
+    pass: `crop` then returns to any of them, as speculation does where a proposed token was wrong. Otherwise the state
+    before the last token is gone, and `can_crop` is False for anything shorter.
     """
 
     def __init__(self, *tensors: Tensor):
         self._tensors = list(tensors)
+        self._snapshots: list[Tensor] = []  # of each tensor [N, B, ...], after each of up to N tokens of the last pass
         self.reset()
+
+    @property
+    def current(self) -> list[Tensor]:
+        """The tensors after the last token, which the mixer writes."""
+        return list(self._tensors)
+
+    def snapshots(self, tokens: int, *, exact: bool) -> list[Tensor] | None:
+        """Where the mixer has to write the tensors after each token of a pass: [tokens, B, ...] each; None: nowhere.
+
+        exact: whether it can. If not, the memory is freed, so that nobody reads old snapshots.
+        """
+        if not self._snapshots or tokens > len(self._snapshots[0]):
+            return None
+        if not exact:
+            self._snapshots = []
+            return None
+        return [x[:tokens] for x in self._snapshots]
 
     @property
     def rows(self) -> int:
@@ -350,18 +379,34 @@ class RecurrentState:
             dtype = x.dtype if x.dtype == torch.float32 and i else like.dtype
             if (x.device, x.dtype) != (like.device, dtype):
                 self._tensors[i] = x.to(like.device, dtype)
+                if self._snapshots:
+                    self._snapshots[i] = self._snapshots[i].to(like.device, dtype)
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        pass
+        old = self._snapshots or [x.new_empty(0, *x.shape) for x in self._tensors]
+        if self.rows == 1 and tokens > max(1, len(old[0])):
+            with torch.inference_mode(False):  # they outlive the call
+                self._snapshots = [x.new_empty(tokens, *x.shape[1:]) for x in old]
+            for new, x in zip(self._snapshots, old, strict=True):
+                new[: len(x)].copy_(x)
 
     def reset(self) -> None:
         for x in self._tensors:
             x.zero_()
 
-    def can_crop(self, length: int, farthest: int) -> bool:
-        return length == farthest
+    def can_crop(self, length: int, cache: "Cache") -> bool:
+        dropped = cache.length - length
+        written = cache.last_pass if self._snapshots and cache.last_pass <= len(self._snapshots[0]) else 0
+        return dropped == 0 or dropped < written
+
+    def crop(self, length: int, cache: "Cache") -> None:
+        if length < cache.length:
+            for x, snapshots in zip(self._tensors, self._snapshots, strict=True):
+                x.copy_(snapshots[cache.last_pass - 1 - (cache.length - length)])
 
     def reorder(self, rows: Tensor) -> None:
+        if len(rows) != self.rows:
+            self._snapshots = []
         for i, old in enumerate(self._tensors):
             moved = old.index_select(0, rows)
             if len(rows) == len(old):
@@ -370,6 +415,7 @@ class RecurrentState:
                 self._tensors[i] = moved
 
     def take(self, other: "RecurrentState", rows: Tensor, past: int) -> None:
+        self._snapshots = [mine.to(its) for mine, its in zip(self._snapshots, other._tensors, strict=False)]
         self._tensors = [mine.to(its) for mine, its in zip(self._tensors, other._tensors, strict=True)]
         for mine, its in zip(self._tensors, other._tensors, strict=True):
             mine.copy_(its.index_select(0, rows))
@@ -383,14 +429,15 @@ class RecurrentState:
         return sum(x[0].nbytes for x in self._tensors)
 
     def tensors(self) -> list[Tensor]:
-        return list(self._tensors)
+        return [*self._tensors, *self._snapshots]
 
 
 class Cache:
     """The states of a model's mixers, one a layer: `cache[i]`, iterable, `len(cache)` layers.
 
     length: tokens of the longest row. rows: sequences. values: what else a model remembers of these tokens, by name;
-    its tensors have a row for each sequence. Lengths are on the host: nothing here synchronises.
+    its tensors have a row for each sequence. farthest: the largest length since the last reset. last_pass: the tokens
+    of the last pass, 0 where something has changed since. Lengths are on the host: nothing here synchronises.
     """
 
     def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
@@ -400,7 +447,7 @@ class Cache:
         self.length = 0
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/engine.py
-        self._farthest = 0
+        self.farthest = self.last_pass = 0
 
     def __getitem__(self, layer: int) -> Any:
         return self.states[layer]
@@ -426,7 +473,7 @@ class Cache:
     def advance(self, tokens: int) -> None:
         """Counts tokens that every mixer has stored, or is about to store."""
         self.length += tokens
-        self._farthest = max(self._farthest, self.length)
+        self.farthest, self.last_pass = max(self.farthest, self.length), tokens
 
     def reserve(self, length: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
@@ -437,7 +484,7 @@ class Cache:
         """Forgets the tokens; the memory stays."""
         for state in self.states:
             state.reset()
-        self.length = self._farthest = 0
+        self.length = self.farthest = self.last_pass = 0
         self.values.clear()
 
     def crop(self, length: int) -> None:
@@ -445,8 +492,10 @@ class Cache:
 
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
-        if length and length <= self.length and all(state.can_crop(length, self._farthest) for state in self.states):
-            self.length = length
+        if length and length <= self.length and all(state.can_crop(length, self) for state in self.states):
+            for state in self.states:
+                state.crop(length, self)
+            self.length, self.last_pass = length, 0
         else:
             self.reset()
 
@@ -455,14 +504,15 @@ class Cache:
         for state in self.states:
             state.reorder(rows)
         self.values = _select(self.values, rows)
-        self.rows = len(rows)
+        self.rows, self.last_pass = len(rows), 0
 
     def take(self, other: "Cache", rows: Tensor) -> None:
         """Row i becomes a copy of row rows[i] of `other`, in the memory of this cache. rows: int64 [self.rows]."""
         for mine, state in zip(self.states, other.states, strict=True):
             mine.take(state, rows, other.length)
         self.values = _select(other.values, rows)
-        self.length = self._farthest = other.length
+        self.length = self.farthest = other.length
+        self.last_pass = 0
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`, made with `whole=True`.
@@ -509,7 +559,7 @@ class TransformersCache(Cache):
         super().__init__([_TransformersState(cache, i) for i in range(num_layers)], 0)  # type: ignore[misc]
         self.cache = cache
         self.rows = cache.layers[0].keys.shape[0] if length else 0
-        self.length = self._farthest = length
+        self.length = self.farthest = length
 
     def reset(self) -> None:
         raise InputError(

@@ -3,13 +3,17 @@
 The recurrent mixer is h = a * h + x, whose state [rows, hidden] is not keys and values, and cannot go back.
 """
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
 import ligermodels
 from ligermodels.generation import engine, generate, generate_iter, generate_many
-from ligermodels.layers import Attention, GatedMLP, RMSNorm
+from ligermodels.generation.drafters import PromptLookup
+from ligermodels.layers import Attention, Batch, GatedDeltaNet, GatedMLP, RMSNorm
+from ligermodels.layers.state import Cache
 from tests.generation.models import config, padded, prompt, with_large_weights
 
 
@@ -26,8 +30,11 @@ class RecurrentState:
     def reserve(self, length, past, tokens=1):
         pass
 
-    def can_crop(self, length, farthest):
-        return length == farthest
+    def can_crop(self, length, cache):
+        return length == cache.length
+
+    def crop(self, length, cache):
+        pass
 
     def reorder(self, rows):
         self.h = self.h[rows]
@@ -148,8 +155,88 @@ def test_rows_move_and_a_cache_continues(model):
     assert torch.equal(found, by_full_forward(model, text, torch.ones_like(text)))
 
 
+def guess(monkeypatch, text, rate):
+    """Prompt lookup guesses the tokens of `text`, each with this probability, else another one."""
+
+    def foresee(self, hidden):
+        draw, ahead = random.Random(len(self.tokens)), text[len(self.tokens) :][: self.count]
+        return [token if draw.random() < rate else (token + 1) % 90 for token in ahead]
+
+    monkeypatch.setattr(PromptLookup, "propose", foresee)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_rejected_tokens_leave_no_trace(model, monkeypatch, rate):
+    """The text is the greedy one, and qwen3_5 reads its prompt once: it returns to a snapshot, the toy cannot."""
+    ids, passes = prompt(1, 12), []
+    expected = by_full_forward(model, ids, torch.ones_like(ids))
+    guess(monkeypatch, expected[0].tolist(), rate)
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: passes.append(inputs[0].numel()))
+    for chunk in (None, 5):
+        passes.clear()
+        options = dict(prompt_lookup_num_tokens=3, max_new_tokens=20, prefill_chunk_size=chunk)
+        found = generate(model, ids, return_dict_in_generate=True, **options)
+        assert torch.equal(found.sequences, expected)
+        if not isinstance(model, Hybrid):
+            assert max(passes) <= (chunk or 12) and (chunk or passes.count(12) == 1)
+    hook.remove()
+    if not isinstance(model, Hybrid):  # the states are to rounding those of the text that was kept
+        text, plain = found.sequences[:, : found.past_key_values.length], model.new_cache(1, 40)
+        model(text, past_key_values=plain)
+        for state, wanted in zip(found.past_key_values, plain, strict=True):
+            for x, y in zip(state.current, wanted.current, strict=True) if hasattr(state, "current") else ():
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_returns_to_its_snapshots_and_no_further():
+    """Whatever the dropped tokens were, to the bit, and only where the last pass has left snapshots."""
+    layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    layer.requires_grad_(False)
+    x, make = torch.randn(1, 12, 16), lambda: layer.new_state(1, 12, dtype=torch.float32, device="cpu")
+
+    def run(cache, begin, end, text=x, **options):
+        layer(text[:, begin:end], Batch(past=cache.length, **options), cache[0])
+        cache.advance(end - begin)
+
+    def started():
+        cache = Cache([make()], 1)
+        cache.reserve(12, 4)
+        run(cache, 0, 4)
+        return cache
+
+    for length in (5, 6, 7, 8):
+        plain, caches = started(), (started(), started())
+        for i in range(4, length + 1):
+            run(plain, i, i + 1)
+        others = torch.cat([x[:, :length], torch.randn(1, 12 - length, 16)], 1)
+        for cache, text in zip(caches, (x, others), strict=True):
+            run(cache, 4, 8, text)
+            cache.crop(length)
+            assert cache.length == length
+        assert all(map(torch.equal, caches[0][0].current, caches[1][0].current))
+        run(cache, length, length + 1)
+        for found, expected in zip(cache[0].current, plain[0].current, strict=True):
+            torch.testing.assert_close(found, expected)
+        cache.crop(length)  # the last pass had one token
+        assert cache.length == 0
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    for prepare in (
+        lambda cache: None,  # nothing is reserved
+        lambda cache: cache.reserve(12, 3),  # less than the pass
+        lambda cache: (cache.reserve(12, 4), run(cache, 4, 8, token_mask=mask)),
+        lambda cache: (cache.reserve(12, 4), run(cache, 4, 8), cache.reorder(torch.tensor([0]))),
+    ):
+        cache = Cache([make()], 1)
+        run(cache, 0, 4)
+        prepare(cache)
+        if cache.length == 4:
+            run(cache, 4, 8)
+        cache.crop(7)
+        assert cache.length == 0
+
+
 def test_what_cannot_go_back_is_computed_again(model):
-    """After proposed tokens that were wrong, and a stream that was left: the states are empty, the text is right."""
+    """After a stream that was left: the states are empty, the text is right."""
     ids = prompt(1, 4).repeat(1, 3)
     expected = by_full_forward(model, ids, torch.ones_like(ids))
     assert torch.equal(generate(model, ids, max_new_tokens=20, prompt_lookup_num_tokens=3), expected)

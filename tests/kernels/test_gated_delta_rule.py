@@ -11,7 +11,7 @@ from ligermodels.kernels import causal_conv, gated_delta_rule, gated_delta_rule_
 from ligermodels.kernels._delta import chunk
 from ligermodels.kernels._triton import tl, triton
 from ligermodels.kernels.causal_conv import causal_conv_step
-from ligermodels.kernels.gated_delta_rule import gated_delta_step
+from ligermodels.kernels.gated_delta_rule import gated_delta_step, gated_delta_steps
 from tests.kernels.judge import FP32_INTERPRETED, ON_GPU, TF32
 from tests.kernels.on_gpu import assert_captures, never_waits
 from tests.kernels.ops.delta import eager_gated_delta_rule, terms_of
@@ -124,6 +124,20 @@ def test_continues_from_a_state(device, poison):
     torch.testing.assert_close(torch.stack(steps, 1), second, **close)
     torch.testing.assert_close(after, last, **close)
     torch.testing.assert_close(middle, last, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_one_row_are_single_steps(device, dtype, poison):
+    *tokens, state = inputs(device, 5, heads=6, key_heads=2, keys=24, values=40)
+    q, k, v, g, beta = (t[0] for t in tokens)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    tokens, one, kept = (q, k, v, g, beta), state.detach().clone(), state.detach().clone()
+    after = torch.empty(5, *state.shape[1:], device=device)
+    out = gated_delta_steps(*tokens, kept[0], after)
+    for i in range(5):
+        assert torch.equal(out[i], gated_delta_step(*(t[i : i + 1] for t in tokens), one)[0])
+        assert torch.equal(after[i], one[0])
+    assert torch.equal(kept, one)
 
 
 def test_a_step_writes_only_its_state(device):
