@@ -19,6 +19,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
+from ligermodels.layers.multimodal import DeepStack
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, TransformersCache
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
@@ -116,6 +117,7 @@ class Decoder(BaseModel):
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
             sections=rope.pop("mrope_section", None),
+            interleaved=rope.pop("mrope_interleaved", False),
             theta=rope["rope_theta"],
             scaling=rope,
             max_position_embeddings=config.max_position_embeddings,
@@ -145,8 +147,10 @@ class Decoder(BaseModel):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
+        deepstack: DeepStack | None = None,
     ) -> CausalLMOutput:
-        """`forward` for checked inputs. cross: the states that cross-attention attends to."""
+        """`forward` for checked inputs. cross: the states that cross-attention attends to. deepstack: the states of
+        image tokens that are added after the first blocks."""
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
@@ -155,7 +159,7 @@ class Decoder(BaseModel):
         tokens = inputs.tokens
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
-        batch = self._batch(tokens, inputs, cross)
+        batch, tokens_shape = self._batch(tokens, inputs, cross), tokens.shape[:2]
         if context is not None:
             tokens = context.shard(tokens, 1)
         x = self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
@@ -171,6 +175,8 @@ class Decoder(BaseModel):
             plain = type(layer) in self.block_classes and not is_hooked(layer)
             block: Any = layer if plain else watched(layer, self.block_classes)
             x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
+            if deepstack is not None:
+                x = self._add(deepstack.of_block(i, tokens_shape), x)
             if router_logits is not None:
                 router_logits += routed
         x = self.norm(x, residual)[0]
@@ -216,6 +222,14 @@ class Decoder(BaseModel):
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
+
+    def _add(self, states: Tensor | None, x: Tensor) -> Tensor:
+        """x, this rank's part of the hidden state, plus its part of `states` [B, S, hidden_size] of all tokens."""
+        if states is None:
+            return x
+        states = states if self.context is None else self.context.shard(states, 1)
+        states = states if self.tp is None else self.tp.scatter(states, 1)
+        return x + states.to(x.device, x.dtype)
 
     def _batch(self, tokens: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
         """The inputs of the blocks besides x: rotary tables and masks."""

@@ -233,7 +233,7 @@ class Pretrained(nn.Module):
                 if isinstance(module, LMHead) and module.is_tied:
                     continue
                 weights.fill(module.weight, functools.partial(draw, padding_idx=getattr(module, "padding_idx", None)))
-                if isinstance(module, nn.Linear | LMHead) and module.bias is not None:
+                if isinstance(module, nn.Linear | PatchEmbedding | LMHead) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Experts):
                 for weight in module.parameters(recurse=False):

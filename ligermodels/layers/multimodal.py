@@ -1,15 +1,17 @@
-"""Images and videos among text tokens, as in Qwen2-VL: their sizes, their embeddings, their positions.
+"""Images and videos among text tokens, as in Qwen2-VL and after it: their sizes, their embeddings, their positions.
 
 An image, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
 frame and row by row. Patches are in the order of their tokens, and within a token row by row.
 
 There is no loop over tokens, and nothing synchronises once the sizes are on the host.
 
-Source: Wang et al. 2024, https://arxiv.org/abs/2409.12191; get_rope_index in modeling_qwen2_vl.py of transformers.
+Sources: Wang et al. 2024, https://arxiv.org/abs/2409.12191; Meng et al. 2024, "DeepStack",
+https://arxiv.org/abs/2406.04334; get_rope_index in modeling_qwen2_vl.py and vision_utils.py of transformers.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,22 +20,24 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import is_capturing
+from ligermodels.layers.batch import MovableInputs
 
 Grids = list[tuple[int, int, int]]
 """Frames, rows and columns of each image, in patches."""
 
 
 class PatchEmbedding(nn.Module):
-    """Patches of pixels [N, width] -> [N, size], by a convolution's weight [size, channels, *kernel].
+    """Patches of pixels [N, width] -> [N, size], by a convolution's weight [size, channels, *kernel] and bias [size].
 
     That is the shape in checkpoints; on patches that do not overlap the convolution is a matmul. width: channels *
     product of the kernel. Pixels are cast to the weight's dtype. Raises InputError for pixels on another device.
     """
 
-    def __init__(self, channels: int, size: int, kernel: tuple[int, ...]):
+    def __init__(self, channels: int, size: int, kernel: tuple[int, ...], *, bias: bool = False):
         super().__init__()
         self.width = channels * math.prod(kernel)
         self.weight = nn.Parameter(torch.empty(size, channels, *kernel))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -43,7 +47,26 @@ class PatchEmbedding(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.device != self.weight.device:
             raise InputError(f"pixels are on {pixels.device}, the model on {self.weight.device}; move one of them")
-        return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1))
+        return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepStack(MovableInputs):
+    """States of image tokens that are added after the first blocks of the text: states[i] [N, H] after block i.
+
+    places: int64 [N], where the tokens stand in the flattened rows.
+    """
+
+    states: tuple[Tensor, ...]
+    places: Tensor
+
+    def of_block(self, block: int, shape: tuple[int, ...]) -> Tensor | None:
+        """[B, S, H], what is added to the tokens of shape [B, S] after the block: 0 to text. None if nothing is."""
+        if block >= len(self.states):
+            return None
+        states = self.states[block]
+        nothing = states.new_zeros(math.prod(shape), states.shape[1])
+        return nothing.index_copy(0, self.places, states).view(*shape, -1)
 
 
 class Modality(NamedTuple):
@@ -58,11 +81,22 @@ class VisionInputs:
     """The images and videos of one call. bool() is False if there are none.
 
     modalities: (name, token id, sizes: an integer tensor [images, 3] or None) of each. Reading sizes from a GPU
-    synchronises. Raises InputError for another shape, or sizes that are no multiples of `merge`.
+    synchronises. frames_count: whether text after a video counts its frames, see `positions`. frames_apart: each frame
+    of a video stands alone among the tokens, as an image does.
+    Raises InputError for another shape, or sizes that are no multiples of `merge`.
     """
 
-    def __init__(self, modalities: Sequence[tuple[str, int, Tensor | None]], *, merge: int):
+    def __init__(
+        self,
+        modalities: Sequence[tuple[str, int, Tensor | None]],
+        *,
+        merge: int,
+        frames_count: bool = True,
+        frames_apart: bool = False,
+    ):
         self.merge = merge
+        self.frames_count = frames_count
+        self.frames_apart = frames_apart
         self.modalities = [Modality(name, token_id, self._read(name, sizes)) for name, token_id, sizes in modalities]
         self.grids: Grids = [grid for modality in self.modalities for grid in modality.grids]
 
@@ -89,15 +123,14 @@ class VisionInputs:
         parts = [rows for rows in given if rows is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
-    def merge_embeddings(self, x: Tensor, input_ids: Tensor, embeddings: Tensor) -> Tensor:
-        """x [B, S, H] with `embeddings` [tokens of all images, H] at the image tokens, modality by modality, in order.
+    def places(self, input_ids: Tensor) -> Tensor:
+        """Where the tokens of the images stand in the flattened input_ids [B, S], modality by modality, in order.
 
-        The result is undefined where input_ids [B, S] hold too few image tokens; `check_count` raises there.
+        Undefined where there are too few; `check_count` raises there.
         """
         ids = input_ids.flatten()
         counts = [(modality.token_id, num_tokens(modality.grids, self.merge)) for modality in self.modalities]
-        places = torch.cat([(ids != token_id).int().argsort(stable=True)[:count] for token_id, count in counts])
-        return x.flatten(0, 1).index_copy(0, places, embeddings.to(x.dtype)).view_as(x)
+        return torch.cat([(ids != token_id).int().argsort(stable=True)[:count] for token_id, count in counts])
 
     def check_count(self, input_ids: Tensor) -> Callable[[], None]:
         """Raises InputError if the number of image tokens in input_ids is not that of the sizes.
@@ -129,7 +162,6 @@ class VisionInputs:
         attention_mask: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
-        frames_count: bool = True,
         past: int = 0,
         deltas: Tensor | None = None,
     ) -> Tensor:
@@ -155,7 +187,7 @@ class VisionInputs:
             if grids:
                 is_image = (input_ids == token_id) & real
                 index = (is_image.flatten().cumsum(0) - 1).view_as(input_ids)
-                table = _cells_and_steps(grids, self.merge, frames_count).to(input_ids.device, non_blocking=True)
+                table = _cells_and_steps(grids, self.merge, self.frames_count).to(input_ids.device, non_blocking=True)
                 found = table.index_select(1, index.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
                 cells, steps = torch.where(is_image, found[:3], cells), torch.where(is_image, found[3], steps)
         if cu_seqlens is None:
@@ -184,7 +216,7 @@ class VisionInputs:
                     f"{name}_grid_thw contains {list(grid)}: frames, rows and columns must be positive, and rows and "
                     f"columns multiples of {self.merge}, as the image processor makes them"
                 )
-        return grids
+        return [(1, h, w) for t, h, w in grids for _ in range(t)] if self.frames_apart else grids
 
     def _compare(self, found: list[int]) -> None:
         for count, (name, token_id, grids) in zip(found, self.modalities, strict=True):
@@ -217,6 +249,22 @@ def patch_cells(grids: Grids, merge: int) -> Tensor:
     rows, columns = token_cells(grids, merge)[1:, :, None, None] * merge
     inner = _range(merge)
     return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
+
+
+def resampled(grids: Grids, merge: int, side: int) -> tuple[Tensor, Tensor]:
+    """Where each patch lies in a table of side x side positions that is stretched over its image, corner on corner.
+
+    Returns the rows of the table around it, int64 [4, patches], and their bilinear weights, fp32 [4, patches]; on the
+    CPU.
+    """
+    cells = patch_cells(grids, merge)
+    counts = torch.tensor([math.prod(grid) for grid in grids], device="cpu")
+    sizes = torch.tensor([grid[1:] for grid in grids], device="cpu").repeat_interleave(counts, 0).T
+    places = cells.float() * (side - 1) / (sizes - 1).clamp(min=1)
+    first = places.floor()
+    rows, columns = torch.stack([first, (first + 1).clamp(max=side - 1)], 1).long()
+    down, across = torch.stack([1 - (places - first), places - first], 1)
+    return (rows[:, None] * side + columns).flatten(0, 1), (down[:, None] * across).flatten(0, 1)
 
 
 def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:

@@ -14,8 +14,8 @@ Frequency i of R/2 rotates dims i and i + R/2 of a head by position * f_i, where
 The arithmetic is fp32 in transformers' order, so that the tables agree to the bit: at position 10000 the last bit of a
 frequency is worth 1e-3 of an angle.
 
-A token of an image has three positions (time, row, column). `sections` says how many frequencies use each position,
-in this order. `VisionRotary` has two positions, row and column.
+A token of an image has three positions (time, row, column). `sections` says how many frequencies use each position:
+in this order in Qwen2-VL, interleaved from Qwen3-VL on. `VisionRotary` has two positions, row and column.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
 https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; Wang et al. 2024,
@@ -58,6 +58,8 @@ class RotaryEmbedding(nn.Module):
     theta: base of the frequencies. scaling: config.json's rope dict, with `rope_type` or the older `type`.
     max_position_embeddings: in tokens; "dynamic" needs it, other types use it if `scaling` has no
     original_max_position_embeddings. sections: the number of frequencies that use each position; their sum is R/2.
+    interleaved: of n positions, frequency i uses position i % n for as long as that has frequencies left, then the
+    first; else the sections follow each other.
 
     "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Cached keys keep
     the frequencies of the call that made them: `needs_recompute` says when that is wrong. `of_length` gives the parts
@@ -78,6 +80,7 @@ class RotaryEmbedding(nn.Module):
         max_position_embeddings: int | None = None,
         partial_rotary_factor: float = 1.0,
         sections: Sequence[int] | None = None,
+        interleaved: bool = False,
     ):
         super().__init__()
         self.dim = int(head_dim * partial_rotary_factor)
@@ -94,6 +97,7 @@ class RotaryEmbedding(nn.Module):
                 "frequencies"
             )
         self.sections = None if sections is None else tuple(sections)
+        self.interleaved = interleaved
         self.theta = theta
         self.scaling = _read(scaling or {}, theta, partial_rotary_factor, self.dim // 2)
         self.rope_type = self.scaling["rope_type"]
@@ -163,6 +167,12 @@ class RotaryEmbedding(nn.Module):
                 f"rope: position_ids have shape {tuple(position_ids.shape)}, and this table takes [B, S]"
                 + ("" if self.sections is None else f" or [{len(self.sections)}, B, S]")
             )
+        if self.interleaved:
+            angles = position_ids[0][..., None].float() * frequencies
+            for axis, count in list(enumerate(self.sections))[1:]:
+                own = slice(axis, len(self.sections) * count, len(self.sections))
+                angles[..., own] = position_ids[axis][..., None].float() * frequencies[own]
+            return angles
         sections = zip(position_ids, frequencies.split(self.sections), strict=True)
         return torch.cat([positions[..., None].float() * section for positions, section in sections], dim=-1)
 
@@ -180,7 +190,7 @@ class RotaryEmbedding(nn.Module):
         return math.inf if left < 0 and self.rope_type == "longrope" else max(0, left)
 
     def extra_repr(self) -> str:
-        sections = "" if self.sections is None else f", sections={self.sections}"
+        sections = "" if self.sections is None else f", sections={self.sections}" + ", interleaved" * self.interleaved
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:

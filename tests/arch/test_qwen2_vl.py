@@ -310,28 +310,30 @@ def theirs_positions(batch):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=3), st.sampled_from(["left", "right"]))
 def test_positions_of_any_text(rows, pad):
-    batch, config = inputs(rows, pad=pad), Qwen2VLConfig.from_hf(tiny())
+    batch, config = inputs(rows, pad=pad), Qwen2VLConfig.from_hf(tiny(video_rule="5.x"))
     tokens = token_mask(batch)
     batch["input_ids"][~tokens] = IMAGE  # which counts for nothing there
     known = {name: value for name, value in batch.items() if "pixel" not in name and name != "mm_token_type_ids"}
-    positions, deltas = config.get_rope_index(**known, video_rule="5.x")
+    positions, deltas = config.get_rope_index(**known)
     expected, expected_deltas = theirs_positions(batch)
     assert torch.equal(positions, expected) and torch.equal(deltas, expected_deltas)
     # the same rows without their padding, packed into one
     texts = [batch["input_ids"][row, tokens[row]] for row in range(len(rows))]
     bounds = torch.tensor([0, *map(len, texts)]).cumsum(0, dtype=torch.int32)
     sizes = {name: value for name, value in known.items() if "grid" in name}
-    packed, _ = config.get_rope_index(torch.cat(texts)[None], **sizes, cu_seqlens=bounds, video_rule="5.x")
+    packed, _ = config.get_rope_index(torch.cat(texts)[None], **sizes, cu_seqlens=bounds)
     assert torch.equal(packed[:, 0], torch.cat([positions[:, row, tokens[row]] for row in range(len(rows))], dim=1))
 
 
 def test_the_rules_differ_after_long_videos():
     """Text after 5 frames of 2 x 1 tokens that began at 9 continues at 14 or at 11: with get_rope_index of transformers
     4.57 and of 5.23."""
-    batch, config = inputs([[8, video(5, 2, 1), 2]]), Qwen2VLConfig.from_hf(tiny())
+    batch = inputs([[8, video(5, 2, 1), 2]])
     for rule, then, delta in (("4.x", 14, -5), ("5.x", 11, -8)):
-        positions, deltas = config.get_rope_index(batch["input_ids"], None, batch["video_grid_thw"], video_rule=rule)
+        config = Qwen2VLConfig.from_hf(tiny(video_rule=rule))
+        positions, deltas = config.get_rope_index(batch["input_ids"], None, batch["video_grid_thw"])
         assert positions[:, 0, 19].tolist() == [then] * 3 and deltas.item() == delta
+    config = Qwen2VLConfig.from_hf(tiny())
     assert config.video_rule == "4.x" and "video_rule" not in config.to_hf()
     other = Qwen2VLConfig.from_hf(tiny(video_rule="5.x"))
     assert other.to_hf()["video_rule"] == "5.x" and Qwen2VLConfig.from_hf(other.to_hf()) == other
