@@ -10,6 +10,10 @@ p counts a row's columns, padding included; first is starts[b] or, with a window
 - The last program of a row to finish sums the shares, in a fixed order. A second kernel does it for more than
   MAX_BY_LAST shares, with many programs. Shares depend on lengths, batch size and GPU, not on the capacity of the
   cache, and so do the bits of the result.
+- `rope_decode_attention` takes the new token as it comes from the projection: each program rotates its query heads,
+  and the one with the last share of a key head also rotates the new key, adds it to the sums from registers, and writes
+  key and value into the cache. Nobody else reads that column. In half precision and without fp8; else `rope_to_cache`
+  runs first.
 - Keys and values may be fp8 with a scale per token and key head (fp8.py). The scales multiply scores and probabilities
   in fp32; e4m3 is converted to q's dtype, which is exact. Two dims are loaded as one int16 and multiplied separately.
 
@@ -17,6 +21,8 @@ Bytes: keys and values once, and 4 D + 8 per query head and share, written and r
 
 Source: Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
+
+import operator
 
 import torch
 from torch import Tensor
@@ -40,7 +46,9 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
+from ligermodels.kernels.rope import check_tables, check_token, rope_to_cache
 
+_HALF = torch.bfloat16, torch.float16
 _MAX_SPLITS = 256
 _SUM_ELEMENTS = 8192
 """Elements of shares that are loaded at a time to be summed."""
@@ -106,17 +114,32 @@ def _scales(k_ptr, v_ptr, positions, end, stride, capacity, RING: tl.constexpr):
     return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
 
 
+@triton.jit
+def _rotated(x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr):
+    """The heads at x_ptr + offsets, rotated; the dims past 2 * HALF as they are."""
+    other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the other dim of a pair
+    rotates = dims < 2 * HALF
+    cos = tl.load(cos_ptr + tl.minimum(dims, other), mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + tl.minimum(dims, other), mask=rotates, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets + dims, mask=mask & (dims < D), other=0.0)
+    y = tl.load(x_ptr + offsets + other, mask=mask & rotates, other=0.0)
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * tl.where(dims < HALF, -sin, sin)).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-    starts_ptr, ends_ptr, window, capacity,
-    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s,
+    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, starts_ptr, ends_ptr, window, capacity,
+    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s, new_k_b, new_k_h, new_v_b, new_v_h, table_b,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr,
     SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares."""
+    """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
+
+    HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache.
+    """
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
@@ -143,6 +166,10 @@ def _kernel(
         q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
         q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
         acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+    elif HALF is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+        q = _rotated(q_ptr, 0, dims[None, :], (members < GROUP)[:, None], cos_ptr, sin_ptr, D, HALF)
     else:
         q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
     k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
@@ -150,6 +177,21 @@ def _kernel(
     acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if HALF is not None:
+        last = tl.load(ends_ptr + b) - 1  # where the new token goes
+        if split == used - 1:
+            new_k = _rotated(new_k_ptr, b * new_k_b + kv_head * new_k_h, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
+            new_v = tl.load(new_v_ptr + b * new_v_b + kv_head * new_v_h + dims, mask=dims < D, other=0.0)
+            slot = (last % capacity if RING else last).to(tl.int64)
+            tl.store(k_ptr + slot * k_s + dims, new_k, mask=dims < D)
+            tl.store(v_ptr + slot * v_s + dims, new_v, mask=dims < D)
+            if last >= first:
+                highest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
+                if CAP is not None:
+                    highest, _ = capped(highest, SCALE, CAP, dtype)
+                total += 1.0
+                acc += new_v.to(tl.float32)[None, :]
+            end = tl.minimum(end, last)
     if FP8:  # scales are loaded a tile ahead
         scales = b * scales_b + kv_head
         k_scales_ptr += scales
@@ -286,6 +328,36 @@ def decode_attention(
     fp8 keys and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do
     not fit together.
     """
+    return _attention(q, keys, values, starts, ends, None, ring, window, softcap, scale, counters, scales)
+
+
+def rope_decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, starts: Tensor,
+    ends: Tensor, *, ring: bool = False, window: int | None = None, softcap: float | None = None,
+    scale: float | None = None, counters: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`rope_to_cache` and `decode_attention` of the rotated q, with the arguments and errors of both.
+
+    In half precision, in a cache that is not fp8 and whose rows have memory of their own, this is one launch.
+    """
+    name, new = "rope_decode_attention", None
+    rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
+    separate = scales is not None or rows_see_each_other or q.shape[-1] > 256 or q.dtype not in _HALF
+    if separate or not use_triton(q):
+        q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
+    else:
+        check_token(name, q, k, v, keys, values, ends, scales)
+        tables = check_tables(name, q, q.shape[-1], cos, sin)
+        new = last_dim_contiguous(k), last_dim_contiguous(v), *tables
+    return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
+
+
+def _attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, new: tuple[Tensor, ...] | None, ring: bool,
+    window: int | None, softcap: float | None, scale: float | None, counters: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """`decode_attention`; new: key and value [B, 1, HK, D] that the cache does not have yet, cos and sin."""
     of_q, of_k = q.shape, keys.shape
     if (
         len(of_q) != 4 or len(of_k) != 4 or of_k != values.shape or of_q[1] != 1 or of_q[0] != of_k[0]
@@ -323,17 +395,21 @@ def decode_attention(
             counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
     if scales is not None and q.dtype != torch.float32:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-    overlap = overlaps_launches(q)
+    overlap, half, of_new = overlaps_launches(q), None, (0,) * 5
+    if new is not None:
+        k, v, cos, _ = new
+        half = operator.index(cos.shape[-1])
+        of_new = k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if len(cos) == 1 else cos.stride(0)
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
         out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (keys, values)),
-        starts, ends, window or 0, capacity,
+        *(new or (q, q, q, q)), starts, ends, window or 0, capacity,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
-        *(scales[0].stride()[:2] if scales else (0, 0)),
+        *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
         of_scores, softcap, window is not None, ring, scales is not None, splits, MAX_BY_LAST,
         num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
         block_g, max(1, min(_SUM_ELEMENTS // (block_g * block_d), next_power_of_2(splits))),
-        has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
+        half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
         launch(

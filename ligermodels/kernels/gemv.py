@@ -29,6 +29,7 @@ from ligermodels.kernels._triton import (
     has_ptx,
     overlapping,
     overlaps_launches,
+    prefetch_rows,
     tl,
     triton,
     use_triton,
@@ -54,6 +55,7 @@ def _linear_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N]. s_ptr: one scale per row of w, or None. EVEN: BK divides K."""
+    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, w_stride, K, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
@@ -73,6 +75,8 @@ def _glu_kernel(
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of h [N]. One loop reads both weights, so that loads of both are in flight."""
+    prefetch_rows(gate_ptr, tl.program_id(0) * BN, N, gate_stride, K, BN, OVERLAP)
+    prefetch_rows(up_ptr, tl.program_id(0) * BN, N, up_stride, K, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)

@@ -36,6 +36,7 @@ from ligermodels.kernels._triton import (
     next_power_of_2,
     overlapping,
     overlaps_launches,
+    prefetch_rows,
     tl,
     triton,
     use_triton,
@@ -229,6 +230,11 @@ def _int4_kernel(
     instruction and saves 3 bits of the sums. one: the bits of 1.0, an argument because the compiler would copy a
     constant for half of its uses.
     """
+    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
+    prefetch_rows(s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
+    if up_ptr is not None:
+        prefetch_rows(up_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
+        prefetch_rows(up_s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
@@ -338,6 +344,7 @@ def _rows_kernel(
     PARTS: groups of the weight's columns that run in parallel, one per warp, where N alone does not fill the GPU.
     W: words (GROUPED: int4) or elements of a row of the weight. EVEN: no masks are needed.
     """
+    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     STEP: tl.constexpr = WORDS if GROUPED else GROUP  # of the weight

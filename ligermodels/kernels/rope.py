@@ -252,7 +252,7 @@ class _Rope(torch.autograd.Function):
         return dq, dk, *[None] * 4
 
 
-def _angles(where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def check_tables(where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, checked and contiguous."""
     name = "q" if x.dim() == 4 else "qkv"
     batch, length, half = x.shape[0], x.shape[1], operator.index(cos.shape[-1]) if cos.dim() else 0
@@ -296,7 +296,7 @@ def rope(
             f"rope: qkv has {describe(qkv)}; expected floating point "
             f"[B, S, heads * D] with num_heads + 2 * num_kv_heads = {counts[0]} + 2 * {counts[1]} = {heads} heads."
         )
-    angles = _angles("rope", qkv, operator.index(qkv.shape[2]) // heads, cos, sin)
+    angles = check_tables("rope", qkv, operator.index(qkv.shape[2]) // heads, cos, sin)
     compiling = torch.compiler.is_compiling()
     if inplace and not compiling:
         owner = qkv if qkv._base is None else qkv._base
@@ -323,7 +323,7 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
             f"rope_qk: q has {describe(q)}, k has {describe(k)}; expected [B, S, heads, D] of the same B, S, D, "
             "floating dtype and device. Is the head dim before the sequence, as attention kernels like it?"
         )
-    angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin)
+    angles = check_tables("rope_qk", q, operator.index(q.shape[3]), cos, sin)
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin)
     counts = operator.index(q.shape[2]), operator.index(k.shape[2])
@@ -403,6 +403,27 @@ def rope_to_cache_reference(
     return q
 
 
+def check_token(
+    where: str, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
+    scales: tuple[Tensor, Tensor] | None,
+) -> None:  # fmt: skip
+    """Raises InputError where a new token a row does not fit a cache: see `rope_to_cache`."""
+    heads, size = k.shape[2], operator.index(k.shape[3])
+    if (
+        q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[1] != 1 or q.shape[3] != size
+        or keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (k.shape[0], heads, size)
+        or not q.dtype == k.dtype == v.dtype or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
+        or not q.device == keys.device == ends.device or ends.dtype != torch.int32 or ends.shape != k.shape[:1]
+        or keys.stride()[2:] != (size, 1) or values.stride()[2:] != (size, 1)
+        or (scales is not None and not are_scales(scales, keys))
+    ):  # fmt: skip
+        raise InputError(
+            f"{where}: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
+            f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, or "
+            "the latter in float8_e4m3fn and scales bf16 [B, C, HK], and int32 [B], on one device"
+        )
+
+
 def rope_to_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor, *,
     ring: bool = False, scales: tuple[Tensor, Tensor] | None = None,
@@ -416,20 +437,8 @@ def rope_to_cache(
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     heads, size = k.shape[2], operator.index(k.shape[3])
-    if (
-        q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[1] != 1 or q.shape[3] != size
-        or keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (k.shape[0], heads, size)
-        or not q.dtype == k.dtype == v.dtype or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
-        or not q.device == keys.device == ends.device or ends.dtype != torch.int32 or ends.shape != k.shape[:1]
-        or keys.stride()[2:] != (size, 1) or values.stride()[2:] != (size, 1)
-        or (scales is not None and not are_scales(scales, keys))
-    ):  # fmt: skip
-        raise InputError(
-            f"rope_to_cache: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
-            f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, or "
-            "the latter in float8_e4m3fn and scales bf16 [B, C, HK], and int32 [B], on one device"
-        )
-    cos, sin = _angles("rope_to_cache", q, size, cos, sin)
+    check_token("rope_to_cache", q, k, v, keys, values, ends, scales)
+    cos, sin = check_tables("rope_to_cache", q, size, cos, sin)
     if not use_triton(q):
         return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
     q = q if q.stride()[2:] == (size, 1) else q.contiguous()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import fp8
-from ligermodels.kernels.decode_attention import decode_attention
-from ligermodels.kernels.rope import rope_to_cache
+from ligermodels.kernels.decode_attention import rope_decode_attention
 from ligermodels.layers.batch import NextToken
 
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -144,10 +143,9 @@ class KeyValues:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
         ring = self.window is not None
         cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
-        q = rope_to_cache(q, k, v, cos, sin, keys, values, token.ends, ring=ring, scales=scales)
-        return decode_attention(
-            q, keys, values, token.starts, token.ends, ring=ring, window=window, softcap=softcap, scale=scale,
-            counters=self.counters, scales=scales,
+        return rope_decode_attention(
+            q, k, v, cos, sin, keys, values, token.starts, token.ends, ring=ring, window=window, softcap=softcap,
+            scale=scale, counters=self.counters, scales=scales,
         )  # fmt: skip
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:

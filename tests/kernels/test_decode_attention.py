@@ -8,9 +8,14 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.kernels import decode_attention as module
 from ligermodels.kernels.attention import attention_reference
-from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
+from ligermodels.kernels.decode_attention import (
+    decode_attention,
+    decode_attention_reference,
+    rope_decode_attention,
+)
 from ligermodels.kernels.fp8 import dequantize_heads, quantize_heads
 from ligermodels.kernels.rope import rope_qk_reference, rope_to_cache
+from tests.kernels.cases import HALF
 from tests.kernels.judge import DTYPES, ON_GPU
 from tests.kernels.on_gpu import large
 from tests.kernels.oracle import assert_as_exact
@@ -242,6 +247,48 @@ def test_a_token_is_rotated_and_written_to_its_place_alone(device, rotated, ring
         for x in (x.float().clone() for x in kv):
             x[here if "expands" not in how else (slice(None), here[1])] = 7.0
             assert (x == 7.0).all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("case", [
+    # capacity, starts, ends, ring, window
+    (300, [0, 17, 299], [300, 256, 300], False, None),
+    (300, [0, 0, 0], [1, 65, 130], False, None),  # the new token alone, and alone in its share
+    (40, [0, 930, 1000], [1040, 1033, 1021], True, 33),
+    (100, [0, 0, 0], [150, 20, 1], True, 100),
+    (300, [9, 5, 300], [9, 6, 41], False, None),  # rows that have not begun write, and see nothing
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1)], ids=str)
+def test_rope_and_attention_in_one_launch(device, monkeypatch, poison, case, heads):
+    """The new token is written like `rope_to_cache` does, and nothing else is; attention is as exact as eager."""
+    capacity, starts, ends, ring, window = case
+    launched, launch, rows = [], module.launch, len(ends)
+    monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
+    monkeypatch.setattr(module, "rope_to_cache", None)
+    for i, (dtype, size) in enumerate(itertools.product(HALF if ON_GPU else [torch.float16], [16, 24, 64])):
+        monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+        options = dict(window=window, ring=ring, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
+        qkv = torch.randn(rows, 1, heads[0] + 2 * heads[1], size, device=device).to(dtype)
+        q, k, v = qkv.split([heads[0], heads[1], heads[1]], 2)
+        rotated = size if i % 2 else size // 2
+        angles = torch.rand(rows, 1, rotated // 2, device=device) * 6
+        tables = angles.cos(), angles.sin()
+        keys, values, *bounds = cache(rows, capacity, heads[1], size, starts, ends, ring, dtype, device)
+        here = torch.arange(rows), (torch.tensor(ends) - 1) % capacity
+        keys[here] = values[here] = torch.nan
+        written = [x.clone() for x in (keys, values)]
+        before = qkv.clone()
+        found = rope_decode_attention(q, k, v, *tables, keys, values, *bounds, **options)
+        assert launched.pop() in (module._kernel, module._many_kernel) and torch.equal(qkv, before)
+        launched.clear()
+        rope_to_cache(q.clone(), k, v, *tables, *written, bounds[1], ring=ring)
+        torch.testing.assert_close((keys, values), tuple(written), equal_nan=True)
+        results = []
+        for precise in (torch.float64, dtype):
+            turned_q, turned_k = rope_qk_reference(q.to(precise), k.to(precise), *tables)
+            full = [x.to(precise) for x in (keys, values)]
+            full[0][here] = turned_k[:, 0]
+            results.append(by_rows(turned_q, *full, *bounds, **options))
+        assert_as_exact(found, results[1], results[0], f"{dtype} {size}", shared=size)
 
 
 def test_infinities_do_not_become_numbers(device):
