@@ -87,6 +87,7 @@ def prefetch_rows(ptr, first, N, stride, columns, ROWS: tl.constexpr, OVERLAP: t
     """
     if OVERLAP:
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+        nbytes = tl.minimum(columns * SIZE, 32768 // ROWS) & -16  # of a row; addresses must be multiples of 16
         tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 row; .reg .b64 at; "
             "mov.u32 row, %tid.x; setp.lt.u32 p, row, $6; setp.ne.and.u32 p, $5, 0, p; "
@@ -94,7 +95,7 @@ def prefetch_rows(ptr, first, N, stride, columns, ROWS: tl.constexpr, OVERLAP: t
             "cvt.s64.s32 at, row; mad.lo.s64 at, at, $4, $1; and.b64 at, at, -16; "
             "@p cp.async.bulk.prefetch.L2.global [at], $5; mov.b32 $0, 0; }",
             "=r,l,r,r,l,r,r",
-            [ptr, first, N - 1, tl.cast(stride, tl.int64) * SIZE, tl.minimum(columns * SIZE, 32768 // ROWS) & -16, ROWS],
+            [ptr, first, N - 1, tl.cast(stride, tl.int64) * SIZE, nbytes, ROWS],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
