@@ -29,7 +29,8 @@ lint: .venv/dev
 	$(BIN)/mypy
 
 # On a machine with a GPU whose python3 holds torch and the extra `test`: the same tests on the real kernels, in processes
-# that share the GPU (ten minutes on an H200; in one process over an hour). The result is part of the commit that it judges.
+# that share its GPUs (ten minutes on an H200, six and a half with GPU_PROCESSES=40 on four H100s; in one process over an
+# hour). The result is part of the commit that it judges.
 GPU_PROCESSES ?= 12
 gpu:
 	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) -m gpu --record benchmarks/results/gpu.json tests

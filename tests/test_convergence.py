@@ -48,9 +48,11 @@ def test_fp32_losses_are_those_of_transformers(family, write, device):
     found = losses(ours(folder, torch.float32, device), batches)
     assert expected[0] > 5.5 > 2.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
     distance = difference(found, expected)
-    assert distance[:32].max() < 1e-5
-    # Curves of Qwen3.5 diverge: from weights that differ by 1e-7, transformers' own differ by 0.03 after 200 steps.
-    assert distance[-1] < (0.1 if family == "qwen3_5_text" else 1e-3)
+    # Curves of Qwen3.5 diverge: from weights that differ by 1e-7, those of transformers differ by 2e-5 after 32 steps
+    # and by 0.03 after 200.
+    early, late = (1e-4, 0.1) if family == "qwen3_5_text" else (1e-5, 1e-3)
+    assert distance[:32].max() < early
+    assert distance[-1] < late
 
 
 @pytest.mark.parametrize(("family", "field"), [(family, field) for family in FAMILIES for field in SWITCHES[family]])

@@ -134,6 +134,8 @@ def prepare_kernel(
     k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
     beta = tl.load(beta_ptr + of_token, mask=inside, other=0.0).to(tl.float32)
     G = tl.cumsum(tl.load(g_ptr + of_token, mask=inside, other=0.0).to(tl.float32), 0)
+    # Past the end exactly that of the last token, which a sum in another order may miss by an ulp of all of G.
+    G = tl.where(inside, G, tl.sum(tl.where(rows == end - first - 1, G, 0.0), 0))
     k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
     at = slot.to(tl.int64) * HV + i
     tl.store(G_ptr + at * C + rows, G)

@@ -157,4 +157,6 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     check_operand("gated_norm", "weight", weight, x.shape[-1:], "x", x)
     if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0 or x.shape[-1] > MAX_WIDTH:
         return gated_norm_reference(x, z, weight, eps)
+    for size in x.shape[-2:]:
+        operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
     return _GatedNorm.apply(x, z, weight.contiguous(), eps)
