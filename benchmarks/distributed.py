@@ -38,6 +38,7 @@ from ligermodels.training import AdamW
 CONFIGS: dict[str, dict[str, Any]] = {
     "1B": MODELS["llama-3.2-1b"].config,
     "8B": MODELS["llama-3.1-8b"].config,
+    "70B": MODELS["llama-3.1-70b"].config,
     "half 70B": changed(MODELS["llama-3.1-70b"].config, {"num_hidden_layers": 40}),
 }
 FP32 = dict(weights="fp32")
@@ -66,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8B 1 x 8192, tp": dict(batch=1, seq=8192, mesh="tp", **BF16),
     "1B 1 x 131072, cp": dict(seq=131072, steps=2, **LONG),
     **{f"1B 1 x {seq}, cp": dict(seq=seq, steps=1, **LONG) for seq in (262144, 524288, 1048576)},
+    "70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
     "half 70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
 }
 """Name, which begins with the model's -> how it runs.
