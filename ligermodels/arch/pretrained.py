@@ -232,7 +232,8 @@ class Pretrained(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding | LMHead | Router):
                 if isinstance(module, LMHead) and module.is_tied:
                     continue
-                weights.fill(module.weight, functools.partial(draw, padding_idx=getattr(module, "padding_idx", None)))
+                drawn = functools.partial(draw, padding_idx=getattr(module, "padding_idx", None))
+                weights.fill(module.weight, drawn, getattr(module, "row_parts", None))
                 if isinstance(module, nn.Linear | PatchEmbedding | LMHead) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Experts):
@@ -242,7 +243,7 @@ class Pretrained(nn.Module):
                 module.weight.fill_(1.0 - module.offset)
             elif isinstance(module, GatedDeltaNet):
                 weights.fill(module.A_log, lambda weight: weight.uniform_(0.01, 16, generator=generator).log_())
-                weights.fill(module.conv1d.weight, draw)
+                weights.fill(module.conv1d.weight, draw, module.conv1d.row_parts)
                 module.dt_bias.fill_(1.0)
             elif isinstance(module, LayerNorm | GatedRMSNorm):
                 module.reset_parameters()
@@ -329,7 +330,7 @@ class Pretrained(nn.Module):
         # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(shapes, self.names_on_disk, given)
+            tensors = weights.export(shapes, self.names_on_disk, given, weights.row_parts(self))
         elif is_state:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:

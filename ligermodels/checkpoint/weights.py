@@ -18,7 +18,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -115,8 +115,10 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
+    parts = row_parts(model)
     for name, param in model.named_parameters():
-        plain, shape = plain_name(name), _shape(param)
+        plain = plain_name(name)
+        shape = _shape(param, parts.get(plain))
         hits = ((match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(plain)))
         match, theirs = next(hits, (None, plain))
         groups = match.groupdict() if match else {}
@@ -140,9 +142,10 @@ def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], whe
 
     Raises CheckpointError with the names that do not fit and a likely cause.
     """
-    params = dict(model.named_parameters())
-    expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, names.table)}
-    copies = {name: _shape(params[ours]) for name, ours in names.tied.items()}
+    rows = row_parts(model)
+    wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in model.named_parameters()}
+    expected = {box.source: _box_shape(wholes[box.param], box.index) for box in regions(model, names.table)}
+    copies = {name: wholes[ours] for name, ours in names.tied.items()}
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
     skip = re.compile("|".join(names.ignore) or "(?!)")
@@ -220,7 +223,10 @@ def load(
     order = [name for name in reader.headers if name in boxes]
     extremes: dict[str, list[Tensor]] = {}
     with torch.no_grad():
-        parts = {name: list(_parts(params[boxes[name].param], boxes[name].index)) for name in order}
+        rows, parts = row_parts(model), {}
+        for name in order:
+            box = boxes[name]
+            parts[name] = list(_parts(params[box.param], box.index, rows.get(plain_name(box.param))))
         place = next((memory.device for found in parts.values() for memory, _ in found), torch.device("cpu"))
         locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
         if locate is not None and transfer.serves(place):
@@ -286,26 +292,41 @@ def allocate(
     model._apply(with_memory)
 
 
-def fill(param: Tensor, draw: Callable[[Tensor], object]) -> None:
+def fill(param: Tensor, draw: Callable[[Tensor], object], rows: Sequence[int] | None = None) -> None:
     """Has `draw` write the values of `param`.
 
     For a DTensor, `draw` writes the whole parameter in other memory, and its local part is copied: ranks with the same
-    generator get the parts of what one process draws.
+    generator get the parts of what one process draws. rows: the `row_parts` of the parameter.
     """
     if not _is_sharded(param):
         draw(param)
         return
-    whole = torch.empty(_shape(param), dtype=param.dtype, device=_local(param).device)
+    whole = torch.empty(_shape(param, rows), dtype=param.dtype, device=_local(param).device)
     draw(whole)
-    for values, index in _parts(param, ()):
+    for values, index in _parts(param, (), rows):
         values.copy_(whole[index])
 
 
-def export(model: nn.Module, names: Names, state_dict: Mapping[str, Tensor] | None = None) -> "Exported":
+def row_parts(model: nn.Module) -> dict[str, Sequence[int]]:
+    """{name of a parameter: numbers of rows of its parts}, where tensor parallelism splits each of several parts.
+
+    Such a parameter [R, ...] is a DTensor [R/n, n, ...] over n ranks, see `layers.parallel.to_dtensor`.
+    """
+    found = ((name, getattr(module, "row_parts", None)) for name, module in model.named_modules())
+    return {plain_name(f"{name}.weight"): parts for name, parts in found if parts is not None}
+
+
+def export(
+    model: nn.Module,
+    names: Names,
+    state_dict: Mapping[str, Tensor] | None = None,
+    rows: Mapping[str, Sequence[int]] | None = None,
+) -> "Exported":
     """The weights of `model` under their names on disk, each a view of its parameter.
 
     state_dict: {name of a parameter: tensor}, saved instead of the model's own; names may have a wrapper's prefixes.
         The model then gives names and shapes only and may be on the meta device. A tied copy in it is dropped.
+    rows: the `row_parts` of the parameters in it.
     Raises CheckpointError for names or shapes that are not the model's, for a tied copy that differs, and for weights
     that are quantised or have no local memory.
     """
@@ -315,22 +336,33 @@ def export(model: nn.Module, names: Names, state_dict: Mapping[str, Tensor] | No
         copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
-    _check_saveable(model, tensors)
-    return Exported({r.source: (tensors[plain_name(r.param)], r.index) for r in regions(model, names.table)})
+    rows = row_parts(model) if rows is None else rows
+    _check_saveable(model, tensors, rows)
+    found = [(r, plain_name(r.param)) for r in regions(model, names.table)]
+    boxes = {region.source: (tensors[name], region.index) for region, name in found}
+    return Exported(boxes, {region.source: rows[name] for region, name in found if name in rows})
 
 
 class Exported:
     """A `Reader` of tensors in memory. Iterating gives (name, tensor).
 
     boxes: {name: (tensor, index of the part with this name)}. A sharded tensor (DTensor) is gathered when it is read,
-    so every rank has to read all of them in the same order. The last one is cached for its next box.
+    so every rank has to read all of them in the same order. The last one is cached for its next box. rows: {name:
+    `row_parts` of its tensor}.
     """
 
     source = "the model"
 
-    def __init__(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]):
-        self.boxes = boxes
-        self.headers = {name: TensorInfo(x.dtype, _box_shape(_shape(x), index)) for name, (x, index) in boxes.items()}
+    def __init__(
+        self,
+        boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]],
+        rows: Mapping[str, Sequence[int]] | None = None,
+    ):
+        self.boxes, self._rows = boxes, rows or {}
+        self.headers = {
+            name: TensorInfo(x.dtype, _box_shape(_shape(x, self._rows.get(name)), index))
+            for name, (x, index) in boxes.items()
+        }
         self._gathered: tuple[Any, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -340,7 +372,7 @@ class Exported:
             return tensor[index]
         if self._gathered is None or self._gathered[0] is not tensor:
             self._gathered = None
-            self._gathered = tensor, tensor.full_tensor().reshape(_shape(tensor))
+            self._gathered = tensor, whole_tensor(tensor, self._rows.get(name))
         return self._gathered[1][index]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -405,17 +437,28 @@ def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def whole_tensor(tensor: Any, rows: Sequence[int] | None = None) -> Tensor:
+    """The whole of a DTensor, in the shape of a checkpoint; all ranks call this. rows: its `row_parts`."""
+    whole = tensor.full_tensor()
+    if rows is not None:  # of each part the rows of all ranks
+        parts = whole.transpose(0, 1).split([part // whole.shape[1] for part in rows], 1)
+        whole = torch.cat([part.flatten(0, 1) for part in parts])
+    return whole.reshape(_shape(tensor, rows))
+
+
 def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-def _shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter in a checkpoint.
+def _shape(param: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The shape of the whole parameter in a checkpoint. rows: its `row_parts`.
 
     Under ZeRO-3, DeepSpeed leaves an empty tensor in its place. Tensor parallelism stores the gate and up projections
     of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H], so that each rank has rows of both.
     """
     shape = tuple(getattr(param, "ds_shape", param.shape))
+    if rows is not None and _is_sharded(param):
+        return sum(rows), *shape[2:]
     return (shape[0], 2 * shape[2], shape[3]) if _holds_gate_and_up(param) else shape
 
 
@@ -423,13 +466,15 @@ def _holds_gate_and_up(param: Tensor) -> bool:
     return _is_sharded(param) and param.ndim == 4 and param.shape[1] == 2
 
 
-def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-    """(memory, its index in the box) for each local part of box `index` of `param`."""
+def _parts(
+    param: Any, index: tuple[int | slice, ...], rows: Sequence[int] | None = None
+) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
+    """(memory, its index in the box) for each local part of box `index` of `param`. rows: its `row_parts`."""
     if not _is_sharded(param):
         yield param[index], ()
         return
-    shape = _shape(param)
-    for start, local in _local_boxes(param):
+    shape = _shape(param, rows)
+    for start, local in _local_boxes(param, rows):
         here: list[int | slice] = []
         there: list[slice] = []
         for dim, (first, size, whole) in enumerate(zip(start, local.shape, shape, strict=True)):
@@ -447,7 +492,7 @@ def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor,
             yield local[tuple(here)], tuple(there)
 
 
-def _local_boxes(param: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def _local_boxes(param: Any, rows: Sequence[int] | None = None) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """(offsets in the whole parameter, of shape `_shape`; memory) of each local box of a DTensor."""
     local = _local(param.detach())
     if local.numel() == 0:
@@ -456,6 +501,9 @@ def _local_boxes(param: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     (chunk,) = param.__create_chunk_list__()
     assert chunk.sizes == local.shape, f"{param.placements}: {list(local.shape)} here, {list(chunk.sizes)} expected"
     start = tuple(chunk.offsets)
+    if rows is not None:
+        yield from _boxes_of_rows(start, local, param.shape[1], rows)
+        return
     if not _holds_gate_and_up(param):
         yield start, local
         return
@@ -464,13 +512,29 @@ def _local_boxes(param: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         yield (expert, (half + k) * param.shape[2] + row, column), local[:, k]
 
 
+def _boxes_of_rows(
+    start: tuple[int, ...], local: Tensor, ranks: int, rows: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The boxes of `local` [r, k, ...], which is at `start` of a DTensor [R/n, n, ...]: its rows of each part."""
+    first, rank, *rest = start
+    before = here = 0  # rows of the parts before: of the whole, and of a rank
+    for part in rows:
+        own = part // ranks
+        low, high = max(first, here), min(first + len(local), here + own)
+        if low < high:
+            for k in range(local.shape[1]):
+                yield (before + (rank + k) * own + low - here, *rest), local[low - first : high - first, k]
+        before, here = before + part, here + own
+
+
 def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[int, ...]:
     return tuple(torch.empty(tuple(shape), device="meta")[index].shape)
 
 
-def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]]) -> None:
     """Raises CheckpointError if `tensors`, by name, are not the parameters of `model` in plain floats."""
-    expected = {plain_name(name): _shape(param) for name, param in model.named_parameters()}
+    params = ((plain_name(name), param) for name, param in model.named_parameters())
+    expected = {name: _shape(param, rows.get(name)) for name, param in params}
     adapters = [name for name in tensors if re.search(r"\.lora_|\.base_layer\.|\.modules_to_save\.", name)]
     extra = adapters or [name for name in tensors if name not in expected]
     missing = [name for name in expected if name not in tensors]
@@ -492,7 +556,7 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             problem = f"is quantised ({kind}). Save the model that it was made from"
         elif tensor.is_meta:
             problem = f"has no memory in this process: it is offloaded, or was never loaded. {whole}"
-        elif _shape(tensor) != expected[name]:
+        elif _shape(tensor, rows.get(name)) != expected[name]:
             problem = f"is {list(tensor.shape)}, the model has {list(expected[name])}. {whole}"
         if problem:
             raise CheckpointError(f"The weights cannot be saved: {name} {problem}.")

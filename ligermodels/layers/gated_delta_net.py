@@ -10,6 +10,7 @@ either side, neither writes to the state nor lets it decay: with and without pad
 Source: Yang et al. 2024, "Gated Delta Networks", https://arxiv.org/abs/2412.06464; models/qwen3_5 of transformers 5.23.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,17 @@ from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_s
 from ligermodels.kernels.gated_norm import gated_norm
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
+from ligermodels.layers.parallel import MeshGroup, local_rows, local_shard, replicated
 from ligermodels.layers.state import RecurrentState
 
 
 class GatedRMSNorm(nn.Module):
-    """RMSNorm of each head, times its weight, times silu(z): forward(x, z [..., size]) -> [..., size]."""
+    """RMSNorm of each head, times its weight, times silu(z): forward(x, z [..., size]) -> [..., size].
+
+    tp: the ranks over which the heads are sharded.
+    """
+
+    tp: MeshGroup | None = None
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -37,7 +44,7 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        return gated_norm(x, z, self.weight, self.eps)
+        return gated_norm(x, z, replicated(self.weight, self.tp), self.eps)
 
 
 class CausalConv(nn.Module):
@@ -45,7 +52,12 @@ class CausalConv(nn.Module):
 
     forward(x [B, S, C], state=..., cu_seqlens=...) as `causal_conv`; forward(x [B, C], state=...) as
     `causal_conv_step`, which moves x into the state. A module, so that hooks of offloading and ZeRO-3 bring its weight.
+    channels: slices of the channels that x has, in order; None: it has all.
+    tp: the ranks over which the channels are sharded, by the parts `row_parts` of them.
     """
+
+    tp: MeshGroup | None = None
+    row_parts: tuple[int, ...] | None = None
 
     def __init__(self, channels: int, size: int):
         super().__init__()
@@ -55,10 +67,20 @@ class CausalConv(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # torch.nn.Conv1d's own
 
-    def forward(self, x: Tensor, *, state: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        state: Any = None,
+        cu_seqlens: Tensor | None = None,
+        channels: Sequence[slice] | None = None,
+    ) -> Tensor:
+        weight = local_rows(self.weight, self.tp)
+        if channels is not None:
+            weight = torch.cat([weight[rows] for rows in channels])
         if x.dim() == 2:
-            return causal_conv_step(x, self.weight, None, state, activation="silu")
-        return causal_conv(x, self.weight, activation="silu", state=state, cu_seqlens=cu_seqlens)
+            return causal_conv_step(x, weight, None, state, activation="silu")
+        return causal_conv(x, weight, activation="silu", state=state, cu_seqlens=cu_seqlens)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[2]}"
@@ -70,9 +92,11 @@ class GatedDeltaNet(JointProjections):
     forward(x, batch, cache=None): cache is a `RecurrentState`, which the new tokens move on.
     num_value_heads is a multiple of num_key_heads: value head i reads the query and key head i // (their ratio).
     conv_size: the tokens that the convolution sees, the current one included. eps: of the norm at the output.
-    Tensor and context parallelism are not supported.
+    tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
+    With `batch.context` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
     """
 
+    tp: MeshGroup | None = None
     joint_names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     output_name = "out_proj"
 
@@ -93,7 +117,7 @@ class GatedDeltaNet(JointProjections):
         self.num_key_heads, self.num_value_heads = num_key_heads, num_value_heads
         self.key_head_dim, self.value_head_dim = key_head_dim, value_head_dim
         keys, values = num_key_heads * key_head_dim, num_value_heads * value_head_dim
-        self.sizes = keys, keys, values
+        self.sizes: tuple[int, ...] = (keys, keys, values)
         channels = sum(self.sizes)
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.A_log = nn.Parameter(torch.empty(num_value_heads))
@@ -131,13 +155,19 @@ class GatedDeltaNet(JointProjections):
             raise InputError("packed sequences cannot go into a cache; pad them into a batch instead")
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.to(x.device, torch.int32)
+        if mask is not None and batch.context is not None:
+            mask = batch.context.shard(mask, 1)
+        if self.tp is not None:
+            x = self.tp.all_gather(x, 1)
         if mask is not None:
             x = x * mask[..., None]
         qkv, z, b, a = apply_linears(self.joint_modules, x)
-        g, beta = delta_gates(a, b, self.A_log, self.dt_bias)
+        g, beta = delta_gates(a, b, local_shard(self.A_log, self.tp), local_shard(self.dt_bias, self.tp))
         if mask is not None:
             g, beta = g * mask[..., None], beta * mask[..., None]
-        if cache is None:
+        if batch.context is not None:
+            out = self._over_ranks(qkv, g, beta, cu_seqlens, batch.context)
+        elif cache is None:
             qkv = self.conv1d(qkv, cu_seqlens=cu_seqlens)
             out, _ = gated_delta_rule(*self._heads(qkv), g, beta, cu_seqlens=cu_seqlens)
         elif batch.next_token is not None and len(x) == cache.rows:
@@ -147,11 +177,33 @@ class GatedDeltaNet(JointProjections):
         else:
             out = self._continue(qkv, g, beta, batch, cache)
         out = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
-        return apply_linear(self.out_proj, out.flatten(2))
+        y = apply_linear(self.out_proj, out.flatten(2))
+        return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [..., HK, DK] and v [..., HV, DV] of the joint qkv."""
-        q, k, v = qkv.split(self.sizes, -1)
+    def _over_ranks(
+        self, qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, context: MeshGroup
+    ) -> Tensor:
+        """[B, S/n, HV, DV]. By all-to-all a rank gets all tokens of its value heads, and of the key heads they read."""
+        parts, channels, first = [], [], 0
+        for x, heads in zip(
+            qkv.split(self.sizes, -1), (self.num_key_heads, self.num_key_heads, self.num_value_heads), strict=True
+        ):
+            blocks = min(context.size, heads)  # fewer key heads than ranks: several ranks read the same one
+            rows = x.shape[-1] // blocks
+            begin = first + context.rank * blocks // context.size * rows
+            channels.append(slice(begin, begin + rows))
+            parts.append(x.unflatten(-1, (blocks, rows)).repeat_interleave(context.size // blocks, 2))
+            first += x.shape[-1]
+        mixed = context.to_heads(torch.cat(parts, -1)).squeeze(2)
+        g, write = context.to_heads(torch.stack([g, beta.to(g.dtype)], -1)).unbind(-1)
+        mixed = self.conv1d(mixed, cu_seqlens=cu_seqlens, channels=channels)
+        q_k_v = self._heads(mixed, [part.shape[-1] for part in parts])
+        out, _ = gated_delta_rule(*q_k_v, g, write.to(beta.dtype), cu_seqlens=cu_seqlens)
+        return context.to_tokens(out)
+
+    def _heads(self, qkv: Tensor, sizes: Sequence[int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [..., HK, DK] and v [..., HV, DV] of the joint qkv. sizes: of its parts, by default of all heads."""
+        q, k, v = qkv.split(list(sizes or self.sizes), -1)
         q, k = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.value_head_dim))
 

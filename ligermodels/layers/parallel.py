@@ -5,13 +5,14 @@ and the vocabulary over ranks. Between these layers the residual stream is split
 
     x [B, S/n, H] -> all-gather -> [B, S, H] -> this rank's heads or columns -> reduce-scatter -> [B, S/n, H]
 
-Context parallel (`Batch.context`) splits the sequence everywhere except in attention. There an all-to-all turns
-[B, S/n, heads, D] into [B, S, heads/n, D], so masks, windows and packed sequences work as in one process.
+Context parallel (`Batch.context`) splits the sequence everywhere except in mixers. There an all-to-all turns
+[B, S/n, heads, D] into [B, S, heads/n, D], so masks, windows, packed sequences and states work as in one process.
 
 Sources: Megatron-LM, https://arxiv.org/abs/1909.08053, and its sequence parallelism, https://arxiv.org/abs/2205.05198;
 DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -145,12 +146,26 @@ def local_shard(parameter: Any, tp: MeshGroup | None) -> Any:
     return parameter if tp is None or parameter is None else parameter.to_local()
 
 
-def to_dtensor(parameter: Tensor, tp: MeshGroup, dim: int | None) -> nn.Parameter:
-    """`parameter`, which is the same on all ranks, as a DTensor: sharded on `dim`, or replicated (None)."""
+def local_rows(parameter: Any, tp: MeshGroup | None) -> Any:
+    """This rank's rows [R/n, ...] of a parameter that `to_dtensor` has sharded by `row_parts`."""
+    return parameter if tp is None else parameter.to_local().select(1, 0)
+
+
+def to_dtensor(
+    parameter: Tensor, tp: MeshGroup, dim: int | None, row_parts: Sequence[int] | None = None
+) -> nn.Parameter:
+    """`parameter`, which is the same on all ranks, as a DTensor: sharded on `dim`, or replicated (None).
+
+    row_parts: the numbers of rows of parts, such as q, k and v, each of which is split over the ranks. A parameter
+    [R, ...] is then the DTensor [R/n, n, ...], of which rank i has [:, i]: its rows of every part. The module keeps
+    `row_parts`, by which checkpoint/weights.py finds the rows of the whole parameter.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     data = parameter.detach()
-    if dim is not None:
+    if row_parts is not None:
+        dim, data = 1, torch.cat([tp.shard(part, 0) for part in data.split(list(row_parts))])[:, None]
+    elif dim is not None:
         data = tp.shard(data, dim).clone(memory_format=torch.contiguous_format)
     placement = Replicate() if dim is None else Shard(dim)
     dtensor = DTensor.from_local(data, tp.mesh, [placement], run_check=False)
@@ -160,24 +175,34 @@ def to_dtensor(parameter: Tensor, tp: MeshGroup, dim: int | None) -> nn.Paramete
 class ShardedLinear(nn.Linear):
     """This rank's part of a linear layer, whose weight is a DTensor over the ranks.
 
-    "columns": each rank computes some of the outputs. "rows": each rank reads some of the inputs, and the outputs are
-    summed over ranks later; only the first rank adds the bias. "heads": there are fewer heads than ranks; the weight is
-    replicated, and this rank computes one head: `rows` rows from row `first` on.
+    "columns": each rank computes some of the outputs; with `row_parts`, of each of these parts of them. "rows": each
+    rank reads some of the inputs, and the outputs are summed over ranks later; only the first rank adds the bias.
+    "heads": there are fewer heads than ranks; the weight is replicated, and this rank computes one head: `rows` rows
+    from row `first` on.
     """
 
-    def __init__(self, linear: nn.Linear, tp: MeshGroup, split: str, head_dim: int = 1):
+    def __init__(
+        self,
+        linear: nn.Linear,
+        tp: MeshGroup,
+        split: str,
+        head_dim: int = 1,
+        row_parts: Sequence[int] | None = None,
+    ):
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.split, self.tp = split, tp
+        self.split, self.tp, self.row_parts = split, tp, row_parts
         self.first, self.rows = 0, 0
         if split == "heads":
             self.first, self.rows = tp.rank * linear.out_features // head_dim // tp.size * head_dim, head_dim
         weight_dim, bias_dim = {"columns": (0, 0), "rows": (1, None), "heads": (None, None)}[split]
-        self.weight = to_dtensor(linear.weight, tp, weight_dim)
+        self.weight = to_dtensor(linear.weight, tp, weight_dim, row_parts)
         self.bias = None if linear.bias is None else to_dtensor(linear.bias, tp, bias_dim)
 
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this rank computes with."""
+        if self.row_parts is not None:
+            return local_rows(self.weight, self.tp), None
         if self.split == "columns":
             return local_shard(self.weight, self.tp), local_shard(self.bias, self.tp)
         if self.split == "rows":

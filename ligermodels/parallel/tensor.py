@@ -1,12 +1,13 @@
 """How tensor parallel splits each kind of layer over the ranks, and which sizes fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import Attention, Embedding, GatedDeltaNet, GatedMLP, LMHead, MoE, RMSNorm
+from ligermodels.layers import Attention, Embedding, GatedDeltaNet, GatedMLP, GatedRMSNorm, LMHead, MoE, RMSNorm
+from ligermodels.layers.gated_delta_net import CausalConv
 from ligermodels.layers.moe import Experts, Router
 from ligermodels.layers.parallel import MeshGroup, ShardedLinear, to_dtensor
 
@@ -26,21 +27,26 @@ def check_context(model: Any, size: int, tp: int) -> None:
 
     tp: the ranks over which the heads are split already.
     """
-    if any(isinstance(module, GatedDeltaNet) for module in model.decoder.modules()):
-        raise InputError(f"cp={size}: a GatedDeltaNet needs the tokens of a text in order; use dp_shard instead of cp")
-    layers = [module for module in model.decoder.modules() if isinstance(module, Attention)]
+    heads = list(dict.fromkeys(found for module in model.decoder.modules() if (found := _heads(module)) is not None))
 
-    def fits(size: int) -> bool:
-        return all(_splits(m.num_heads // tp, m.num_kv_heads // tp or 1, size) for m in layers)
+    def fits(size: int, heads: Iterable[tuple[int, int]] = heads) -> bool:
+        return all(_splits(queries // tp, keys // tp or 1, size) for queries, keys in heads)
 
     if not fits(size):
         sizes = ", ".join(str(other) for other in _SIZES if fits(other))
-        first = layers[0]
+        queries, keys = next(one for one in heads if not fits(size, [one]))
         raise InputError(
-            f"cp={size} does not fit {first.num_heads} heads and {first.num_kv_heads} key heads"
+            f"cp={size} does not fit {queries} heads and {keys} key heads"
             + (f" over tp={tp}" if tp > 1 else "")
             + (f"; cp may be {sizes}" if sizes else "; use dp_shard or tp instead of cp")
         )
+
+
+def _heads(module: nn.Module) -> tuple[int, int] | None:
+    """(heads, key heads) of a mixer. Those of a GatedDeltaNet that go over ranks are its value heads."""
+    if isinstance(module, Attention):
+        return module.num_heads, module.num_kv_heads
+    return (module.num_value_heads, module.num_key_heads) if isinstance(module, GatedDeltaNet) else None
 
 
 def _splits(heads: int, kv_heads: int, size: int) -> bool:
@@ -64,6 +70,10 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             elif not _splits(module.num_heads, module.num_kv_heads, size):
                 yield f"{module.num_heads} heads and {module.num_kv_heads} key heads"
             handled |= set(module.joint_modules) | {module.output_module}
+        elif isinstance(module, GatedDeltaNet):
+            if module.num_key_heads % size:
+                yield f"{module.num_key_heads} key heads of linear attention"
+            handled |= {*module.joint_modules, module.output_module, module.conv1d, module.norm}
         elif isinstance(module, GatedMLP):
             if len(module.joint_names) != 2:
                 yield "gate and up are one weight"
@@ -83,7 +93,7 @@ def _problems(model: Any, size: int) -> Iterator[str]:
         elif not isinstance(module, RMSNorm | Router) and module not in handled and list(module.parameters(False)):
             yield f"a {type(module).__name__}"
     for module in handled:
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, CausalConv, GatedRMSNorm):
             yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"
 
 
@@ -99,6 +109,19 @@ def shard_tensors(model: Any, tp: MeshGroup) -> None:
             _replace(module, module.output_name, tp, "rows")
             module.num_heads //= tp.size
             module.num_kv_heads = max(module.num_kv_heads // tp.size, 1)
+        elif isinstance(module, GatedDeltaNet):
+            qkv, *others = module.joint_names
+            _replace(module, qkv, tp, "columns", row_parts=module.sizes)
+            for name in others:
+                _replace(module, name, tp, "columns")
+            _replace(module, module.output_name, tp, "rows")
+            module.A_log, module.dt_bias = to_dtensor(module.A_log, tp, 0), to_dtensor(module.dt_bias, tp, 0)
+            module.conv1d.weight = to_dtensor(module.conv1d.weight, tp, None, module.sizes)
+            module.conv1d.tp, module.conv1d.row_parts = tp, module.sizes
+            module.norm.weight, module.norm.tp = to_dtensor(module.norm.weight, tp, None), tp
+            module.sizes = tuple(size // tp.size for size in module.sizes)
+            module.num_key_heads //= tp.size
+            module.num_value_heads //= tp.size
         elif isinstance(module, GatedMLP):
             for name in module.joint_names:
                 _replace(module, name, tp, "columns")
@@ -119,5 +142,5 @@ def shard_tensors(model: Any, tp: MeshGroup) -> None:
         module.tp = tp
 
 
-def _replace(layer: nn.Module, name: str, tp: MeshGroup, split: str, head_dim: int = 1) -> None:
-    layer._modules[name] = ShardedLinear(layer._modules[name], tp, split, head_dim)  # type: ignore[arg-type]
+def _replace(layer: nn.Module, name: str, tp: MeshGroup, split: str, head_dim: int = 1, **options: Any) -> None:
+    layer._modules[name] = ShardedLinear(layer._modules[name], tp, split, head_dim, **options)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from examples.custom_architecture import Parallel as Custom
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, offload
@@ -42,7 +43,11 @@ FAMILIES = {
     "phi3": dict(SIZES, pad_token_id=0),
     "qwen3_5": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
-        linear_num_key_heads=2, linear_num_value_heads=4, full_attention_interval=2,
+        linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2,
+    ),
+    "qwen3_5_one_key_head": dict(
+        SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
+        linear_num_key_heads=1, linear_num_value_heads=4, full_attention_interval=2,
     ),
     "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
     "mllama": dict(
@@ -164,9 +169,10 @@ def error(found, wanted):
 
 
 def grads(model):
-    """{name: gradient, whole}. Under tensor parallel, gate and up of experts have a further dim; `error` removes it."""
+    """{name: gradient, whole}."""
+    rows = row_parts(model)
     return {
-        name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+        name: whole_tensor(p.grad, rows.get(name)) if hasattr(p.grad, "full_tensor") else p.grad
         for name, p in model.named_parameters()
     }
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ligermodels.arch import ARCHS, load
 from ligermodels.checkpoint import quantization, reading, saving
-from ligermodels.checkpoint.weights import Exported, same_bits
+from ligermodels.checkpoint.weights import Exported, row_parts, same_bits, whole_tensor
 from ligermodels.errors import HubError, InputError, LigermodelsError
 from tests.parallel.ranks import on_ranks, one_rank
 
@@ -27,7 +27,9 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "biases": dict(model_type="qwen2", tie_word_embeddings=False, num_key_value_heads=1),
     "experts": dict(model_type="mixtral", num_local_experts=3),
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
-}
+    "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
+                   linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
+}  # fmt: skip
 VISION = {  # more parameters that are drawn in ways of their own
     "towers": dict(model_type="mllama",
                    text_config=dict(SIZES, model_type="mllama_text_model", cross_attention_layers=[1]),
@@ -67,12 +69,15 @@ def assert_same_files(found, expected):
 
 
 def assert_same_model(sharded, whole):
-    expected = dict(whole.named_parameters())
+    expected, rows = dict(whole.named_parameters()), row_parts(sharded)
     for name, parameter in sharded.named_parameters():
-        found = parameter.detach().full_tensor().reshape(expected[name].shape)
+        found = whole_tensor(parameter.detach(), rows.get(name))
         assert same_bits(found, expected[name].detach()), f"{name} {parameter.placements}"
-        too_small = parameter.shape[0] < parameter.device_mesh.size()
-        assert too_small or parameter.to_local().numel() < expected[name].numel(), f"{name} is not sharded"
+        mesh = parameter.device_mesh
+        copied = mesh.shape[0] == 1 and parameter.placements[-1].is_replicate()  # a norm under tensor parallel alone
+        assert copied or parameter.shape[0] < mesh.size() or parameter.to_local().numel() < expected[name].numel(), (
+            f"{name} is not sharded"
+        )
 
 
 def load_and_save(folder, families, mesh, **parallel):
@@ -92,6 +97,7 @@ def on_two_ranks(folder):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     load_and_save(folder, ["tied", "experts"], mesh)
+    load_and_save(folder, ["hybrid"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")))
 
     # After a forward pass, which leaves the last group gathered in bf16.
     model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
@@ -198,6 +204,11 @@ def on_four_ranks(folder):
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     load_and_save(folder, FAMILIES, tensor)
     load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
+    for family in ("tied", "hybrid"):
+        with pytest.MonkeyPatch.context() as patched:
+            asked = count_bytes(patched)
+            model = load(folder / family, mesh=tensor)
+            assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
     for mesh in (tensor, tensor["dp_shard"]):
         assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
     assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))

@@ -21,8 +21,7 @@ an ulp. The roundings are as many and as large, and others."""
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
-WITHOUT_TP = ("phi3", "mllama", "qwen3_5")
-WITHOUT_CP = ("qwen3_5",)
+WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
@@ -44,7 +43,7 @@ def all_families(*splits, **options):
     pairs = [(family, split) for split in splits for family in FAMILIES]
     return [
         gradients(family, split, **options) for family, split in pairs
-        if not ("tp" in split and family in WITHOUT_TP) and not ("cp" in split and family in WITHOUT_CP)
+        if not ("tp" in split and family in WITHOUT_TP)
     ]  # fmt: skip
 
 
@@ -60,6 +59,9 @@ QUICK = [
     gradients("mixtral", "fsdp2", recompute="block"),
     gradients("qwen3_5", "fsdp2", kind="restarting"),
     gradients("qwen3_5", "fsdp2", kind="left", recompute="block"),
+    gradients("qwen3_5", "tp2", kind="packed"),
+    gradients("qwen3_5", "cp2", kind="packed", recompute="block"),
+    gradients("qwen3_5_one_key_head", "cp2", kind="left"),
     gradients("mixtral", "tp2"),
     gradients("mixtral", "cp2", kind="left"),
     gradients("llama", "fsdp2", kind="few"),
@@ -83,6 +85,10 @@ TWO = [
     *(gradients("mixtral", "tp2", kind=kind) for kind in KINDS),
     *(gradients("qwen2_vl", split, kind=kind) for split in ("tp2", "cp2") for kind in ("axes", "packed", "left")),
     *(gradients("qwen2", "fsdp2", kind=kind) for kind in ("restarting", "left", "right")),
+    *(gradients("qwen3_5", split, kind=kind) for split in ("tp2", "cp2") for kind in KINDS),
+    *(gradients("qwen3_5", split, recompute="mlp") for split in ("tp2", "cp2")),
+    *(job("norm", family="qwen3_5", split=split) for split in PAIRS),
+    *(job("logits", family="qwen3_5", split=split, kind="packed") for split in ("tp2", "cp2")),
     *(gradients("llama", split, trained="o_proj") for split in PAIRS),
     job("accumulated", family="qwen2", split="tp2"),
     *(job("logits", family="qwen2", split=split) for split in PAIRS),
@@ -98,7 +104,7 @@ TWO = [
 TWO = [one for one in TWO if one not in QUICK]
 FOUR = [
     *all_families("tp2-fsdp2", "cp2-fsdp2", "cp2-tp2", "tp4", "cp4", "hsdp2-fsdp2", "cp2-hsdp2"),
-    *(gradients("mixtral", "cp2-tp2", kind=kind) for kind in KINDS),
+    *(gradients(family, "cp2-tp2", kind=kind) for family in ("mixtral", "qwen3_5") for kind in KINDS),
     gradients("gemma2", "cp2-tp2", recompute="block"),
     gradients("llama", "hsdp2-fsdp2", kind="few"),
     *(job("logits", family="gemma2", split=split) for split in ("cp2-tp2", "tp4", "cp4", "tp2-fsdp2")),
@@ -113,6 +119,13 @@ REFUSED = [
     ("llama", "tp2", THREE_HEADS, r"tp=2: 3 heads and 3 key heads\. tp may be 3$"),
     ("llama", "tp2", TWELVE_HEADS, r"12 heads and 3 key heads\. tp may be 3, 6, 12$"),
     ("llama", "cp2", THREE_HEADS, r"cp=2 .* 3 heads and 3 key heads; cp may be 3$"),
+    ("qwen3_5_one_key_head", "tp2", {}, r"tp=2: 1 key heads of linear attention\. use dp_shard and cp instead of tp"),
+    (
+        "qwen3_5",
+        "cp2",
+        dict(linear_num_key_heads=3, linear_num_value_heads=9),
+        r"9 heads and 3 key heads; use dp_shard",
+    ),
     ("llama", "tp2", dict(vocab_size=97), r"vocabulary of 97, .*pad_to_multiple_of=2"),
     ("llama", "tp2", dict(THREE_HEADS, intermediate_size=45), r"intermediate size of 45\. tp may be 3$"),
     ("mixtral", "tp2", dict(intermediate_size=47), r"intermediate size of 47"),
