@@ -12,7 +12,7 @@ A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines
 the same with a static cache and torch.compile. Each row runs twice and the second run counts. "first token ms" is the
 prompt's time. "tokens/s" counts all tokens after the first, of all rows together; the host reads every token and looks
 for a stop id. "of limit": the share of the tokens/s at which the weights, and keys and values of the mean length, could
-be read at BANDWIDTH, that of a copy on an H200.
+be read, and recurrent states read and written, at the bandwidth of a copy, which is measured first.
 
 Parity comes first; a model that fails it gets no figures, and the exit status is 1. In fp32, a shallow model must write
 the same ids with and without a graph, for rows padded to different lengths. In bf16 two ids may be equally likely to
@@ -46,6 +46,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Record, Row, synchronize
+from benchmarks.kernels import ceilings
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
@@ -53,8 +54,8 @@ from ligermodels.generation import engine, generate_iter
 from ligermodels.kernels.attention import attention
 from ligermodels.layers import Attention
 from ligermodels.layers.linear import JointProjections
+from ligermodels.layers.state import RecurrentState
 
-BANDWIDTH = 4.27e12
 CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
 BATCHES = 8, 64, 64, 64
@@ -99,7 +100,11 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             if found["wrong"]:
                 red.append(f"{name}, {weights}: with a graph, {found['wrong']} ids are less likely to the host")
                 continue
-            record.setdefault("rows", []).extend(speeds(model, {"model": name, "weights": weights}, cases, options))
+            if "ceilings" not in record:
+                record["ceilings"] = ceilings(options.device)
+            copy = record["ceilings"]["copy TB/s"] * 1e12
+            of = {"model": name, "weights": weights}
+            record.setdefault("rows", []).extend(speeds(model, of, cases, copy, options))
             model.release()
             del model
             harness.free(options.device)
@@ -197,18 +202,23 @@ def stream(model: Any, ids: Tensor, new: int, **options: Any) -> list[float]:
     return times
 
 
-def speeds(model: Any, of: Row, cases: Sequence[tuple[int, ...]], options: argparse.Namespace) -> list[Row]:
-    config, rows = model.config, []
+def speeds(
+    model: Any, of: Row, cases: Sequence[tuple[int, ...]], copy: float, options: argparse.Namespace
+) -> list[Row]:
+    """copy: bytes/s of a copy."""
+    rows: list[Row] = []
     nbytes = sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
-    if not config.tie_word_embeddings:
+    if not model.config.tie_word_embeddings:
         nbytes -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
-    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
     for batch, prompt, new in cases:
         ids = random_ids(model, batch, prompt)
         for baseline in [name for name in options.baselines if name in CACHES]:
             kind = CACHES[baseline]
-            per_token = heads * (config.head_dim + 2 if kind == "fp8" else config.head_dim * model.dtype.itemsize)
-            limit = BANDWIDTH * batch / (nbytes + batch * (prompt + new / 2) * per_token)
+            states = [
+                state.row_bytes(prompt + new / 2) * (2 if isinstance(state, RecurrentState) else 1)
+                for state in model.new_cache(1, 64, kv_cache_dtype=kind)
+            ]
+            limit = copy * batch / (nbytes + batch * sum(states))
             # Twice as many tokens take the host twice as long, and are as fast.
             steps = min(new, 64) if baseline == "host" else new
             how = {"disable_compile": baseline == "host", "kv_cache_dtype": kind}
@@ -217,7 +227,7 @@ def speeds(model: Any, of: Row, cases: Sequence[tuple[int, ...]], options: argpa
             row = {
                 **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
                 "first call s": first[0] - times[0], "first token ms": times[0] * 1e3,
-                "tokens/s": speed, "limit": limit, "of limit": speed / limit,
+                "tokens/s": speed, "limit": limit, "of limit": speed / limit, "state MiB a row": sum(states) / 2**20,
             }  # fmt: skip
             rows.append(row)
             harness.announce(row)

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,10 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes", "trl")
+PACKAGES = (
+    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes", "trl", "fla-core",
+    "tilelang", "flash-qla",
+)  # fmt: skip
 RESULT = "RESULT "
 """Begins a line in which a worker reports a row."""
 Record = dict[str, Any]
@@ -39,7 +43,8 @@ def main(
 ) -> int:  # fmt: skip
     """Runs a benchmark from its command line and returns the exit status.
 
-    measure: raises ValueError for options that cannot be measured. If it fails, what it has recorded is still written.
+    measure: raises ValueError for options that cannot be measured. If it fails, or the process is terminated, what it
+    has recorded is still written.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -56,6 +61,8 @@ def main(
     if needs_gpu and not options.dry and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry runs tiny models on the CPU")
     options.device = "cuda" if torch.cuda.is_available() and not options.dry else "cpu"
+    if not options.dry:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     record: Record = {"environment": environment(options.device)}
     try:
         measure(options, record)

@@ -21,6 +21,7 @@ import functools
 import gc
 import inspect
 import itertools
+import os
 import random
 import statistics
 import sys
@@ -41,11 +42,12 @@ from ligermodels import kernels
 from tests.kernels import judge
 from tests.kernels.cases import Case, Maker
 from tests.kernels.ops import OPS as TESTED
+from tests.kernels.ops.delta import terms_of
 
 Call = Callable[..., Any]
 Peers = Callable[[Case], Mapping[str, Call]]
 OURS = "ligermodels"
-NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "FlashAttention", "cuDNN")
+NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "Flash", "cuDNN", "fla")
 """A dry run skips the baselines whose names begin like this."""
 CALLED_WRONGLY = 0.05
 """Relative rms error of a peer that computes something else: a handful of bf16 roundings stay below 0.02."""
@@ -189,15 +191,15 @@ def times(op: Op, shape: Mapping[str, Any], device: str, wanted: set[str], copy:
 
         try:
             ms, _ = milliseconds([functools.partial(forward, tensors) for tensors, _ in inputs], device)
-            both, synchronises = milliseconds([functools.partial(full, *each) for each in inputs], device)
+            both, captured = milliseconds([functools.partial(full, *each) for each in inputs], device)
             row: Row = {"forward ms": ms, "fwd + bwd ms": both}
             if op.bytes is not None:
                 row["of copy"] = op.bytes(**shape) / both * 1e-9 / copy
             if op.flops is not None:
                 row["TFLOP/s"] = op.flops(**shape) / both * 1e-9
             row["peak MiB"] = peak_mib(lambda: full(*inputs[0]), device)
-            if synchronises:
-                row["time"] = "synchronises: the host's is included"
+            if not captured:
+                row["time"] = "not captured: the host's is included"
         except Exception as error:
             traceback.print_exc()
             row = {"note": summary(error)}
@@ -206,34 +208,43 @@ def times(op: Op, shape: Mapping[str, Any], device: str, wanted: set[str], copy:
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], device: str) -> tuple[float, bool]:
-    """(median time of a call, whether it synchronises).
+    """(median time of a call, whether it was captured).
 
     All calls are captured in one CUDA graph, and the time is that of a replay over their number: what the host needs to
     launch is not in it. A call that synchronises cannot be captured, and is timed as it runs, the host's time included.
     """
     calls[0]()  # compiles kernels, creates handles
     if device != "cuda":
-        return harness.timed(calls[0], device)[0] * 1e3, False
-    if synchronises := _synchronises(calls[0]):
-        calls = calls[:1]
-        replay = calls[0]
-    else:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = [call() for call in calls]
-        del results  # kept until here, so that each call writes to memory of its own
-        replay = graph.replay
+        return harness.timed(calls[0], device)[0] * 1e3, True
+    replay = None if _synchronises(calls[0]) else _captured(calls)
+    count, run = (1, calls[0]) if replay is None else (len(calls), replay)
     lead = torch.empty(2**30, dtype=torch.int8, device=device)
     times: list[float] = []
     while len(times) < 4 or (sum(times) < 50 and len(times) < 50):
         lead.zero_()  # clears the L2 cache, and runs for longer than the host needs to queue the replay
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        replay()
+        run()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times[1:]) / len(calls), synchronises
+    return statistics.median(times[1:]) / count, replay is not None
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object] | None:
+    """A replay of all calls as one CUDA graph; None where a call cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            results = [call() for call in calls]
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # torch.AcceleratorError, such as of a launch on another stream
+        traceback.print_exc()
+        torch.cuda.synchronize()
+        return None
+    del results  # kept until here, so that each call writes to memory of its own
+    return graph.replay
 
 
 def _synchronises(call: Callable[[], object]) -> bool:
@@ -448,6 +459,31 @@ def _flex_attention() -> Call:
     return torch.compile(flex_attention, dynamic=False)
 
 
+def delta_rule_case(maker: Maker, *, batch: int, length: int, key_heads: int, heads: int, dim: int) -> Case:
+    """Decays and write strengths as a newly initialised Gated DeltaNet has them."""
+    gates = torch.randn(2, batch, length, heads, device=maker.device)
+    decay = torch.empty(heads, device=maker.device).uniform_(0.01, 16)
+    tensors = {
+        **{name: maker(batch, length, key_heads, dim) for name in "qk"}, "v": maker(batch, length, heads, dim),
+        "g": maker.of(-decay * F.softplus(gates[0] + 1), dtype=torch.float32), "beta": maker.of(gates[1].sigmoid()),
+    }  # fmt: skip
+    return Case(tensors, {}, dim * dim, terms_of(dim))
+
+
+def delta_rules(case: Case) -> dict[str, Call]:
+    """fla's function, which looks for its backends at each call, in the backward too."""
+
+    def of_fla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, backends: str = "") -> tuple[Tensor, Tensor]:
+        for name in ("TILELANG", "FLASH_QLA"):
+            os.environ[f"FLA_{name}"] = str(int(name in backends))
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+    names = {"fla, Triton": "", "fla, TileLang": "TILELANG", "FlashQLA": "FLASH_QLA"}
+    return {name: functools.partial(of_fla, backends=backends) for name, backends in names.items()}
+
+
 # The table
 
 
@@ -458,6 +494,11 @@ def _elementwise(passes: float) -> Callable[..., float]:
 
 def _rotated(rows: int, kv_heads: int, groups: int, dim: int) -> float:
     return 8.0 * rows * kv_heads * (groups + 1) * dim
+
+
+def _delta_rule_bytes(batch: int, length: int, key_heads: int, heads: int, dim: int) -> float:
+    """The forward reads q, k, v and writes out; the backward reads these and writes three gradients."""
+    return 2.0 * batch * length * dim * (6 * key_heads + 5 * heads)
 
 
 V = 128256
@@ -514,6 +555,12 @@ OPS: dict[str, Op] = {
         attentions, make=attention_case, flops=attention_flops, largest={"batch": 2, "length": 2048},
         forms=(),  # it makes its mask at each call
     ),
+    "gated_delta_rule": Op(
+        "gated_delta_rule",
+        [dict(batch=n, length=t, key_heads=16, heads=32, dim=128) for n, t in ((1, 16384), (1, 32768), (4, 4096))],
+        [dict(batch=1, length=70, key_heads=2, heads=4, dim=16)], delta_rules, make=delta_rule_case,
+        bytes=_delta_rule_bytes, largest={"batch": 1, "length": 512}, forms=(),  # its loop over chunks is for tests
+    ),
     "moe_experts": Op(
         "moe_experts",
         [dict(rows=16384, hidden=2048, inner=7168, experts=8, top_k=2),
@@ -524,7 +571,8 @@ OPS: dict[str, Op] = {
     ),
 }  # fmt: skip
 """Sizes are Llama's where nothing else is said; one mixture is half a Mixtral, the other has many small experts. 32000,
-128256 and 262144 are the vocabularies of Llama 2, Llama 3 and Gemma 3; 21904 x 1280 are four images in Qwen2-VL."""
+128256 and 262144 are the vocabularies of Llama 2, Llama 3 and Gemma 3; 21904 x 1280 are four images in Qwen2-VL; the
+heads of the gated delta rule are those of Qwen3.5-4B and 9B."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -120,9 +120,30 @@ _PHI_3_MINI = dict(
     max_position_embeddings=4096, original_max_position_embeddings=4096, sliding_window=2047,
     tie_word_embeddings=False, bos_token_id=1, eos_token_id=32000, pad_token_id=32000,
 )  # fmt: skip
+_QWEN3_5_9B = dict(
+    model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096, intermediate_size=12288, num_hidden_layers=32,
+    num_attention_heads=16, num_key_value_heads=4, head_dim=256, linear_conv_kernel_dim=4, linear_key_head_dim=128,
+    linear_value_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32, rms_norm_eps=1e-6,
+    hidden_act="silu", max_position_embeddings=262144, tie_word_embeddings=False, bos_token_id=248044,
+    eos_token_id=248046, layer_types=[*["linear_attention"] * 3, "full_attention"] * 8,
+    rope_parameters=dict(
+        rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[11, 11, 10],
+        mrope_interleaved=True,
+    ),
+)  # fmt: skip
+_QWEN3_5_4B = {**_QWEN3_5_9B, "hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}
+_TWO_MIXERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+
+_QWEN3_5 = dict[str, Any](
+    shallow=_TWO_MIXERS,
+    tiny={
+        **_TINY, **_TWO_MIXERS, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "rope_parameters": {"mrope_section": [2, 1, 1]},
+    },
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {
@@ -137,8 +158,11 @@ MODELS: dict[str, Model] = {
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
+    "qwen3.5-4b": Model(_QWEN3_5_4B, **_QWEN3_5),
+    "qwen3.5-9b": Model(_QWEN3_5_9B, **_QWEN3_5),
 }  # fmt: skip
 
+_DELTA_RULES = ("", "+fla", "+tilelang", "+flashqla")
 _OURS_AND_PEERS = ("ligermodels", "ligermodels+adamw+in_backward", "hf", "hf+liger")
 CASES: dict[str, Case] = {
     "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
@@ -172,6 +196,24 @@ CASES: dict[str, Case] = {
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
     "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
+    "qwen3.5-4b": Case(
+        "qwen3.5-4b", 4, 4096, "block",
+        ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{rule}+liger" for rule in _DELTA_RULES)),
+        steps=5,
+    ),
+    "qwen3.5-9b": Case(
+        "qwen3.5-9b", 4, 4096, "block",
+        ("ligermodels+adamw+in_backward", "ligermodels+adamw+in_backward+offload:mlp", "hf+flashqla+liger"), steps=5,
+    ),
+    "qwen3.5-9b-lora": Case(
+        "qwen3.5-9b", 4, 4096, "block",
+        ("ligermodels+lora", "ligermodels+lora:mlp", *(f"hf{rule}+liger+lora" for rule in _DELTA_RULES)), steps=5,
+    ),
+    "qwen3.5-4b-lora": Case(
+        "qwen3.5-4b", 1, 8192, "none",
+        ("ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block", "ligermodels+lora+offload:block"),
+        steps=5,
+    ),
 }  # fmt: skip
 """Where a case recomputes "block", that is also the peers' best setting: none of theirs recomputes less."""
 

@@ -9,15 +9,19 @@
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
 backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) and
 +offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger, +compile and
-+loop (over experts, in place of its grouped matmuls). Either takes +lora, adapters of rank 16 on all linear modules of
-a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes,
-from one file of adapters that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its adapters in fp32, and
-in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
++loop (over experts, in place of its grouped matmuls). Its gated delta rule is PyTorch's, or with +fla that of fla in
+Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all
+linear modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT
+and bitsandbytes, from one file of adapters that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its
+adapters in fp32, and in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`,
+`hf+liger:none`.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
 the same widths: logits, loss and gradient norm. One that does not agree gets no figures; if it is ours, the exit status
 is 1. The steps are on random tokens, the same for all, and loss and gradient norm of the first must agree as well.
+"error / bf16's" is the error of the shallow model's logits over that of transformers in bf16. "kept KiB a token": what
+a forward keeps for the backward, where adapters are trained.
 """
 
 import argparse
@@ -25,6 +29,7 @@ import copy
 import dataclasses
 import importlib.util
 import itertools
+import os
 import re
 import shutil
 import statistics
@@ -44,11 +49,12 @@ from benchmarks.train_cases import ALPHA, CASES, MODELS, RANK, Case, batches_of,
 
 LEARNING_RATE, WARMUP = 1e-5, 3
 ADAPTERS = ("lora", "nf4")
+DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", *ADAPTERS),
-    "hf": ("liger", "compile", "loop", *ADAPTERS),
+    "hf": ("liger", "compile", "loop", *DELTA_RULES, *ADAPTERS),
 }
-NEEDS_GPU = {"liger", "compile", "captured"}
+NEEDS_GPU = {"liger", "compile", "captured", *DELTA_RULES}
 ADAPTER_B = 0.1
 """Standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
@@ -133,9 +139,9 @@ def measure(options: argparse.Namespace, record: Record) -> None:
                 shutil.rmtree(other)
             folder.mkdir(exist_ok=True)
             settings = dataclasses.replace(settings, folder=str(folder))
-            rows = rows_of(settings, options.timeout)
             what = f"in {settings.longest:g} GiB" if settings.longest else f"{settings.batch} x {settings.seq}"
-            record[f"{name}: {settings.model}, {what}"] = rows
+            record[f"{name}: {settings.model}, {what}"] = rows = list[Row]()
+            measure_case(settings, options.timeout, rows)
             figure = "length" if settings.longest else "tokens/s"
             names = [Baseline.of(row["baseline"], settings) for row in rows]
             for row, named in zip(rows, names, strict=True):
@@ -161,11 +167,10 @@ def settings_of(name: str, options: argparse.Namespace) -> Settings:
     return dataclasses.replace(settings, baselines=tuple(named))
 
 
-def rows_of(settings: Settings, timeout: float) -> list[Row]:
-    """The rows of a case: every baseline in a process of its own, one after the other."""
+def measure_case(settings: Settings, timeout: float, rows: list[Row]) -> None:
+    """Adds the rows of a case: every baseline in a process of its own, one after the other."""
     # for everyone, where the longest sequence counts: what is lost between tensors would decide otherwise
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if settings.longest else {}
-    rows: list[Row] = []
     for baseline in ("prepare", *settings.baselines):
         job = {"baseline": baseline, **dataclasses.asdict(settings)}
         row = {"baseline": baseline, **harness.spawn("train_step", job, timeout, **variables)}
@@ -175,13 +180,13 @@ def rows_of(settings: Settings, timeout: float) -> list[Row]:
         elif "note" in row:
             raise SystemExit(f"transformers could not write the checkpoint: {row['note']}")
     compare_first_steps(rows, settings)
-    return rows
 
 
 def work(job: dict[str, Any]) -> Row:
     """In the process of one baseline, or of "prepare"."""
     name = job.pop("baseline")
     settings = Settings(**job)
+    choose_delta_rule(set(name.split(":")[0].split("+")))
     if name == "prepare":
         prepare(settings)
         return {}
@@ -189,7 +194,8 @@ def work(job: dict[str, Any]) -> Row:
     row: Row = {"recompute": baseline.recompute}
     if not baseline.ours and baseline.adapters == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
         return {**row, "note": "bitsandbytes is not installed"}
-    if wrong := parity(baseline, settings):
+    wrong, row["error / bf16's"] = parity(baseline, settings)
+    if wrong:
         return {**row, "note": "; ".join(wrong)}
     model = build(baseline, settings, Path(settings.folder, "model"))
     optimizer = optimizer_of(baseline, model)
@@ -199,6 +205,19 @@ def work(job: dict[str, Any]) -> Row:
 
 
 # The baselines
+
+
+def choose_delta_rule(options: set[str]) -> None:
+    """Lets transformers find the gated delta rule that a baseline names, or none but its own, and fla its backend.
+
+    Before transformers is imported, which looks for fla then.
+    """
+    os.environ["FLA_TILELANG"] = str(int("tilelang" in options))
+    os.environ["FLA_FLASH_QLA"] = str(int("flashqla" in options))
+    if options & {*DELTA_RULES}:
+        importlib.import_module("fla.ops.gated_delta_rule")  # transformers would take its own without a word
+    else:
+        sys.modules["fla"] = None  # type: ignore[assignment]  # an import raises
 
 
 def build(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
@@ -245,7 +264,7 @@ def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Mod
     model.config.use_cache = False
     if "liger" in baseline.options:
         patches = importlib.import_module("liger_kernel.transformers")
-        getattr(patches, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
+        getattr(patches, f"apply_liger_kernel_to_{model.config.model_type.removesuffix('_text')}")(model=model)
     if baseline.recompute == "block":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if baseline.adapters:
@@ -452,8 +471,9 @@ def _sharpen(model: nn.Module) -> None:
             parameter[:rows].normal_(0, (SHARP_SCORES / parameter.shape[1]) ** 0.5)
 
 
-def parity(baseline: Baseline, settings: Settings) -> list[str]:
-    """How the baseline differs from transformers in fp32 on the shallow model; empty if they agree.
+def parity(baseline: Baseline, settings: Settings) -> tuple[list[str], float]:
+    """(how the baseline differs from transformers in fp32 on the shallow model, empty if they agree; the error of its
+    logits over that of transformers in bf16).
 
     They must agree on more than half of the sequences: the bf16 gradient of a single sequence may be far off, whoever
     computes it, while a wrong model is wrong on all of them.
@@ -463,12 +483,17 @@ def parity(baseline: Baseline, settings: Settings) -> list[str]:
     draws = parity_inputs(settings)
     expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
     factor = LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR
-    found = [disagreement(probe(model, inputs), one, factor) for inputs, one in zip(draws, expected, strict=True)]
+    probes = [probe(model, inputs) for inputs in draws]
+    found = [disagreement(here, one, factor) for here, one in zip(probes, expected, strict=True)]
+    errors = [
+        typical_error(here["logits"], one["exact"]["logits"]) / max(one["errors_in_bf16"]["logits"], 1e-30)
+        for here, one in zip(probes, expected, strict=True)
+    ]
     del model
     torch.compiler.reset()
     harness.free(settings.device)
     wrong = [reasons for reasons in found if reasons]
-    return wrong[0] if 2 * len(wrong) >= len(found) else []
+    return wrong[0] if 2 * len(wrong) >= len(found) else [], statistics.median(errors)
 
 
 def probe(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -547,6 +572,13 @@ def time_steps(baseline: Baseline, settings: Settings, model: nn.Module, optimiz
     """Losses, tokens/s from the median of the timed steps, and their peak memory."""
     device = settings.device
     inputs = batches_of(settings.config, WARMUP + settings.steps, settings.batch, settings.seq, device)
+    row: Row = {}
+    if baseline.adapters and "offload" not in baseline.options and device == "cuda":
+        model(**inputs[0])  # which may make lasting buffers
+        before = torch.cuda.memory_allocated()
+        loss: Any = model(**inputs[0])["loss"]
+        row["kept KiB a token"] = (torch.cuda.memory_allocated() - before) / inputs[0]["input_ids"].numel() / 1024
+        del loss
     step = step_of(baseline, model, optimizer, inputs[0], settings.accumulation)
     losses, marks, first_norm = [], [], 0.0
     for n, batch in enumerate(inputs):
@@ -564,7 +596,7 @@ def time_steps(baseline: Baseline, settings: Settings, model: nn.Module, optimiz
     else:
         times = [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
     tokens = settings.batch * settings.seq * settings.accumulation
-    row: Row = {
+    row |= {
         "tokens/s": tokens / statistics.median(times) * 1e3, "peak GiB": harness.peak_gib(device),
         "first gradient norm": first_norm, "losses": torch.stack(losses).tolist(), "ms a step": times,
     }  # fmt: skip

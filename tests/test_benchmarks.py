@@ -3,7 +3,10 @@
 import dataclasses
 import importlib
 import json
+import os
 import re
+import sys
+import types
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ RESULTS = sorted((harness.ROOT / "benchmarks" / "results").rglob("*.json"))
 PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496,
     "gemma-2-2b": 2_614_341_888, "qwen2-1.5b": 1_543_714_304, "phi-3-mini": 3_821_079_552,
+    "qwen3.5-4b": 4_205_751_296, "qwen3.5-9b": 8_953_803_264,
     # 12 layers of attention, 8 experts, a router and two norms; embedding, head and a norm
     "mixtral-12l": 12 * (2048 * 128 * 48 + 8 * 3 * 2048 * 7168 + 8 * 2048 + 2 * 2048) + 2 * 32000 * 2048 + 2048,
 }  # fmt: skip
@@ -147,6 +151,21 @@ def test_a_first_step_is_compared_with_the_plainest_peer_that_trains_the_same():
     train_step.compare_first_steps(rows, CASES["llama-8b-lora"])
     assert [row["baseline"] for row in rows if "note" in row] == ["ligermodels+lora:block"]
     assert "hf+lora:block has 6" in rows[1]["note"] and "tokens/s" not in rows[1]
+
+
+def test_a_peer_has_the_delta_rule_that_it_names(monkeypatch):
+    for name in ("FLA_TILELANG", "FLA_FLASH_QLA"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    monkeypatch.setitem(sys.modules, "fla", None)
+    with pytest.raises(ModuleNotFoundError, match="fla"):  # never transformers' own in its place
+        train_step.choose_delta_rule({"hf", "tilelang"})
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    train_step.choose_delta_rule({"hf", "liger", "flashqla"})
+    assert (os.environ["FLA_TILELANG"], os.environ["FLA_FLASH_QLA"]) == ("0", "1")
+    train_step.choose_delta_rule({"hf", "liger"})
+    with pytest.raises(ModuleNotFoundError, match="fla"):
+        importlib.import_module("fla.ops.gated_delta_rule.chunk")
 
 
 @pytest.mark.parametrize("name", ["hf+nf4", "hf+captured", "trl", "ligermodels:all"])
