@@ -6,13 +6,14 @@
 Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel runs depends on the number of rows of x:
 
 - 1 row, int8 and fp8: the kernels of gemv.py.
-- 1 row, int4: `_int4_kernel`. An H200 reads 36 weights per clock and multiprocessor, which issues 128 operations in
-  that time but converts only 64 integers. So no integer is converted: the bits n of a nibble are put into the mantissa
-  of 1.0, which gives 1 + n / 16 or, four bits lower, 1 + n / 256. The 1 and the 8 add the same number to the sum of
-  every row, `less`, which is subtracted.
-- 2 to 64 rows: `_rows_kernel`, on tensor cores. The weight is the left operand, so that few rows of x fill them. q and
-  n - 8 are exact in x's dtype, and scales multiply the sums. On an H200 the linear layers of an 8B layer with 8 rows
-  take 72 us in int8, 78 in fp8, 83 in int4, and 125 in bf16 by cuBLAS.
+- 2 to 64 rows, int8 and fp8: `_rows_kernel`, on tensor cores. The weight is the left operand, so that few rows of x
+  fill them. q is exact in x's dtype, and scales multiply the sums. On an H200 the linear layers of an 8B layer with
+  8 rows take 72 us in int8, 78 in fp8, and 125 in bf16 by cuBLAS.
+- 1 to 64 rows, int4: `_int4_kernel`, likewise on tensor cores. No integer is converted, which would take longer than
+  the memory does: the bits n of two nibbles are put into the mantissas of two 16-bit floats at once, and n - 8 is
+  exact. A word's nibbles are columns 16 apart, so that the unpacked values of 16 words are in the registers of their
+  threads already where tensor cores want a group of 128 columns (`_unpacked`): nothing passes through shared memory
+  but the words. Loads run ahead of the products.
 - More rows: the weight is dequantised into a reused buffer for cuBLAS (low_bit.py), and so rounded to x's dtype.
 
 Without autograd; `frozen_linear` of low_bit.py has the gradient of x.
@@ -53,7 +54,6 @@ GROUP = 128
 WORDS = 16
 """int32 words of a group. Word j has n of columns j, 16 + j, 32 + j, ..., from its lowest bits on."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ONE = 0x3F800000  # 1.0 in fp32
 _CHUNK = 1 << 24  # weights quantised at a time
 
 
@@ -219,87 +219,6 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: T
 
 
 @triton.jit
-def _int4_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, W, one,
-    BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-    NAME: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
-
-    W: words of a row. EVEN: no masks are needed. EXACT: the 1 is subtracted before the multiplication, which costs an
-    instruction and saves 3 bits of the sums. one: the bits of 1.0, an argument because the compiler would copy a
-    constant for half of its uses.
-    """
-    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
-    prefetch_rows(s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
-    if up_ptr is not None:
-        prefetch_rows(up_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
-        prefetch_rows(up_s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
-    wait_for_previous(OVERLAP)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
-    words, groups = tl.arange(0, BW), tl.arange(0, BW // WORDS)
-    w_ptr += rows * W + words[None, :]
-    s_ptr += rows * (W // WORDS) + groups[None, :]
-    columns = (words // WORDS) * (8 * WORDS) + words % WORDS
-    total = tl.zeros((BN, BW // WORDS), tl.float32)
-    if up_ptr is not None:
-        up_ptr += rows * W + words[None, :]
-        up_s_ptr += rows * (W // WORDS) + groups[None, :]
-        up_total = tl.zeros((BN, BW // WORDS), tl.float32)
-    for k in range(0, W, BW):
-        mask, s_mask = (words < W - k)[None, :], (groups < (W - k) // WORDS)[None, :]
-        w, s = _load(w_ptr + k, mask, EVEN), _load(s_ptr + k // WORDS, s_mask, EVEN)
-        sums, less = tl.zeros((BN, BW), tl.float32), tl.zeros((BW,), tl.float32)
-        if up_ptr is not None:
-            v, t = _load(up_ptr + k, mask, EVEN), _load(up_s_ptr + k // WORDS, s_mask, EVEN)
-            up_sums = tl.zeros((BN, BW), tl.float32)
-        for i in tl.static_range(4):
-            column = columns + 8 * k + 2 * WORDS * i
-            low = 16 * _load(x_ptr + column, column < K, EVEN).to(tl.float32)
-            high = _load(x_ptr + column + WORDS, column + WORDS < K, EVEN).to(tl.float32)
-            if not EXACT:
-                less += 1.5 * high + 16.5 / 16 * low
-            sums += _high(w, i, one, EXACT) * high[None, :]
-            sums += _low(w, i, one, EXACT) * low[None, :]
-            if up_ptr is not None:
-                up_sums += _high(v, i, one, EXACT) * high[None, :]
-                up_sums += _low(v, i, one, EXACT) * low[None, :]
-        total += _by_group(sums - less[None, :], BN, BW, WORDS) * s.to(tl.float32)
-        if up_ptr is not None:
-            up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
-    y = add_bias(16 * tl.sum(total, 1), b_ptr, at, N)
-    if up_ptr is not None:
-        y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-        y *= add_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
-
-
-@triton.jit
-def _high(w, i: tl.constexpr, one, EXACT: tl.constexpr):
-    """1 + n / 16 of nibble 2 i + 1 or, EXACT, (n - 8) / 16."""
-    value = ((_shifted(w, 15 - 8 * i) & 0x00780000) | one).to(tl.float32, bitcast=True)
-    return value - 1.5 if EXACT else value
-
-
-@triton.jit
-def _low(w, i: tl.constexpr, one, EXACT: tl.constexpr):
-    """1 + n / 256 of nibble 2 i or, EXACT, (n - 8) / 256."""
-    value = ((_shifted(w, 15 - 8 * i) & 0x00078000) | one).to(tl.float32, bitcast=True)
-    return value - 1.03125 if EXACT else value
-
-
-@triton.jit
-def _shifted(w, LEFT: tl.constexpr):
-    return w << LEFT if LEFT >= 0 else w >> -LEFT
-
-
-@triton.jit
-def _by_group(sums, BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr):
-    return tl.sum(tl.reshape(sums, (BN, BW // WORDS, WORDS)), 2)
-
-
-@triton.jit
 def _load(ptr, mask, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(ptr)
@@ -308,84 +227,137 @@ def _load(ptr, mask, EVEN: tl.constexpr):
 
 
 @triton.constexpr_function
-def _nibble_ptx(i: int, dtype: str) -> str:
-    """PTX: n - 8 of nibble i of two words; the bits of n are put into the mantissas of two 16-bit floats at once."""
+def _int4_ptx(dtype: str) -> str:
+    """PTX: the eight n - 8 of each of two words, two words at a time.
+
+    The bits of n are put into the mantissas of two 16-bit floats at once.
+    """
     kind, base, less, one = {
         "bf16": ("bf16x2", 0x43004300, 0xC308C308, 0x3F803F80),  # 128 + n, -136 and 1
         "fp16": ("f16x2", 0x64006400, 0xE408E408, 0x3C003C00),  # 1024 + n, -1032 and 1
     }[dtype]
-    return (
-        "{ .reg .b32 t; .reg .b32 less; .reg .b32 one; "
-        f"prmt.b32 t, $1, $2, {0x5410 if i < 4 else 0x7632}; shr.u32 t, t, {4 * (i % 4)}; "
-        f"lop3.b32 t, t, 0x000f000f, {base}, 0xea; mov.b32 less, {less}; mov.b32 one, {one}; "
-        f"fma.rn.{kind} $0, t, one, less; }}"
+    nibbles = " ".join(
+        f"shr.u32 t, {'low' if i < 4 else 'high'}, {4 * (i % 4)}; lop3.b32 t, t, 0x000f000f, {base}, 0xea; "
+        f"fma.rn.{kind} ${i}, t, one, less;"
+        for i in range(8)
     )
+    return (
+        "{ .reg .b32 low; .reg .b32 high; .reg .b32 t; .reg .b32 less; .reg .b32 one; "
+        f"prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632; mov.b32 less, {less}; mov.b32 one, {one}; "
+        + nibbles + " }"
+    )  # fmt: skip
 
 
 @triton.jit
-def _nibble(w, i: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """n - 8 of nibble i of each word."""
+def _unpacked(w, dtype: tl.constexpr, PTX: tl.constexpr):
+    """n - 8 of a group's words [..., WORDS], in the order of its columns: [..., GROUP]."""
     if PTX and dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(_nibble_ptx(i, "bf16"), "=r,r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2)
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _int4_ptx("bf16"), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.bfloat16,) * 8, is_pure=True,
+            pack=2,
+        )  # fmt: skip
     elif PTX and dtype == tl.float16:
-        return tl.inline_asm_elementwise(_nibble_ptx(i, "fp16"), "=r,r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            _int4_ptx("fp16"), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.float16,) * 8, is_pure=True,
+            pack=2,
+        )  # fmt: skip
     else:
-        return (((w >> (4 * i)) & 15) - 8).to(dtype)
+        a, b = ((w & 15) - 8).to(dtype), (((w >> 4) & 15) - 8).to(dtype)
+        c, d = (((w >> 8) & 15) - 8).to(dtype), (((w >> 12) & 15) - 8).to(dtype)
+        e, f = (((w >> 16) & 15) - 8).to(dtype), (((w >> 20) & 15) - 8).to(dtype)
+        g, h = (((w >> 24) & 15) - 8).to(dtype), (((w >> 28) & 15) - 8).to(dtype)
+    return _cat(_cat(_cat(a, b), _cat(c, d)), _cat(_cat(e, f), _cat(g, h)))
+
+
+@triton.jit
+def _cat(a, b):
+    """[P, N, K] twice -> [P, N, 2 K], in registers."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), (a.shape[0], a.shape[1], 2 * a.shape[2]))
+
+
+@triton.jit
+def _of_groups(w_ptr, s_ptr, x, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
+    """scale * (n - 8) x of some groups: words [P, BN, WORDS], scales [P, BN], x [P, GROUP, BM] -> fp32 [P, BN, BM]."""
+    w, scale = _load(w_ptr, mask[:, None, None], EVEN), _load(s_ptr, mask[:, None], EVEN)
+    sums = tl.dot(_unpacked(w, x.dtype, PTX), x, input_precision="ieee")
+    return sums * tl.expand_dims(scale.to(tl.float32), 2)
+
+
+@triton.jit
+def _int4_kernel(
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, M, N, K, W, x_stride, y_stride,
+    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, ONE: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, NAME: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN columns of y [M, N], M <= BM: x w^T + b, or with `up_ptr` act(x w^T + b) * (x up^T + b').
+
+    PARTS groups of columns run in parallel, one or more warps each. W: words of a row of the weight. ONE: x has a
+    single row, which is loaded once. EVEN: no masks are needed.
+    """
+    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
+    prefetch_rows(s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
+    if up_ptr is not None:
+        prefetch_rows(up_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
+        prefetch_rows(up_s_ptr, tl.program_id(0) * BN, N, W // WORDS, W // WORDS, BN, OVERLAP)
+    wait_for_previous(OVERLAP)
+    groups, parts = W // WORDS, tl.arange(0, PARTS)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m, loaded = tl.arange(0, BM), tl.arange(0, 1 if ONE else BM)
+    rows = tl.minimum(n, N - 1).to(tl.int64)[None, :]
+    words = (rows * W + parts[:, None] * WORDS)[:, :, None] + tl.arange(0, WORDS)[None, None, :]
+    scales = rows * groups + parts[:, None]
+    columns = (parts[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[:, :, None]
+    x_ptr += tl.minimum(loaded, M - 1).to(tl.int64)[None, None, :] * x_stride + columns
+    total = tl.zeros((PARTS, BN, BM), tl.float32)
+    if up_ptr is not None:
+        up_total = tl.zeros((PARTS, BN, BM), tl.float32)
+    for g in tl.range(0, groups, PARTS, num_stages=STAGES):
+        x = tl.broadcast_to(_load(x_ptr + g * GROUP, columns < K - g * GROUP, EVEN), (PARTS, GROUP, BM))
+        mask = parts < groups - g
+        total += _of_groups(w_ptr + words + g * WORDS, s_ptr + scales + g, x, mask, EVEN, PTX)
+        if up_ptr is not None:
+            up_total += _of_groups(up_ptr + words + g * WORDS, up_s_ptr + scales + g, x, mask, EVEN, PTX)
+    y = add_bias(tl.sum(total, 0), b_ptr, n[:, None], N)
+    if up_ptr is not None:
+        y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
+        y *= add_bias(tl.sum(up_total, 0), up_b_ptr, n[:, None], N)
+    y_ptr += m.to(tl.int64)[None, :] * y_stride + n[:, None]
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 @triton.jit
 def _rows_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, M, N, K, W, x_stride, y_stride,
-    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, M, N, K, x_stride, y_stride,
+    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of y [M, N], M <= BM.
+    """BN columns of y [M, N], M <= BM, for weights of 8 bits.
 
-    PARTS: groups of the weight's columns that run in parallel, one per warp, where N alone does not fill the GPU.
-    W: words (GROUPED: int4) or elements of a row of the weight. EVEN: no masks are needed.
+    PARTS: how many times STEP columns of the weight run in parallel, one per warp, where N alone does not fill the GPU.
+    EVEN: no masks are needed.
     """
-    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, W, W, BN, OVERLAP)
+    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, K, K, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    STEP: tl.constexpr = WORDS if GROUPED else GROUP  # of the weight
     m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(n, N - 1).to(tl.int64)
     parts = tl.arange(0, PARTS)
-    groups = tl.cdiv(W, STEP)
-    words, columns = tl.arange(0, STEP)[None, :], tl.arange(0, STEP)[:, None]
-    w_ptr += rows[:, None] * W + words
-    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[None, :] * x_stride + columns
-    if GROUPED:
-        s_ptr += rows * groups
+    of_w, of_x = tl.arange(0, STEP)[None, :], tl.arange(0, STEP)[:, None]
+    w_ptr += rows[:, None] * K + of_w
+    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[None, :] * x_stride + of_x
     if PARTS > 1:
-        words, columns = words[None] + parts[:, None, None] * STEP, columns[None] + parts[:, None, None] * GROUP
-        w_ptr = w_ptr[None] + parts[:, None, None] * STEP
-        x_ptr = x_ptr[None] + parts[:, None, None] * GROUP
+        of_w, of_x = of_w[None] + parts[:, None, None] * STEP, of_x[None] + parts[:, None, None] * STEP
+        w_ptr, x_ptr = w_ptr[None] + parts[:, None, None] * STEP, x_ptr[None] + parts[:, None, None] * STEP
         total = tl.zeros((PARTS, BN, BM), tl.float32)
-        if GROUPED:
-            s_ptr = s_ptr[None] + parts[:, None]
     else:
         total = tl.zeros((BN, BM), tl.float32)
-    for g in tl.range(0, groups, PARTS, num_stages=STAGES):
-        w = _load(w_ptr + g * STEP, words < W - g * STEP, EVEN)
-        if GROUPED:
-            sums = tl.zeros_like(total)
-            for i in tl.static_range(8):
-                at = g * GROUP + i * STEP
-                x = _load(x_ptr + at, columns < K - at, EVEN)
-                sums = tl.dot(_nibble(w, i, dtype, PTX), x, sums, input_precision="ieee")
-            if PARTS > 1:  # noqa: SIM108  # else both are compiled
-                scale = _load(s_ptr + g, (parts < groups - g)[:, None], EVEN)
-            else:
-                scale = tl.load(s_ptr + g)
-            total += sums * tl.expand_dims(scale.to(tl.float32), -1)
-        else:
-            x = _load(x_ptr + g * GROUP, columns < K - g * GROUP, EVEN)
-            total = tl.dot(convert(w, dtype, PTX), x, total, input_precision="ieee")
+    for k in tl.range(0, K, STEP * PARTS, num_stages=STAGES):
+        w, x = _load(w_ptr + k, of_w < K - k, EVEN), _load(x_ptr + k, of_x < K - k, EVEN)
+        total = tl.dot(convert(w, dtype, PTX), x, total, input_precision="ieee")
     if PARTS > 1:
         total = tl.sum(total, 0)
-    if not GROUPED:
-        total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
+    total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
     total = add_bias(total, b_ptr, n[:, None], N)
     y_ptr += m.to(tl.int64)[None, :] * y_stride + n[:, None]
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
@@ -417,7 +389,7 @@ def quantized_glu(
         scales = gate.scale, up.scale
         return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
     h = x.new_empty(*x.shape[:-1], gate.shape[0])
-    _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
+    _launch_int4(h.view(1, -1), x.contiguous().view(1, -1), gate, gate_bias, up, up_bias, activation)
     return h
 
 
@@ -437,60 +409,62 @@ def _as_one(
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    rows, (n, k), grouped = x.shape[0], weight.shape, weight.kind == "int4"
-    if rows == 1 and not grouped:
+    rows, (n, k) = x.shape[0], weight.shape
+    if rows == 1 and weight.kind != "int4":
         return gemv(x, weight.packed, bias, out, scale=weight.scale)
     y = x.new_empty(rows, n) if out is None else out
-    if rows == 1:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if weight.kind == "int4":
         _launch_int4(y, x, weight, bias)
         return y
-    x = x if x.stride(1) == 1 else x.contiguous()
-    bn, parts, warps, stages = _rows_tile(rows, n, k, x.itemsize, grouped)
+    bn, parts, warps, stages = _rows_tile(rows, x.itemsize)
     overlap = overlaps_launches(x)
     launch(
-        _rows_kernel, (cdiv(n, bn),), y, x, weight.packed, weight.scale, bias, rows, n, k, weight.packed.shape[1],
-        x.stride(0), y.stride(0), max(8 if x.is_cuda else 16, next_power_of_2(rows)), bn, parts, stages, WORDS, GROUP,
-        grouped, k % (GROUP * parts) == 0, has_ptx(x), overlap, num_warps=warps, **overlapping(overlap),
+        _rows_kernel, (cdiv(n, bn),), y, x, weight.packed, weight.scale, bias, rows, n, k, x.stride(0), y.stride(0),
+        _block_of(rows, x), bn, parts, stages, GROUP, k % (GROUP * parts) == 0, has_ptx(x), overlap,
+        num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return y
 
 
-def _rows_tile(rows: int, n: int, k: int, itemsize: int, grouped: bool) -> tuple[int, int, int, int]:
-    """(columns of y, PARTS, warps, stages) of a program.
+def _block_of(rows: int, x: Tensor) -> int:
+    """Rows of x in a program; tensor cores multiply 8 at a time, the interpreter 16."""
+    return max(8 if x.is_cuda else 16, next_power_of_2(rows))
+
+
+def _rows_tile(rows: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(columns of y, PARTS, warps, stages) of a program for weights of 8 bits.
 
     The fastest measured on an H200 for an 8B with 8, 16 and 64 rows in bf16, among those that fit the 99 KiB of shared
     memory of other GPUs.
     """
     if itemsize == 4:
         return 64, 1, 4, 2
-    if rows > 32:
-        return 128 if grouped and n > 8192 else 64, 1, 4, 3
-    if not grouped or (rows <= 8 and k > 8192):
-        return 16, 4, 4, 3
-    if n <= 8192:
-        return 32, 4, 4, 3
-    return (32, 1, 2, 3) if rows <= 8 else (128, 1, 4, 3)
+    return (64, 1, 4, 3) if rows > 32 else (16, 4, 4, 3)
 
 
 def _launch_int4(
     y: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, up: QuantizedWeight | None = None,
     up_bias: Tensor | None = None, activation: str = "",
 ) -> None:  # fmt: skip
-    (n, k), words = weight.shape, weight.packed.shape[1]
-    bn, bw, warps = _tile(n, words, up is not None)
-    overlap, even = overlaps_launches(x), words % bw == 0 and k == 8 * words
+    """y, x: [M, N] and [M, K], of any stride between rows."""
+    (rows, k), n, words = x.shape, weight.shape[0], weight.packed.shape[1]
+    bn, parts, warps, stages = _int4_tile(rows, x.itemsize)
+    overlap, even = overlaps_launches(x), words % (WORDS * parts) == 0 and k == 8 * words
     packed, scale = (None, None) if up is None else (up.packed, up.scale)
     launch(
-        _int4_kernel, (cdiv(n, bn),), y, x.contiguous(), weight.packed, weight.scale, bias, packed, scale, up_bias,
-        n, k, words, _ONE, bn, bw, WORDS, even, x.dtype == torch.float32,
-        activation, overlap, num_warps=warps, **overlapping(overlap),
+        _int4_kernel, (cdiv(n, bn),), y, x, weight.packed, weight.scale, bias, packed, scale, up_bias,
+        rows, n, k, words, x.stride(0), y.stride(0), _block_of(rows, x), bn, parts, stages, WORDS, GROUP, rows == 1,
+        even, has_ptx(x), activation, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
 
 
-def _tile(n: int, words: int, glu: bool) -> tuple[int, int, int]:
-    """(elements of y, words of the weight per tile, warps) of a program; a thread has 4 words of each row.
-
-    The fastest measured on an H200 for the linear layers of an 8B.
-    """
-    warps = 1 if words <= 128 else 2 if glu or words <= 256 else 4
-    return 4 if glu else 16 if words <= 512 else 8, 128 * warps, warps
+def _int4_tile(rows: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(columns of y, PARTS, warps, stages) of a program; each of PARTS has a warp, which unpacks its groups alone."""
+    if itemsize == 4:
+        return 16, 1, 4, 2
+    if rows == 1:
+        return 16, 4, 4, 4
+    if rows <= 16:
+        return 32, 4, 4, 3
+    return (16, 4, 4, 3) if rows <= 32 else (16, 2, 2, 3)
