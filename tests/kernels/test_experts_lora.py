@@ -28,8 +28,7 @@ def make(device, dtype, n, k, bits, rank):
     return LinearOperand(weight, None, Adapter(a, b, 0.5)), exact
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute, dtype", [(False, torch.float64), (True, torch.float32)], ids=str)
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("ranks", [(3, 2), (3, 0), (0, 2), (0, 0)], ids=str)
 def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
