@@ -1,4 +1,4 @@
-"""Two hundred steps of training from the same weights on the same text: our losses are transformers' losses."""
+"""Training from the same weights on the same text: our losses are transformers' losses, for 50 steps, on a GPU for 200."""
 
 import json
 import os
@@ -43,10 +43,10 @@ def write(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_losses_are_those_of_transformers(family, write, device):
-    folder, batches = write(family), text_batches(STEPS, device)
+    folder, batches = write(family), text_batches(STEPS if device == "cuda" else 50, device)
     expected = losses(theirs(folder, torch.float32, device), batches)
     found = losses(ours(folder, torch.float32, device), batches)
-    assert expected[0] > 5.5 > 2.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
+    assert expected[0] > 5.5 > 3.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is the loss of a guess
     distance = difference(found, expected)
     # Curves of Qwen3.5 diverge: from weights that differ by 1e-7, those of transformers differ by 2e-5 after 32 steps
     # and by 0.03 after 200.

@@ -1,5 +1,5 @@
-"""Shared by losses over a linear head, which take their tokens in chunks: the length of a chunk, dropping ignored
-tokens, summing gradients over the chunks, handing them to the backward, and hiding the loop from torch.compile.
+"""Chunks of tokens, for the losses over a linear head: how long a chunk is, which tokens are dropped, how gradients are
+summed over the chunks and passed to the backward, and how torch.compile is kept out of the loop.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, is_marked, scale_
-from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels._triton import accumulator, cdiv
 
 CHUNK_BYTES = 512 * 2**20
 """The default workspace for the logits of a chunk."""
@@ -20,10 +20,10 @@ CHUNK_MULTIPLE = 128
 
 
 def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
-    """Tokens per chunk: at most what workspace_bytes can store, and about as many in each chunk."""
+    """Tokens per chunk: at most what workspace_bytes can store, in chunks of about the same length."""
     maximum = max(workspace_bytes // row_bytes // CHUNK_MULTIPLE, 1) * CHUNK_MULTIPLE
-    chunks = max(-(-tokens // maximum), 1)
-    return min(-(-tokens // (chunks * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE, tokens)
+    chunks = max(cdiv(tokens, maximum), 1)
+    return min(cdiv(tokens, chunks * CHUNK_MULTIPLE) * CHUNK_MULTIPLE, tokens)
 
 
 def slices(tokens: int, rows: int | None) -> list[slice]:
@@ -65,13 +65,13 @@ class Settings(NamedTuple):
         return torch.promote_types(weight.dtype, torch.float32) if upcast else weight.dtype
 
     def leaves_divisor(self, reduction: str, needs: tuple[bool, bool, bool]) -> bool:
-        """True if the divisor of a mean is left to the backward: in fp16, where p / T underflows, and the factor of a
-        loss scaler comes with the upstream gradient."""
+        """True if the backward divides by the divisor of a mean. It does in fp16, where p / T underflows: the upstream
+        gradient brings the factor of a loss scaler."""
         return self.dtype == torch.float16 and reduction == "mean" and any(needs)
 
     def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
-        """The largest size of all logits for a single chunk: workspace_bytes, and the memory that a single chunk saves
-        because it needs no fp32 sum of dweight."""
+        """The largest size at which all logits are one chunk: workspace_bytes, and the memory of an fp32 sum of
+        dweight, which a single chunk does not need."""
         summed = need_weight and weight.numel() * (self.sum_dtype(weight).itemsize - weight.itemsize)
         return self.workspace_bytes + summed
 
@@ -94,13 +94,13 @@ class Chunks:
         self.source = self.place = None
         tokens, self.vocab = x.shape[0], weight.shape[0]
         multiple = CHUNK_MULTIPLE
-        if num_valid is not None and (limit := max(-(-num_valid // multiple), 1) * multiple) <= 0.9 * tokens:
+        if num_valid is not None and (limit := max(cdiv(num_valid, multiple), 1) * multiple) <= 0.9 * tokens:
             self.labels, self.source, self.place = compact(self.labels, limit, ignore_index)
             x = gather(x, self.source)
         self.x, self.weight = x.to(dtype), weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)
         # Rows start at multiples of 128 bytes for any V, for vector loads and for cuBLAS.
-        self.pitch = -(-self.vocab // 64) * 64
+        self.pitch = cdiv(self.vocab, 64) * 64
         self.limit(settings.workspace_bytes)
 
     def logits_bytes(self, rows: int) -> int:
@@ -142,11 +142,11 @@ class Chunks:
 
 
 class Gradients:
-    """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
+    """dx, dweight and dbias of a head, where needed, summed over the chunks from the gradients of their logits.
 
-    sum_dtype: in which dweight is summed; final: in which `take` returns it, when the chunks' workspace is free
-    again. Where the result does not fit into that, the fp32 sum is two tensors, each of half the rows, and the result
-    takes the memory of the first.
+    sum_dtype: the dtype in which dweight is summed. final: the dtype in which `take` returns it. The result takes the
+    memory of the chunks' workspace, which should be free by then. Where it is larger than that, the fp32 sum is two
+    tensors, each of half the rows, and the result takes the memory of the first.
     """
 
     def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], sum_dtype: torch.dtype, final: torch.dtype):
@@ -155,7 +155,7 @@ class Gradients:
         make = torch.empty if len(x) else torch.zeros
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
         fits = vocab * hidden * final.itemsize <= chunks.logits_bytes(chunks.rows)
-        half = vocab if fits or sum_dtype.itemsize != 2 * final.itemsize else -(-vocab // 128) * 64
+        half = vocab if fits or sum_dtype.itemsize != 2 * final.itemsize else cdiv(vocab, 128) * 64
         parts = [range(vocab)[i : i + half] for i in range(0, vocab, half)] if need_weight else []
         self.parts = [(rows, make(len(rows), hidden, dtype=sum_dtype, device=x.device)) for rows in parts]
         self.final = final
@@ -180,15 +180,15 @@ class Gradients:
         # Tensor.untyped_storage would count as a reference, and autograd adds in place only to a tensor without others.
         dweight, memory = first.new_empty(0, dtype=self.final), first.view(self.final)
         dweight.set_(memory, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
-        step = -(-len(first) // 8)
+        step = cdiv(len(first), 8)
         for start in range(0, len(first), step):  # each is written over rows that have been read
             dweight[start : start + step][: len(first) - start] = first[start : start + step].to(self.final)
         dweight[rows.stop :] = second
         return dweight
 
     def take(self, place: Tensor | None, x: Tensor, bias_dtype: torch.dtype | None) -> tuple[Tensor | None, ...]:
-        """(dx, dweight, dbias), once. dx: of all tokens, by `place` of `Chunks`, in x's dtype; bias_dtype None: dbias
-        is not rounded. The chunks' workspace should be free again: rounding dweight is a peak of memory."""
+        """(dx, dweight, dbias); called once. place: of `Chunks`; dx has all tokens, in x's dtype. bias_dtype: of dbias;
+        None leaves it as it was summed. Rounding dweight is a peak of memory: free the chunks' workspace before."""
         dx = self.dx if place is None or self.dx is None else gather(self.dx, place)
         self.dx = None
         dweight, dbias = self._take_dweight(), self.dbias
@@ -199,7 +199,7 @@ class Gradients:
 def stash(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
     """In a forward: stores dx, dweight, dbias and a factor (None: 1) for `release` in the backward.
 
-    weight: that of dweight, where the gradient may be added to its .grad in place.
+    weight: given where dweight may be added to its .grad in place.
     """
     ctx.gradients = ctx.weight = None
     if torch.compiler.is_compiling():

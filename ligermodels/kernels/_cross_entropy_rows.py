@@ -64,8 +64,8 @@ def _tanh(u):
 
 @triton.jit
 def tile_columns(start, R: tl.constexpr, AXIS: tl.constexpr):
-    """Columns of a tile of R strips of 8 columns: neighbouring columns, [R, 8] (AXIS 1), or R apart, [8, R] (AXIS
-    0)."""
+    """The columns of a tile, which is R strips of 8. AXIS 1: a strip is 8 neighbouring columns, and the tile [R, 8].
+    AXIS 0: the columns of a strip are R apart, and the tile is [8, R]."""
     if AXIS == 1:
         columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
     else:
@@ -92,7 +92,7 @@ def load_capped(row, columns, V, END, SOFTCAP: tl.constexpr, SHARPEN: tl.constex
 @triton.jit
 def _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope, hot, smooth, entropy, entropy_slope,
               SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr):  # fmt: skip
-    """d loss / d logits of classes other than the label (hot = 0.0), or of the label."""
+    """d loss / d logits at `columns`. hot: what the label's entry has less than another's; 0.0 for other classes."""
     LOG2E: tl.constexpr = 1.4426950408889634
     g = tl.exp2((z - maximum) * LOG2E)
     if entropy is None:
@@ -153,9 +153,8 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                  SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, TOKEN_SCALING: tl.constexpr, LOSS: tl.constexpr,
                  GRADIENT: tl.constexpr, UNDIVIDED: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr,
                  R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
-    """LOSS: logits to loss, z part, argmax, entropy, mean and `stats` (maximum and sum of exponentials of each row).
-    GRADIENT: to `out`, which may be `logits`, from the stats that LOSS computes or, without LOSS, from `stats` and
-    `entropies`.
+    """LOSS: computes loss, z part, argmax, entropy, mean and `stats` (maximum and sum of exponentials of each row).
+    GRADIENT: writes the gradient to `out`, which may be `logits`. Without LOSS, it reads `stats` and `entropies`.
 
     Row r of `logits` and `out` is token first_row + r of all other tensors. Columns are read and written up to END: V,
     or the row stride if the rows are PADDED. Programs stride over the rows. Each strip of 8 columns, which belongs to
@@ -313,7 +312,7 @@ def dense(x: Tensor | None) -> Tensor | None:
 def divisors(
     labels: Tensor, class_weight: Tensor | None, num_items: Tensor | None, logits: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(scales [3], see _scales_kernel, or None where nothing is divided; sum of the class weights, or None)."""
+    """(scales [3] of _scales_kernel, or None where nothing is divided; the sum of the class weights, or None)."""
     dtype = accumulator(logits.dtype)
     weight_sum = None if class_weight is None else class_weight.sum(dtype=dtype)
     if options.reduction == "none" or (

@@ -297,11 +297,11 @@ def launch_rows(
 ) -> None:  # fmt: skip
     """Writes the losses and gradients that are not None, from student and teacher [C, V], the tokens from first_row on.
 
-    losses [T] are the loss, and without their weights its soft and hard part, all with the divisor of the mean.
-    Gradients are [C, V] with rows d_stride apart, or contiguous; each row of d_student may begin where that of student
-    begins, if it is not wider. upstream, contiguous [T] or one number, multiplies them. strides are those of student
-    and teacher, which torch.compile does not know in backward. The mean is over `valid`, a number on the device, or
-    else over count tokens.
+    losses: three tensors [T], the loss and its soft and hard part, the parts without their weights; all are divided by
+    the divisor of the mean: `valid`, a number on the device, or else count. d_student, d_teacher: [C, V] with rows
+    d_stride apart, or contiguous; a row of d_student may begin where that of student does, if its elements are not
+    larger. upstream: contiguous [T] or one number, multiplies the gradients. strides: of student and teacher, which
+    torch.compile does not know in the backward.
     """
     rows, vocab = student.shape
     programs, tiling = _tiling(student, teacher, logits)

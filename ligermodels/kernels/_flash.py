@@ -67,8 +67,7 @@ def head_parts(size: int) -> tuple[int, int]:
 def span(
     x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """[lo, hi) that token x attends to: from `before` tokens before x + shift to `after` tokens after it, of
-    `limit`."""
+    """[lo, hi), the tokens of `limit` that token x attends to: from x + shift - before to x + shift + after."""
     lo = x * 0
     hi = lo + limit
     if PACKED:
@@ -100,8 +99,8 @@ def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["K"])
 def _counts_kernel(counts_ptr, codes_ptr, K, BLOCK: tl.constexpr):
-    """Counts [B, 2 K + 4] of codes [B, K]: the first visible key, one past the last, and then for every token, and for
-    the end, the number of hidden keys before it and the number of padding tokens before it."""
+    """Counts [B, 2 K + 4] of codes [B, K]: the first visible key, one past the last, and then K + 1 pairs: for every
+    token, and for the end, the number of hidden keys and the number of padding tokens before it."""
     b = tl.program_id(0).to(tl.int64)
     counts_ptr += b * (2 * K + 4)
     first = K + 0
@@ -174,9 +173,9 @@ def query_block(
     m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Queries m .. m + BLOCK_M: (lo, hi) of each, the keys begin .. end of all of them, of which full_begin .. full_end
-    are in every interval, the queries' codes, the number of padding tokens, and the counts of their row of the
-    batch."""
+    """For queries m .. m + BLOCK_M: lo and hi of each; begin .. end, the keys that any of them may see, and
+    full_begin .. full_end, those that are in every interval; the queries' codes; their number of padding tokens; and
+    the counts of their row of the batch."""
     rows = m + tl.arange(0, BLOCK_M)
     lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
     begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)

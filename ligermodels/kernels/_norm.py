@@ -18,6 +18,7 @@ from ligermodels.kernels._recompute import attach
 from ligermodels.kernels._triton import (
     accumulator,
     as_rows,
+    cdiv,
     num_sms,
     once_differentiable,
     overlapping,
@@ -70,7 +71,7 @@ def _forward(
         block, rows, warps = _forward_tile(width, centred)
         overlap = n_rows <= _FEW and overlaps_launches(x)
         launch(
-            forward_kernel, (-(-n_rows // rows),), y, total, stats, x, other,
+            forward_kernel, (cdiv(n_rows, rows),), y, total, stats, x, other,
             x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
             n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
             weight is not None, bias is not None, width, block, rows, overlap,
@@ -101,7 +102,7 @@ def _backward(
     loads = x.element_size() + dy.element_size() + (dtotal.element_size() if add else 0)
     block, rest, rows, warps, per_sm = _backward_tile(width, loads)
     stage = rows * (block + rest) * loads
-    programs = min(num_sms(x.device.index) * per_sm, -(-n_rows // (4 * rows)))
+    programs = min(num_sms(x.device.index) * per_sm, cdiv(n_rows, 4 * rows))
     parts = stats.new_empty(len(grads), programs, width) if grads else stats
     launch(
         backward_kernel, (programs,),
@@ -113,7 +114,7 @@ def _backward(
     if grads:
         columns, at_once = (16, 128) if width <= 8192 else (64, 32)
         launch(
-            sum_parts_kernel, (-(-width // columns), len(grads)),
+            sum_parts_kernel, (cdiv(width, columns), len(grads)),
             grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
         )  # fmt: skip
     return dx, dw, db
@@ -154,8 +155,8 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """(y, x + residual or x); options: eps, offset, centred, early, as in `Norm`.
 
-    The handle of y runs the kernel on the stored sum, for the same bits; only where x and the residual differ in dtype
-    may the compiler sum a row in another order.
+    The handle of y runs the kernel again on the stored sum. It gives the same bits, except where x and the residual
+    differ in dtype: there the compiler may sum a row in another order.
     """
     made = Norm.apply(x, residual, weight, bias, *options)
     y, total = (made, x) if residual is None else made

@@ -216,7 +216,7 @@ def sum_parts_kernel(
 ):  # fmt: skip
     """Sums n_parts rows of N into first, and the next n_parts rows into second, if the grid's second dim is 2.
 
-    first and second are two tensors: torch.compile loses what is written through the first of two names of one.
+    first and second are two tensors, since torch.compile loses a write where two arguments share one memory.
     """
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     parts_ptr += tl.program_id(1).to(tl.int64) * n_parts * N

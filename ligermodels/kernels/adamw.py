@@ -36,16 +36,16 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
-_CPU_LANES = 16  # of torch's vectors, at most: the elements that fill none get other last bits
-_CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
+_CPU_LANES = 16  # of torch's longest vectors; torch rounds the elements that do not fill a vector differently
+_CPU_CHUNK = 32768  # the largest number of elements that torch leaves to one thread; in fp32, 128 KiB
 
 
 class Piece(NamedTuple):
-    """The elements of a whole parameter that a tensor has: rows of `inner` elements, `stride` apart in the whole.
+    """Where a tensor's elements are in the whole parameter: in rows of `inner` elements that begin `stride` apart.
 
-    Its element i is element first + i // inner * stride + i % inner of the whole, both counted in row-major order.
-    Pieces are fastest where `first` is a multiple of 8, and inner == stride or both are as well: eight elements of the
-    whole share a call of Philox.
+    Element i of the tensor is element first + i // inner * stride + i % inner of the whole, both in row-major order.
+    Eight elements of the whole share a call of Philox, so pieces are fastest where first, inner and stride are
+    multiples of 8, or first is and inner == stride.
     """
 
     first: int = 0
@@ -98,7 +98,7 @@ def random_bits(
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 x to bf16: up where the bits below bf16's plus `bits`, 16 random ones, carry; inf and NaN stay."""
+    """fp32 x to bf16, rounded up where the lower 16 bits of x plus the random `bits` carry; inf and NaN stay."""
     raw = x.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # a NaN to whose bits 16 can be added
     return (raw.add_(bits) >> 16).short().view(torch.bfloat16)
 
@@ -139,8 +139,8 @@ def _adamw_on_cpu(
 ) -> None:  # fmt: skip
     """`adamw_reference` on contiguous tensors, by torch's fused step.
 
-    Other roundings, factors and remainders are computed around it, on fp32 copies of pieces that fit in a core's cache,
-    one thread each.
+    Stochastic rounding, the factor and the remainder, which that step lacks, are computed before and after it, on fp32
+    copies of pieces that fit in a core's cache; a piece runs in one thread.
     """
 
     def fused(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
@@ -205,7 +205,7 @@ def _store(
 ):  # fmt: skip
     """x, rounded to the dtype of ptr; to bf16 through its bits.
 
-    group, word: which call of Philox, and which 16 bits of it; word None: all eight elements of each group are here.
+    group, word: which call of Philox an element uses, and which 16 bits of it. word None: x has whole groups of eight.
     """
     if ptr.dtype.element_ty == tl.bfloat16:
         raw = x.to(tl.uint32, bitcast=True)

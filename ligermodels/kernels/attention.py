@@ -43,6 +43,7 @@ from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import (
     accumulator,
     assume_constant_result,
+    cdiv,
     cuda_capability,
     is_datacenter,
     last_dim_contiguous,
@@ -224,7 +225,7 @@ def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     chunks = q.numel() // _CHUNK_ELEMENTS
     if chunks < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
         return _sdpa(q, k, v, None, causal, scale)
-    heads = -(-k.shape[2] // chunks)
+    heads = cdiv(k.shape[2], chunks)
     split = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
     outs = [_sdpa(*chunk, None, causal, scale) for chunk in zip(*split, strict=True)]
     return attach(_joined(*outs), _joined, *outs)  # each chunk is saved for its own backward anyway

@@ -5,15 +5,15 @@
 What differs from a gather with an atomic backward:
 - No atomics: a stable sort makes the tokens of an id one run. Each row of dweight is summed in fp32 in that order,
   rounded and written once, zeros included, so that no memory is cleared first.
-- Runs are cut at fixed places, every 32 (or 64, or 256) of the sorted ids; a program of its own sums the tokens between
-  two cuts. So one id for all tokens costs no more than distinct ids.
+- Runs are cut at fixed places, every 32 (or 64, or 256) sorted ids, and one program sums the tokens between two cuts.
+  So one id for all tokens costs no more than distinct ids.
 - Only the ids are saved, and nothing for a frozen table. Nothing synchronises.
 - Where the table's gradient is added in place (`ligermodels.training.accumulate_in_place`), for example to that of a
   tied head, the sums are added to its rows, without a second [V, H].
 
 Bytes at 2-byte dtypes, the minimum: forward 4 per element of y, backward 2 per element of dy and of dweight.
-On a GPU an id outside [0, V) gives NaN, and so a loss of NaN, and no gradient; torch's gather destroys the CUDA
-context.
+On a GPU an id outside [0, V) gives a row of NaN, and so a loss of NaN, and gets no gradient. torch's gather would
+destroy the CUDA context.
 
 Source: torch.nn.functional.embedding; the scale, rounded to the table's dtype before it multiplies, is that of Gemma in
 https://github.com/huggingface/transformers.
@@ -85,8 +85,8 @@ def _runs_kernel(
     offsets_ptr, partial_ptr, dy_ptr, sorted_ptr, places_ptr, n_ids, vocab, steps, stride, padding_idx: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Two kernels in one launch. offsets[v] = number of sorted ids below v, by bisection: the run of row v is
-    offsets[v] .. offsets[v + 1]. partial[i] = sum from cut i to the next, if it lies within one run."""
+    """Two kernels in one launch. partial[i] = the sum from cut i to the next, where both lie in one run. offsets[v] =
+    the number of sorted ids below v, by bisection: the run of row v is offsets[v] .. offsets[v + 1]."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     spans = n_ids // SPAN * BLOCKS
     pid = tl.program_id(0)
@@ -146,7 +146,7 @@ def _backward_kernel(
 
 
 _SPANS = ((16, 32), (19, 64), (31, 256))
-"""(bits of the number of ids, rows between cuts): few rows at the ends of a run, and few partial sums."""
+"""(bits of the number of ids, ids between cuts): short ends of runs for few ids, few partial sums for many."""
 _UNROLL = 8  # rows of a run per load
 _ROWS = 4  # rows of the table per program of the backward
 

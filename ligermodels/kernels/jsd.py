@@ -4,11 +4,11 @@
     loss = beta sum_c T (y - log M) + (1 - beta) sum_c S (x - log M)           for 0 < beta < 1
     loss = sum_c T (y - x) at beta = 0, sum_c S (x - y) at beta = 1            (KL of the target; of the input)
 
-The ends are by convention the divergences that the formula tends to once divided by beta or 1 - beta. Fused: both
-divergences, the reduction's divisor, which is counted on the device, and in backward the upstream gradient. Forward
-saves nothing of its own, backward reads both inputs once more: 4 and 6 bytes per element at 2-byte dtypes (8 where both
-have a gradient), the minimum for rows that do not stay on the chip. The kernel is in _divergence.py; `linear_jsd` runs
-it over logits.
+At beta = 0 and 1 the formula itself is 0; by convention the loss there is the limit of the formula divided by beta or
+1 - beta. Fused: both divergences, the reduction's divisor, which is counted on the device, and in the backward the
+upstream gradient. The forward saves only its inputs, which the backward reads once more: 4 and 6 bytes per element at
+2-byte dtypes (8 where both have a gradient), the minimum for rows that do not stay on the chip. The kernel is in
+_divergence.py; `linear_jsd` runs it over logits.
 
 Source: Agarwal et al., arXiv:2306.13649 (the generalisation, and beta's meaning).
 """

@@ -66,9 +66,9 @@ def probability(x, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["R", "count"])
 def _kernel(x, t, dy, dx, dt, loss, x_stride, t_stride, R, N, count, SUM: tl.constexpr, LOG_TARGET: tl.constexpr,
             ITEMSIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """x, t [R, N] to `loss`: [R, N] or, with SUM, one part of sum / count per program. Where loss is None, dy, [R, N]
-    or with SUM one number, to the gradients dx and dt, of which one may be None; x may be, too, if dt is.
-    ITEMSIZE is that of the dtype that those of x and t are promoted to.
+    """Forward: from x and t [R, N] writes `loss`, [R, N] or, with SUM, one part of sum / count per program.
+    Backward, where loss is None: from dy, [R, N] or with SUM one number, writes dx and dt; one of them may be None, and
+    without dt also x. ITEMSIZE: of the dtype to which x and t are promoted.
     """
     DTYPE: tl.constexpr = tl.float64 if ITEMSIZE == 8 else tl.float32
     EXACT: tl.constexpr = ITEMSIZE == 4 or (loss is not None and SUM)
@@ -115,7 +115,7 @@ def _block(width: int) -> int:
 
 
 class _KLDiv(torch.autograd.Function):
-    """x and t of one shape. They are laid out as rows here, which adds no node to the graph."""
+    """x and t have one shape. They are made rows here, inside of the node, so that the graph has no others."""
 
     @staticmethod
     def forward(ctx, x, t, divisor, reduction, log_target):

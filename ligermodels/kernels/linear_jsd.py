@@ -141,9 +141,8 @@ def _run(
     b = None if teacher_bias is None else teacher_bias[: chunks.vocab].to(teacher_dtype)
     pitch, vocab = chunks.pitch, chunks.vocab
     workspaces = [torch.empty(chunks.rows, pitch, dtype=d, device=x.device) for d in logits_dtypes]
-    d_logits = workspaces[0].view(
-        settings.dtype
-    )  # gradients of the student's logits, each row where the logits' begins
+    # The gradients of the student's logits: each row begins where that of the logits does.
+    d_logits = workspaces[0].view(settings.dtype)
 
     labels, count = (None if labels is None else chunks.labels), len(chunks.labels)
     valid = None if labels is None or options.reduction != "mean" else (labels != ignore_index).sum()

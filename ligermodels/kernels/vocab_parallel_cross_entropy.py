@@ -153,7 +153,7 @@ def _merge_kernel(logits, labels, stats, scales, loss, row_stride, first_row, nu
             total = tl.sum(totals * tl.exp2((maxima - floor) * LOG2E), 0)
             has_it = z_labels == z_labels
             nll = tl.log(total) - (tl.sum(tl.where(has_it, z_labels, 0.0), 0) - maximum)
-            # A label that is in no shard weighs NaN, and so its loss and gradient are NaN; as does one that is in two.
+            # A label that is in no shard, or in two, has weight NaN, and so its loss and gradient are NaN.
             weight = tl.where(tl.sum(has_it.to(tl.int32), 0) == 1, tl.full([], 1.0, DTYPE), float("nan"))
             scale = tl.full([], 1.0, DTYPE)
             if scales is not None:
@@ -193,9 +193,9 @@ def _run(
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """(loss, [dx, dweight, dbias, factor]). The backward multiplies the gradients by the upstream one and `factor`.
 
-    share: the rows of weight of a rank if all had as many. Each chunk is a collective, so that all ranks must cut the
-    tokens alike: the length of a chunk follows from the share, not from the rows that this rank has. unrounded: dweight
-    may be fp32. fp16 leaves the divisor of a mean to backward, as `linear_cross_entropy` does.
+    share: the number of rows that each rank would have if all had the same. Each chunk is a collective, so that all
+    ranks must use the same chunks: their length follows from the share, not from the rows of this rank. unrounded:
+    dweight may be fp32. fp16 leaves the divisor of a mean to the backward, as `linear_cross_entropy` does.
     """
     undivided = settings.leaves_divisor(options.reduction, needs)
     sum_dtype, whole_bytes = settings.sum_dtype(weight), settings.workspace_bytes

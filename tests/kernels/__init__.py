@@ -1,6 +1,7 @@
-"""Tests of the kernels. Two habits of Triton's interpreter take two thirds of its time, and are switched off here: it
-patches Triton's language again at each call of a function inside a kernel, here once per kernel; and it computes each sum
-and product of int32 again in int64, to find an overflow that no tensor of a test is large enough for."""
+"""Tests of the kernels. Where Triton is interpreted, two habits of the interpreter take most of its time, and are
+switched off here: it patches Triton's language again at each call of a function inside a kernel, here once per kernel;
+and it computes each sum and product of int32 once more in int64, to find an overflow for which no tensor of a test is
+large enough."""
 
 import dataclasses
 import functools

@@ -214,7 +214,8 @@ def test_every_kind_of_layer_computes_its_adapters(options):
                 nn.init.normal_(parameter, std=0.3)
         adapted_output = layer(x, *inputs)
         assert not torch.allclose(adapted_output, plain, atol=1e-2)
-        torch.testing.assert_close(merge_lora(layer)(x, *inputs), adapted_output, rtol=1e-4, atol=1e-5)
+        # fp32: the product with A and B, or with the sum of the weight and B A, rounds each of some 50 terms.
+        torch.testing.assert_close(merge_lora(layer)(x, *inputs), adapted_output, rtol=1e-4, atol=1e-4)
 
 
 def test_vision_towers_are_left_out_unless_named(tmp_path):
