@@ -1,4 +1,4 @@
-"""Training from the same weights on the same text: our losses are transformers' losses, for 50 steps, on a GPU for 200."""
+"""Training on the same text from the same weights: our losses are transformers'. 50 steps, and 200 on a GPU."""
 
 import json
 import os
