@@ -203,8 +203,7 @@ class CausalLM(Pretrained, TrainerInterface):
             with_logits = bool(wants_logits) and loss_function is None
             computed = self._loss(x, targets, num_items_in_batch, with_logits=with_logits, loss_function=loss_function)
         elif wants_logits:
-            head = unwrapped(self.lm_head)
-            computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
+            computed["logits"] = self.logits_of(x[:, -logits_to_keep:] if logits_to_keep else x)
         if parallel is not None and "loss" in computed:
             computed["loss"] = parallel.data.all_reduce(computed["loss"])
         if context is not None and "logits" in computed:
@@ -240,7 +239,7 @@ class CausalLM(Pretrained, TrainerInterface):
             return {"loss": head(x, labels=targets.labels, softcap=self._softcap, **options)}
         if not takes_labels(head):  # an adapter wraps the head, and computes all logits
             warn_unfused_head(self.lm_head, x)
-        logits = capped(head(x), self._softcap)
+        logits = self.logits_of(x)
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
@@ -251,7 +250,11 @@ class CausalLM(Pretrained, TrainerInterface):
             options: dict[str, Any] = dict(return_logprobs=True, num_valid=targets.count())
             return head(x, labels=targets.labels, softcap=self._softcap, **options)
         warn_unfused_head(self.lm_head, x)
-        return -cast(Tensor, cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none"))
+        return -cast(Tensor, cross_entropy(self.logits_of(x), targets.labels, reduction="none"))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """The logits [..., V] of last hidden states [..., hidden_size]."""
+        return capped(unwrapped(self.lm_head)(hidden), self._softcap)
 
     @property
     def _softcap(self) -> float | None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, did_you_mean
+from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
@@ -355,18 +356,10 @@ class Targets:
         if context is not None:
             targets = context.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets
-        self._count: Tensor | None = None
-        if not targets.is_cuda or must_not_sync(targets):  # in the latter case all rows are computed
-            return
-        count = (targets != IGNORE_INDEX).sum()
-        self._count = torch.empty_like(count, device="cpu", pin_memory=True)
-        self._count.copy_(count, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(targets.device))  # which may not be the current device
+        self._count = None
+        if targets.is_cuda and not must_not_sync(targets):  # else all rows are computed
+            self._count = AsyncToHost((targets != IGNORE_INDEX).sum())
 
     def count(self) -> int | None:
         """The number of labels that count; None if it was not copied (on the CPU the caller counts at no cost)."""
-        if self._count is None:
-            return None
-        self._copied.synchronize()
-        return int(self._count)
+        return None if self._count is None else int(self._count.result())

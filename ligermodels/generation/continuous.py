@@ -151,6 +151,6 @@ class ContinuousEngine(Engine):
                 x, last = output.last_hidden_state, lengths - 1 - begin
                 found = x[torch.arange(count, device=self.device), last.clamp(0, x.shape[1] - 1)]
                 hidden = torch.where((last >= 0)[:, None], found, hidden) if begin else found
-        logits = engine.head_logits(self.model, hidden).float()
+        logits = self.model.logits_of(hidden).float()
         waiting = deque((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))
         return _Prefilled(lengths, logits, cache, waiting)

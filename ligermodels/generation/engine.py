@@ -29,7 +29,7 @@ from ligermodels.generation.request import Request
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels._triton import as_if_capturing, cdiv
 from ligermodels.kernels.argmax import argmax
-from ligermodels.layers.head import capped, unwrapped
+from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.state import Cache, RecurrentState
 
@@ -105,7 +105,7 @@ class Step:
         )  # fmt: skip
         if self.with_hidden:
             self.hidden = output.last_hidden_state[:, -1]
-            self.logits = head_logits(model, self.hidden)
+            self.logits = model.logits_of(self.hidden)
         else:
             self.logits = output.logits[:, -1]
         torch.clear_autocast_cache()
@@ -151,12 +151,6 @@ class Step:
             tensors = [*module._parameters.values(), *module._buffers.values()]
             found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
         return found
-
-
-def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [N, V] of the last hidden states [N, H]."""
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    return capped(unwrapped(model.lm_head)(hidden[None]), softcap)[0]
 
 
 def _numbers(owner: Any) -> list[tuple[str, Any]]:
@@ -311,7 +305,7 @@ class Engine:
                 row.new += 1
         return chosen
 
-    def read(self, reading: "AsyncToHost | None") -> Tensor | None:
+    def read(self, reading: AsyncToHost | None) -> Tensor | None:
         """Reads the last tokens and marks the rows that end with them. Raises InputError for NaN logits."""
         going = [(b, row) for b, row in enumerate(self.rows) if row is not None and not row.done]
         if reading is None:
@@ -360,24 +354,6 @@ class Engine:
         """Keeps the cache for the next call, unless the caller gets it."""
         if self.kept is not None and not self.options.return_dict_in_generate:
             self.model.kept_caches.keep(self.kept)
-
-
-class AsyncToHost:
-    """An asynchronous copy of a small tensor to the host; `result` waits for it."""
-
-    def __init__(self, x: Tensor):
-        self._values, self._copied = x, None
-        if x.is_cuda:
-            self._values = torch.empty_like(x, device="cpu", pin_memory=True)
-            self._values.copy_(x, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(x.device))  # which may not be the current device
-
-    def result(self) -> Tensor:
-        if self._copied is None:
-            return self._values.cpu()
-        self._copied.synchronize()
-        return self._values.clone()  # in memory that is not pinned
 
 
 def step_of(cache: Cache, tokens: int = 1, *, with_hidden: bool = False) -> Step:

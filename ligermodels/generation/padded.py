@@ -49,7 +49,7 @@ class PaddedEngine(Engine):
         self.captured: Step | None = None  # the step, where it has begun and nothing ran since
         # Of the last pass of the model with a drafter: the tokens that it read, the last one and the proposed ones;
         # [N, V] and [N, H], N >= len(tokens), after each; and the index of the one that the last token follows.
-        self.tokens, self.verified, self.last = [0], 0, 0
+        self.tokens, self.verified = [0], 0
         self.all_logits = self.hidden = torch.empty(0)
 
     @property
@@ -85,21 +85,15 @@ class PaddedEngine(Engine):
             self.finished, self.finished_rows = to_device(done, self.device, torch.bool), done.count(True)
         return not all(done)
 
-    def read(self, reading: Any) -> Tensor | None:
-        new = super().read(reading)
-        if self.drafter is not None and new is not None:
-            self.last = int(new[0])
-            self.drafter.observe(self.last)
-        return new
-
     def step(self) -> None:
         request, drafter, is_prompt = self.request, self.drafter, self.length == self.start
         if drafter is not None and not is_prompt:
-            after = self.verified + 1
-            if after < len(self.tokens) and self.tokens[after] == self.last:
+            last, after = self.rows[0].ids[-1], self.verified + 1  # type: ignore[union-attr]
+            drafter.observe(last)
+            if after < len(self.tokens) and self.tokens[after] == last:
                 self.logits, self.verified = self.all_logits[after : after + 1], after
                 return
-            self._drop(self.length - 1)
+            self._drop_after(self.length - 1)
         rotary, past = self.model.decoder.rotary_emb, self.past
         longest = request.longest + self.length - self.start + self.virtual  # tokens of the longest row
         # Where the cached keys no longer fit the rotary tables (longrope), the whole text runs again.
@@ -112,7 +106,7 @@ class PaddedEngine(Engine):
         if drafter is not None and not is_prompt:
             most = min(self.end - self.length - 1, rotary.tokens_left(longest), drafter.count) if past else 0
             hidden = self.hidden[self.verified : self.verified + 1]
-            self.tokens = [self.last, *(drafter.propose(hidden)[: int(most)] if most else ())]
+            self.tokens = [last, *(drafter.propose(hidden)[: int(most)] if most else ())]
         if self.captures and past == self.length - 1 and not is_prompt:
             self._captured_step()
         else:
@@ -197,7 +191,7 @@ class PaddedEngine(Engine):
             self.virtual = self.cache.length - length
         if self.drafter is not None:
             hidden = output.last_hidden_state[0, -count:] if with_hidden else self.hidden
-            self._keep(engine.head_logits(model, hidden) if with_hidden else output.logits[0, -count:], hidden)
+            self._keep(model.logits_of(hidden) if with_hidden else output.logits[0, -count:], hidden)
             return
         self.logits = output.logits[:, -1]
         if copies > 1:
@@ -221,11 +215,11 @@ class PaddedEngine(Engine):
         """Keeps what a pass gave after each of `tokens`; `logits` are those after the last token."""
         self.all_logits, self.hidden, self.verified, self.logits = logits, hidden, 0, logits[:1]
 
-    def _drop(self, length: int) -> None:
+    def _drop_after(self, length: int) -> None:
         """Drops from the cache what was computed past the first `length` columns."""
         if self.past > length and (self.captured is not None or self.drafter is not None):
             self.cache.crop(length)
 
     def close(self) -> None:
-        self._drop(self.length - 1)
+        self._drop_after(self.length - 1)
         super().close()

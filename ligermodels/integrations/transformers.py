@@ -39,7 +39,6 @@ from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
-from ligermodels.layers.head import capped, unwrapped
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
@@ -218,7 +217,7 @@ def _logits(model: Any, x: Tensor) -> Tensor:
             "logits beside a loss are computed when they are read, and by now the head's weight is sharded again; call "
             "the model with return_logits=True"
         )
-    return capped(unwrapped(model.lm_head)(x), model._softcap)
+    return model.logits_of(x)
 
 
 class _SequenceClassifier(_Model):
