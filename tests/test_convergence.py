@@ -15,7 +15,7 @@ from tests import tiny
 from tests.tiny import losses, ours, text_batches, theirs
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="minutes in the interpreter")
-IMAGE_MODELS = {"qwen2_vl", "mllama"}  # trained on images, in tests/vision/test_use.py
+IMAGE_MODELS = {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama"}  # trained on images, in tests/vision/test_use.py
 FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in tiny.FAMILIES or SWITCHES fails
 _LONGROPE = tiny.FAMILIES["phi3"]["rope_parameters"]
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }
-WRAPS = {"qwen2_vl": "qwen2", "llama_vision": "llama"}
+WRAPS = {"qwen2_vl": "qwen2", "llama_vision": "llama", "qwen3_vl": "qwen3", "qwen3_5_vl": "qwen3_5"}
 """Vision-language models and the text models that they are built on."""
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -97,6 +97,12 @@ TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_laye
             num_key_value_heads=2, pad_token_id=0, rope_theta=1e4)  # fmt: skip
 QWEN2_VL = dict(TEXT, model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2]),
                 vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32))  # fmt: skip
+QWEN3_VL = dict(model_type="qwen3_vl", text_config=dict(TEXT, head_dim=128), vision_config=dict(
+    depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0],
+))  # fmt: skip
+QWEN3_5 = dict(model_type="qwen3_5", text_config=dict(TEXT, head_dim=256), vision_config=dict(
+    depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32,
+))  # fmt: skip
 TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_global_layers=1, attention_heads=2,
              image_size=8, patch_size=4, vision_output_dim=32, intermediate_layers_indices=[1])  # fmt: skip
 MLLAMA = dict(model_type="mllama", vision_config=TOWER,
@@ -111,7 +117,7 @@ MLLAMA = dict(model_type="mllama", vision_config=TOWER,
         (running("inspect model") + running("generate model --prompt the --max-new-tokens 2 --device cpu"), WITH_TORCH),
         (TORCH + f"""
 ligermodels.load('model').generate(torch.ones(1, 3).long(), max_new_tokens=2)
-configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}}}
+configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}, "qwen3_vl": {QWEN3_VL}, "qwen3_5": {QWEN3_5}}}
 for model_type, arch in ligermodels.ARCHS.items():
     for device in ("meta", "cpu"):
         arch.from_config(configs.get(model_type, dict({TEXT}, model_type=model_type)), device=device)""", WITH_TORCH),

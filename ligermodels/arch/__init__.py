@@ -21,6 +21,8 @@ from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
 from ligermodels.arch.qwen3_5 import Qwen3_5 as Qwen3_5, Qwen3_5Config as Qwen3_5Config
 from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
 from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
+from ligermodels.arch.qwen3_vl import Qwen3VL as Qwen3VL, Qwen3VLConfig as Qwen3VLConfig
+from ligermodels.arch.qwen3_5_vl import Qwen3_5VL as Qwen3_5VL, Qwen3_5VLConfig as Qwen3_5VLConfig
 from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
@@ -29,9 +31,6 @@ ARCHS: dict[str, type[CausalLM]] = {
     if isinstance(arch, type) and issubclass(arch, CausalLM) and arch is not CausalLM
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
-
-_TEXT_ALONE = {"qwen3_5": "qwen3_5_text"}
-"""model_type of a model that reads images -> the model_type of its text, which is all that is loaded."""
 
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
 """Names that `ligermodels` exports."""
@@ -44,10 +43,9 @@ def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
     """
     values = config_values(folder, config, **found)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
-    name = _TEXT_ALONE.get(model_type, model_type) if isinstance(model_type, str) else None
-    if name not in ARCHS:
+    if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
-    return ARCHS[name]
+    return ARCHS[model_type]
 
 
 def load(

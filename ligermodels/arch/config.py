@@ -387,6 +387,60 @@ class VisionConfig(CheckedFields):
 
 
 @dataclass(kw_only=True)
+class NestedFields(CheckedFields):
+    """Reads and writes a config.json with a text_config and a vision_config; a mixin before the config of the text.
+
+    root: the unknown keys beside the two objects. Of a field that stands in both places, that of the text holds.
+    """
+
+    text_type: ClassVar[str]
+    """model_type of the text_config."""
+    vision_class: ClassVar[type[VisionConfig]]
+    root_fields: ClassVar[tuple[str, ...]]
+    """The fields that stand beside the objects."""
+
+    root: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_hf(cls: Any, config: Mapping[str, Any]) -> Any:
+        """A config from the contents of a config.json of either generation. Raises as `ModelConfig.from_hf`."""
+        parent: Any = super()
+        if config.get("model_type", cls.model_type) != cls.model_type:
+            return parent.from_hf(config)
+        text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
+        for name, value in (("text_config", text), ("vision_config", vision)):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{cls.model_type}: {name} is {value!r:.80}, expected an object")
+        if text.get("model_type", cls.text_type) not in (cls.text_type, cls.model_type):
+            found = f"the text_config has model_type {text['model_type']!r}"
+            raise ConfigError(f"{cls.model_type}: {found}, expected {cls.text_type!r}")
+        ids, types = {"bos_token_id", "eos_token_id", "pad_token_id"}, {"dtype", "torch_dtype"}
+        quantized = {"quantization_config"} if config.get("quantization_config") else set()  # which is refused
+        left_out = GENERIC - cls.field_names() - types - quantized | {"root", "text_config", "vision_config"}
+        root = {key: value for key, value in config.items() if key not in left_out | ids}
+        text = {key: value for key, value in text.items() if key not in left_out | (types & root.keys() and types)}
+        tied = root.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
+        made = parent.from_hf({**root, **text, "vision_config": vision, "tie_word_embeddings": tied})
+        made.root = {key: made.extra.pop(key) for key in root if key in made.extra and key not in text}
+        return made
+
+    def __post_init__(self: Any) -> None:
+        if isinstance(self.vision_config, Mapping):
+            self.vision_config = self.vision_class.from_hf(self.vision_config)
+        super().__post_init__()
+
+    def to_hf(self: Any) -> dict[str, Any]:
+        text = super().to_hf()  # type: ignore[misc]  # of the config of the text
+        del text["root"]
+        shared = ("architectures", "model_type", "dtype", "torch_dtype", *self.root_fields)
+        root = {name: text.pop(name) for name in shared}
+        vision = text.pop("vision_config").to_hf()
+        text |= {"model_type": self.text_type, "dtype": self.dtype, "torch_dtype": self.dtype}
+        root["tie_word_embeddings"] = self.tie_word_embeddings
+        return {**self.root, **root, "text_config": text, "vision_config": vision}
+
+
+@dataclass(kw_only=True)
 class WindowConfig(ModelConfig):
     """Adds a window to every block."""
 

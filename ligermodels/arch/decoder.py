@@ -175,8 +175,9 @@ class Decoder(BaseModel):
             plain = type(layer) in self.block_classes and not is_hooked(layer)
             block: Any = layer if plain else watched(layer, self.block_classes)
             x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
-            if deepstack is not None:
-                x = self._add(deepstack.of_block(i, tokens_shape), x)
+            if deepstack is not None and i < len(deepstack.states):
+                states = self._own_tokens(deepstack.of_block(i, tokens_shape))
+                x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
             if router_logits is not None:
                 router_logits += routed
         x = self.norm(x, residual)[0]
@@ -223,13 +224,10 @@ class Decoder(BaseModel):
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
 
-    def _add(self, states: Tensor | None, x: Tensor) -> Tensor:
-        """x, this rank's part of the hidden state, plus its part of `states` [B, S, hidden_size] of all tokens."""
-        if states is None:
-            return x
+    def _own_tokens(self, states: Tensor) -> Tensor:
+        """This rank's part of `states` [B, S, hidden_size] of all tokens."""
         states = states if self.context is None else self.context.shard(states, 1)
-        states = states if self.tp is None else self.tp.scatter(states, 1)
-        return x + states.to(x.device, x.dtype)
+        return states if self.tp is None else self.tp.scatter(states, 1)
 
     def _batch(self, tokens: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
         """The inputs of the blocks besides x: rotary tables and masks."""

@@ -15,21 +15,20 @@ Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ACTIVATIONS, GENERIC
+from ligermodels.arch.config import ACTIVATIONS, NestedFields
 from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
 from ligermodels.checkpoint import weights
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
 from ligermodels.layers.state import ImageKeyValues
 
@@ -39,15 +38,18 @@ _BIASES = ("attention_bias", "mlp_bias")
 
 
 @dataclass(kw_only=True)
-class LlamaVisionConfig(LlamaConfig):
+class LlamaVisionConfig(NestedFields, LlamaConfig):
     """config.json of model_type mllama: the fields of its text_config, and vision_config.
 
     zero_masked_attention, ours: a token that sees no image gets nothing from a cross block's attention, as in Meta's
-    code. `root` has the unknown keys beside the nested objects.
+    code.
     """
 
     model_type: ClassVar[str] = "mllama"
     architecture: ClassVar[str] = "MllamaForConditionalGeneration"
+    text_type: ClassVar[str] = "mllama_text_model"
+    vision_class: ClassVar = LlamaVisionTowerConfig
+    root_fields: ClassVar = ("image_token_index",)
     default_rope_theta: ClassVar[float] = 500000.0
 
     num_key_value_heads: int = 8
@@ -61,27 +63,8 @@ class LlamaVisionConfig(LlamaConfig):
     vision_config: LlamaVisionTowerConfig = field(default_factory=LlamaVisionTowerConfig)
     image_token_index: int = 128256
     zero_masked_attention: bool = False
-    root: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """A config from the contents of a config.json of either generation. Raises as `ModelConfig.from_hf`."""
-        if config.get("model_type", cls.model_type) != cls.model_type:
-            return super().from_hf(config)
-        text, nested = config.get("text_config") or {}, ("text_config", "vision_config")
-        if not all(isinstance(config.get(name) or {}, Mapping) for name in nested):
-            raise ConfigError("mllama: text_config and vision_config of config.json must be objects")
-        ids, types = {"bos_token_id", "eos_token_id", "pad_token_id"}, {"dtype", "torch_dtype"}
-        left_out = GENERIC - ids - types | {"root", *nested}
-        text = {key: value for key, value in text.items() if key not in left_out | (types & config.keys() and types)}
-        root = {key: value for key, value in config.items() if key not in left_out | ids}
-        made = super().from_hf({**root, **text, "vision_config": config.get("vision_config") or {}})
-        made.root = {key: made.extra.pop(key) for key in root if key in made.extra and key not in text}
-        return made
 
     def __post_init__(self) -> None:
-        if isinstance(self.vision_config, Mapping):
-            self.vision_config = LlamaVisionTowerConfig.from_hf(self.vision_config)
         super().__post_init__()
         for name in _BIASES:
             if getattr(self, name):
@@ -94,16 +77,12 @@ class LlamaVisionConfig(LlamaConfig):
         self.tie_word_embeddings = False  # whatever the file says, as in transformers
 
     def to_hf(self) -> dict[str, Any]:
-        text = super().to_hf()
-        for name in ("root", *_BIASES):
-            del text[name]
-        shared = ("architectures", "model_type", "image_token_index", "dtype", "torch_dtype")
-        root = {name: text.pop(name) for name in shared}
-        if not text["zero_masked_attention"]:  # as every reader has it
-            del text["zero_masked_attention"]
-        vision = text.pop("vision_config").to_hf()
-        text |= {"model_type": "mllama_text_model", "dtype": self.dtype, "torch_dtype": self.dtype}
-        return {**self.root, **root, "text_config": text, "vision_config": vision}
+        values = super().to_hf()
+        for name in _BIASES:
+            del values["text_config"][name]
+        if not self.zero_masked_attention:  # as every reader has it
+            del values["text_config"]["zero_masked_attention"]
+        return values
 
 
 class CrossBlock(nn.Module):

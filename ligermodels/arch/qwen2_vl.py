@@ -71,6 +71,10 @@ class Qwen2VLVisionConfig(VisionConfig):
             raise self._error("embed_dim", f"must be a multiple of 4 for each of num_heads={self.num_heads} heads")
         check_axial_rope(self.label(), self.rope_parameters)
 
+    @property
+    def token_size(self) -> int:
+        return self.hidden_size
+
 
 @dataclass(kw_only=True)
 class Qwen2VLConfig(ImageTokens, Qwen2Config):
@@ -113,8 +117,6 @@ class Qwen2VLConfig(ImageTokens, Qwen2Config):
         if not isinstance(self.vision_config, Qwen2VLVisionConfig):
             self.vision_config = Qwen2VLVisionConfig.from_hf(self.vision_config)
         super().__post_init__()
-        if self.vision_config.hidden_size != self.hidden_size:
-            raise self._error("hidden_size", f"differs from that of vision_config, {self.vision_config.hidden_size}")
         self._check_choice("video_rule", VIDEO_RULES)
 
     @property

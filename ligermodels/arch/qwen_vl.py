@@ -57,6 +57,8 @@ class ImageTokens(CheckedFields):
         if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != rotated:
             expected = f"three numbers of frequencies, together {rotated}, half of the dims of a head that rotate"
             raise ConfigError(f"{self.label()}: mrope_section is {sections!r}, expected {expected}")
+        if config.vision_config.token_size != config.hidden_size:
+            raise self._error("hidden_size", f"differs from that of vision_config, {config.vision_config.token_size}")
 
     @property
     def frames_count(self) -> bool:
@@ -156,7 +158,7 @@ class VisionTower(nn.Module):
         for i, block in enumerate(self.blocks):
             x, residual = run(i, block, x, residual, batch)
             if i in picked:
-                x, residual = x + residual, None
+                x, residual = x if residual is None else x + residual, None
                 states.append(picked[i](x))
         return self.merger(x, residual), tuple(states)
 

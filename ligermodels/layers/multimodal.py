@@ -60,10 +60,8 @@ class DeepStack(MovableInputs):
     states: tuple[Tensor, ...]
     places: Tensor
 
-    def of_block(self, block: int, shape: tuple[int, ...]) -> Tensor | None:
-        """[B, S, H], what is added to the tokens of shape [B, S] after the block: 0 to text. None if nothing is."""
-        if block >= len(self.states):
-            return None
+    def of_block(self, block: int, shape: tuple[int, ...]) -> Tensor:
+        """[B, S, H], what is added to the tokens of shape [B, S] after the block: 0 to text."""
         states = self.states[block]
         nothing = states.new_zeros(math.prod(shape), states.shape[1])
         return nothing.index_copy(0, self.places, states).view(*shape, -1)

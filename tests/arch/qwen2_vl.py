@@ -1,4 +1,4 @@
-"""Small configurations of Qwen2-VL, and batches of text, images and videos for them."""
+"""Small configurations of Qwen2-VL, and batches of text, images and videos for it and later models."""
 
 import torch
 
@@ -36,9 +36,14 @@ def windowed(**changes):
 
 
 def inputs(rows, config=None, *, pad="left"):
-    """Arguments of a forward for rows of text lengths and ("image" or "video", (frames, rows, columns)) in tokens."""
+    """Arguments of a forward for rows of text lengths and ("image" or "video", (frames, rows, columns)) in tokens.
+
+    The frames of a video stand apart, each after two tokens of text, in all models but Qwen2-VL.
+    """
+    config = config or tiny()
+    apart = config["model_type"] != "qwen2_vl"
     vision = {"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3, "patch_size": 2}
-    vision |= (config or tiny())["vision_config"]
+    vision |= config["vision_config"]
     merge, width = vision["spatial_merge_size"], vision["in_channels"] * vision["temporal_patch_size"] * 4
     sizes, texts = {"image": [], "video": []}, []
     for row in rows:
@@ -49,7 +54,9 @@ def inputs(rows, config=None, *, pad="left"):
             else:
                 kind, (t, h, w) = part
                 sizes[kind].append((t, h * merge, w * merge))
-                text += [START] + [IMAGE if kind == "image" else VIDEO] * (t * h * w) + [END]
+                for frames in [1] * t if apart and kind == "video" else [t]:
+                    text += torch.randint(3, IMAGE, (2 * apart,)).tolist() * (kind == "video")
+                    text += [START] + [IMAGE if kind == "image" else VIDEO] * (frames * h * w) + [END]
         texts.append(text)
     longest = max(map(len, texts))
     made = {}
@@ -93,8 +100,9 @@ def token_mask(batch):
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
 
 
-def load(folder, rule="5.x", **options):
-    """Our model with the rule for videos of the transformers that it is compared with."""
-    model = ligermodels.Qwen2VL.from_hub(folder, progress=False, **options)
-    model.config.video_rule = rule
+def load(folder, **options):
+    """Our model; of Qwen2-VL with the rule for videos of the transformers that it is compared with."""
+    model = ligermodels.load(folder, progress=False, **options)
+    if isinstance(model, ligermodels.Qwen2VL):
+        model.config.video_rule = "5.x"
     return model

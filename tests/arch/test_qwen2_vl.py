@@ -1,7 +1,6 @@
 """Qwen2-VL: as a model of text, and with images and videos, against transformers."""
 
 import json
-import types
 
 import pytest
 import torch
@@ -13,18 +12,14 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl
 import ligermodels
 from ligermodels import InputError
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
-from tests.arch.qwen2_vl import CASES, IMAGE, VOCAB, image, inputs, load, rope, tiny, token_mask, video, windowed
+from tests.arch.images import ROWS, ImageSuite, check_positions
+from tests.arch.qwen2_vl import CASES, IMAGE, VOCAB, image, inputs, load, rope, tiny, video, windowed
 from tests.arch.suite import (
-    GRADIENTS,
     LOGITS,
     Suite,
-    check_checkpointing,
-    check_gradients,
     check_other_layout,
     read_tensors,
     relative,
-    theirs,
-    theirs_logits,
 )
 from tests.kernels.on_gpu import never_waits
 
@@ -107,12 +102,6 @@ class TestText(Suite):
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(ids, labels=ids).loss, model(ids, labels=ids).loss)
 
-    @pytest.mark.parametrize("recompute", ["block", "mlp"])
-    def test_checkpointing_gives_the_same_gradients_and_saves_less(self, model, tiny, recompute):
-        batch = inputs(CASES["padded"], tiny)
-        tower = model.model.visual
-        check_checkpointing(model, tower, tower.blocks, {**batch, "labels": batch["input_ids"]}, recompute)
-
     def test_defaults_are_those_of_transformers(self):
         given = dict(vocab_size=VOCAB, hidden_size=1024, intermediate_size=64, num_hidden_layers=2)
         given |= dict(model_type="qwen2_vl", num_attention_heads=8, vision_config=dict(hidden_size=1024))
@@ -136,6 +125,14 @@ class TestText(Suite):
         super().test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(model, tiny)
 
 
+class TestImages(ImageSuite):
+    arch = ligermodels.Qwen2VL
+    TINY = TINY
+
+    def named_on_disk(self, tensors):
+        return on_disk(tensors)
+
+
 @pytest.fixture
 def folder(written):
     return written(TINY["plain"])
@@ -144,50 +141,6 @@ def folder(written):
 @pytest.fixture
 def model(folder):
     return load(folder)
-
-
-@pytest.mark.parametrize("config", TINY.values(), ids=TINY)
-def test_logits_loss_and_every_gradient(config, written):
-    folder = written(config)
-    hf, model = theirs(folder), load(folder)
-    for rows in (CASES["mixed"], CASES["of_one_size"]):
-        batch = inputs(rows, config)
-        tokens = token_mask(batch)
-        labels = batch["input_ids"].masked_fill(~tokens, -100)
-        labels[torch.arange(len(labels)), tokens.int().argmax(1)] = -100  # else padding would have to predict it
-        expected = hf(**batch, labels=labels)
-        output = model(**batch, labels=labels, return_logits=True)
-        assert relative(output.logits[tokens], expected.logits[tokens]) < LOGITS
-        assert abs(output.loss - expected.loss) < LOGITS * expected.loss
-        hf.zero_grad()
-        model.zero_grad()
-        expected.loss.backward()
-        model(**batch, labels=labels).loss.backward()
-        check_gradients(hf, model, on_disk, allowed=2 * GRADIENTS)  # through text and tower
-
-
-@pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
-def test_logits_tokens_and_decoding(rows, folder, model):
-    hf, batch = theirs(folder), inputs(rows)
-    full = model(**batch).logits
-    tokens = token_mask(batch)
-    assert relative(full[tokens], theirs_logits(hf, **batch)[tokens]) < LOGITS
-    expected = hf.generate(**batch, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(model.generate(**batch, max_new_tokens=12, eos_token_id=[]), expected)
-    # The generated tokens, once more in one call.
-    again = {**batch, "input_ids": expected.masked_fill(expected >= IMAGE, 5)}
-    again["input_ids"][:, : full.shape[1]] = batch["input_ids"]
-    if "attention_mask" in batch:
-        again["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(len(expected), 12).long()], dim=1)
-    whole = model(**again).logits[:, full.shape[1] :]
-    cache = model.new_cache(len(expected), 4)
-    model(**batch, past_key_values=cache)
-    steps, seen = [], full.shape[1]
-    for part in again["input_ids"][:, seen:].split([5, 1, 1, 1, 4], dim=1):
-        seen += part.shape[1]
-        mask = again["attention_mask"][:, :seen] if "attention_mask" in again else None
-        steps.append(model(part, mask, past_key_values=cache).logits)
-    assert relative(torch.cat(steps, dim=1), whole) < LOGITS
 
 
 def test_rows_of_a_cache_change_places(model):
@@ -286,45 +239,6 @@ def test_a_training_step_with_images_passes_the_sync_checker(folder):
         model(**batch)
 
 
-# Positions
-
-
-PARTS = st.one_of(
-    st.integers(1, 5),
-    st.tuples(st.just("image"), st.tuples(st.just(1), st.integers(1, 4), st.integers(1, 4))),
-    st.tuples(st.just("video"), st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3))),
-)
-
-
-def theirs_positions(batch):
-    """get_rope_index of transformers, which needs only this of its model."""
-    theirs = modeling_qwen2_vl.Qwen2VLModel
-    stub = types.SimpleNamespace(
-        config=types.SimpleNamespace(vision_config=types.SimpleNamespace(spatial_merge_size=2)),
-        get_vision_position_ids=lambda *args, **options: theirs.get_vision_position_ids(None, *args, **options),
-    )
-    known = {"input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask"}
-    return theirs.get_rope_index(stub, **{name: value for name, value in batch.items() if name in known})
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=3), st.sampled_from(["left", "right"]))
-def test_positions_of_any_text(rows, pad):
-    batch, config = inputs(rows, pad=pad), Qwen2VLConfig.from_hf(tiny(video_rule="5.x"))
-    tokens = token_mask(batch)
-    batch["input_ids"][~tokens] = IMAGE  # which counts for nothing there
-    known = {name: value for name, value in batch.items() if "pixel" not in name and name != "mm_token_type_ids"}
-    positions, deltas = config.get_rope_index(**known)
-    expected, expected_deltas = theirs_positions(batch)
-    assert torch.equal(positions, expected) and torch.equal(deltas, expected_deltas)
-    # the same rows without their padding, packed into one
-    texts = [batch["input_ids"][row, tokens[row]] for row in range(len(rows))]
-    bounds = torch.tensor([0, *map(len, texts)]).cumsum(0, dtype=torch.int32)
-    sizes = {name: value for name, value in known.items() if "grid" in name}
-    packed, _ = config.get_rope_index(torch.cat(texts)[None], **sizes, cu_seqlens=bounds)
-    assert torch.equal(packed[:, 0], torch.cat([positions[:, row, tokens[row]] for row in range(len(rows))], dim=1))
-
-
 def test_the_rules_differ_after_long_videos():
     """Text after 5 frames of 2 x 1 tokens that began at 9 continues at 14 or at 11: with get_rope_index of transformers
     4.57 and of 5.23."""
@@ -344,36 +258,8 @@ def test_the_rules_differ_after_long_videos():
     assert relative(earlier[:, :19], later[:, :19]) < LOGITS < 100 * LOGITS < relative(earlier[:, 19:], later[:, 19:])
 
 
-def test_packed_rows_equal_separate_ones(model):
-    torch.manual_seed(3)
-    parts = [inputs([[3, image(2, 3), 2]]), inputs([[7]]), inputs([[1, video(3, 1, 1), image(2, 2), 4]])]
-    ids = torch.cat([part["input_ids"] for part in parts], dim=1)
-    rest = {
-        name: torch.cat([part[name] for part in parts if name in part])
-        for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    }
-    lengths = [part["input_ids"].shape[1] for part in parts]
-    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    text = torch.cat([torch.arange(length) for length in lengths])[None]
-    positions, _ = model.config.get_rope_index(ids, rest["image_grid_thw"], rest["video_grid_thw"], cu_seqlens=bounds)
-    expected = torch.cat([model(**part).logits for part in parts], dim=1)
-    for options in (
-        dict(cu_seqlens=bounds, max_seqlen=max(lengths)),
-        dict(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=99, max_length_k=99),
-        dict(position_ids=text),
-        dict(position_ids=positions, cu_seqlens=bounds),
-        dict(position_ids=torch.cat([text[None], positions])),
-    ):
-        assert relative(model(ids, **rest, **options).logits, expected) < LOGITS
-    assert relative(model(ids, **rest).logits, expected) > 100 * LOGITS
-
-    def gradients(calls):
-        model.zero_grad()
-        losses = [model(**call, labels=call["input_ids"], num_items_in_batch=10).loss for call in calls]
-        sum(losses).backward()
-        return sum(losses).detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    loss, found = gradients([dict(input_ids=ids, **rest, position_ids=positions, cu_seqlens=bounds)])
-    total, wanted = gradients(parts)
-    assert abs(loss - total) < LOGITS * total
-    assert all(relative(found[name], wanted[name]) < GRADIENTS for name in wanted)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(ROWS, st.sampled_from(["left", "right"]))
+def test_positions_of_any_text(rows, pad):
+    config = Qwen2VLConfig.from_hf(tiny(video_rule="5.x"))
+    check_positions(rows, pad, tiny(), config, modeling_qwen2_vl.Qwen2VLModel)

@@ -22,6 +22,10 @@ SIZES = {
 }  # fmt: skip
 PARAMETERS = {"embedding": 768, "norms": 80, "attention": 1536, "mlp": 2304, "lm_head": 768}
 """Of SIZES, by hand: 48 x 16; 5 x 16; 2 x (4 + 2 + 2 + 4) x 4 x 16; 2 x 3 x 24 x 16; 48 x 16."""
+QWEN3_TOWER = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2, "out_hidden_size": 16,
+    "num_position_embeddings": 9,
+}  # fmt: skip
 EXTRA = {
     "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
     "qwen2_vl": {
@@ -31,6 +35,15 @@ EXTRA = {
             "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2,
             "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
+    },
+    "qwen3_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [0]},
+    },
+    "qwen3_5": {
+        "head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]},
+        "vision_config": QWEN3_TOWER,
     },
     "qwen3_5_text": {"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4, "full_attention_interval": 2},
     "mllama": {

@@ -17,7 +17,7 @@ from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, offload
-from tests.arch import qwen2_vl
+from tests.arch import qwen2_vl, qwen3_vl
 from tests.parallel.ranks import results_of_ranks
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
@@ -50,6 +50,8 @@ FAMILIES = {
         linear_num_key_heads=1, linear_num_value_heads=4, full_attention_interval=2,
     ),
     "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
+    "qwen3_vl": qwen3_vl.qwen3_vl(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
+    "qwen3_5_vl": qwen3_vl.qwen3_5(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
@@ -91,7 +93,7 @@ def batch(family, kind):
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 90, (ROWS, LENGTH), generator=draw)
     made = {"input_ids": ids}
-    if family == "qwen2_vl" and kind == "images":
+    if family.endswith("_vl") and kind == "images":
         grids = [(2, 3), (3, 2), (1, 6), (6, 1)]  # one a row, of 6 tokens
         ids[:, 4:10] = qwen2_vl.IMAGE
         made["image_grid_thw"] = torch.tensor([(1, 2 * h, 2 * w) for h, w in grids])
@@ -198,7 +200,7 @@ def gradients(family, split, recompute="none", kind="plain", trained="", offload
 def images_on_one_rank(family, packed=False):
     """Images on the first rank, text alone on the other."""
     images, text = part(batch(family, "images"), 0, 2), part(batch(family, "packed" if packed else "plain"), 0, 1)
-    if family == "qwen2_vl":  # one of the parts of the patches
+    if family.endswith("_vl"):  # one of the parts of the patches
         images["pixel_values"] = batch(family, "images")["pixel_values"][: ROWS // 2 * 24]
     model = make(family)
     count = sum((one["labels"][:, 1:] != -100).sum() for one in (images, text))

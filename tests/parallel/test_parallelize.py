@@ -18,7 +18,7 @@ MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
 an ulp. The roundings are as many and as large, and others."""
 
-IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
+IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
 WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head")
@@ -67,7 +67,9 @@ QUICK = [
     gradients("llama", "fsdp2", kind="few"),
     gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
+    gradients("qwen3_vl", "tp2"),
     job("images_on_one_rank", family="qwen2_vl"),
+    job("images_on_one_rank", family="qwen3_vl"),
     job("images_on_one_rank", family="mllama"),
     job("accumulated", family="llama", split="fsdp2"),
     job("accumulated", family="llama", split="cp2"),

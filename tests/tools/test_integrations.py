@@ -14,11 +14,16 @@ import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from tests.arch import llama_vision, qwen2_vl
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl
 from tests.tools.models import OWN, SIZES, write_checkpoint
 
 DRAWN = dict(initializer_range=0.2)
-VISION = {"qwen2_vl": qwen2_vl.tiny(DRAWN, **DRAWN), "mllama": llama_vision.tiny(DRAWN, **DRAWN)}
+VISION = {
+    "qwen2_vl": qwen2_vl.tiny(DRAWN, **DRAWN),
+    "qwen3_vl": qwen3_vl.qwen3_vl(DRAWN, **DRAWN),
+    "qwen3_5": qwen3_vl.qwen3_5(DRAWN, **DRAWN),
+    "mllama": llama_vision.tiny(DRAWN, **DRAWN),
+}
 FAMILIES = (*OWN, *VISION)
 TIED = {"llama": {"lm_head.weight"}, "gemma2": {"lm_head.weight"}}
 # fp32 on both sides, a few hundred roundings deep, of logits around 5.
@@ -33,7 +38,7 @@ def ids(rows=2, length=12, seed=0):
 def images(family):
     """The ids, and what a model that reads images takes beside them."""
     torch.manual_seed(0)
-    if family == "qwen2_vl":
+    if family in VISION and family != "mllama":
         inputs = qwen2_vl.inputs([[2, qwen2_vl.image(2, 2), 4]] * 2)
         return inputs.pop("input_ids"), inputs
     if family == "mllama":
@@ -216,7 +221,7 @@ def test_what_cannot_be_honoured_raises(folders, tmp_path, monkeypatch):
         AutoModelForCausalLM.from_pretrained(folders["llama"])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "mllama"])
+@pytest.mark.parametrize("family", ["llama", *VISION])
 def test_generate_is_ours_and_writes_the_same(folders, family):
     model, expected = AutoModelForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
     tokens, inputs = images(family)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import operator
 import re
 
 import pytest
@@ -23,7 +24,7 @@ from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
-from tests.arch import qwen2_vl
+from tests.arch import qwen2_vl, qwen3_vl
 from tests.parallel.ranks import results_of_ranks
 from tests.parallel.train import CONFIG
 from tests.quantized import quantized
@@ -39,6 +40,7 @@ FAMILIES = {
         full_attention_interval=2,
     ),
 }  # fmt: skip
+MODEL_TYPE = operator.itemgetter("model_type")
 IDS = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -218,9 +220,10 @@ def test_every_kind_of_layer_computes_its_adapters(options):
         torch.testing.assert_close(merge_lora(layer)(x, *inputs), adapted_output, rtol=1e-4, atol=1e-4)
 
 
-def test_vision_towers_are_left_out_unless_named(tmp_path):
+@pytest.mark.parametrize("config", [qwen2_vl.tiny(), qwen3_vl.qwen3_vl(), qwen3_vl.qwen3_5()], ids=MODEL_TYPE)
+def test_vision_towers_are_left_out_unless_named(config, tmp_path):
     def vl():
-        return ARCHS["qwen2_vl"].from_config(qwen2_vl.tiny(), dtype=torch.float32, device="cpu")
+        return ARCHS[config["model_type"]].from_config(config, dtype=torch.float32, device="cpu")
 
     def names(model):
         return {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}

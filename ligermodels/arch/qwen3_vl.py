@@ -1,0 +1,55 @@
+"""Qwen3-VL: Qwen3 that reads images and videos, and adds to its first blocks what early blocks of the tower saw.
+
+- What it shares with Qwen2-VL is in qwen_vl.py. The tower (qwen3_vl_tower.py) is Qwen3.5's too.
+- Text: Qwen3's blocks without windows. Rotary frequency i rotates by the row if i % 3 is 1, by the column if it is 2,
+  up to the numbers in `mrope_section`; all others by time.
+- DeepStack: after blocks 0, 1 and 2 the states of three blocks of the tower are added at the image tokens.
+- The frames of a video, two by two, stand apart in the text, each pair after its time, and have positions of images.
+
+Paper: Qwen Team 2025, https://arxiv.org/abs/2511.21631.
+Checked against: models/qwen3_vl/modeling_qwen3_vl.py of transformers 5.23.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ligermodels.arch.config import NestedFields
+from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.qwen3 import Qwen3Block, Qwen3Config
+from ligermodels.arch.qwen3_vl_tower import Qwen3VLTower, Qwen3VLVisionConfig
+from ligermodels.arch.qwen_vl import ImageTokens, QwenVL, QwenVLModel
+
+
+@dataclass(kw_only=True)
+class Qwen3VLConfig(NestedFields, ImageTokens, Qwen3Config):
+    """config.json of model_type qwen3_vl: the fields of its text_config, vision_config and the ids of tokens."""
+
+    model_type: ClassVar[str] = "qwen3_vl"
+    architecture: ClassVar[str] = "Qwen3VLForConditionalGeneration"
+    text_type: ClassVar[str] = "qwen3_vl_text"
+    vision_class: ClassVar = Qwen3VLVisionConfig
+    root_fields: ClassVar = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    default_rope_theta: ClassVar[float] = 500000.0
+    mrope_section: ClassVar = (24, 20, 20)
+    mrope_interleaved: ClassVar[bool] = True
+    frames_apart: ClassVar[bool] = True
+
+    max_position_embeddings: int = 128000
+    vision_config: Qwen3VLVisionConfig = field(default_factory=Qwen3VLVisionConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window is not None:
+            raise self._error("sliding_window", "is not supported: every block sees all tokens here")
+
+
+class Qwen3VL(QwenVL):
+    """Qwen3-VL with a language-model head. `Qwen3VL.from_hub("Qwen/Qwen3-VL-4B-Instruct")` loads one."""
+
+    config_class = Qwen3VLConfig
+    _no_split_modules: ClassVar = ["Qwen3Block", "VisionBlock"]
+
+    @classmethod
+    def make_model(cls, config: Qwen3VLConfig) -> QwenVLModel:
+        text = Decoder(config, Qwen3Block, position_axes=3)
+        return QwenVLModel(config, Qwen3VLTower(config.vision_config), text)
