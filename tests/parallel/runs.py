@@ -51,7 +51,9 @@ FAMILIES = {
     ),
     "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
     "qwen3_vl": qwen3_vl.qwen3_vl(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
-    "qwen3_5_vl": qwen3_vl.qwen3_5(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
+    "qwen3_5_vl": qwen3_vl.qwen3_5(
+        vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2, linear_num_key_heads=4,
+    ),
     "mllama": dict(
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
