@@ -39,7 +39,6 @@ gpu:
 bench:
 	$(PYTHON) -m benchmarks.kernels
 	$(PYTHON) -m benchmarks.train_step --case all
-	$(PYTHON) -m benchmarks.convergence
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

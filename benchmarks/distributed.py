@@ -1,7 +1,6 @@
 """Training on several GPUs of one host: speed, memory and exposed communication, beside transformers with Liger.
 
-    python -m benchmarks.distributed --gpus 2 --out distributed.json
-    python -m benchmarks.distributed --gpus 4 --trace --cases "8B 4 x 4096" "8B 1 x 8192, tp"
+    python -m benchmarks.distributed --gpus 4 --trace --out distributed.json --cases "8B 4 x 4096" "8B 1 x 8192, tp"
     python -m benchmarks.distributed --gpus 2 --dry
 
 Each side runs under torchrun, apart from the other, and goes through its cases; after a case that failed or left
@@ -41,42 +40,39 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "70B": MODELS["llama-3.1-70b"].config,
     "half 70B": changed(MODELS["llama-3.1-70b"].config, {"num_hidden_layers": 40}),
 }
-FP32 = dict(weights="fp32")
 EXACT = dict(weights="bf16 with masters")
 BF16 = dict(weights="bf16", steps=3)
 WHOLE = dict(reshard=False)
 OFFLOADED = {"recompute": "mlp", "offload": True}
 LONG = dict(batch=1, mesh="cp", weights="bf16", recompute="block")
 CASES: dict[str, dict[str, Any]] = {
-    "8B 4 x 4096": dict(batch=4, seq=4096, **FP32),
-    "8B 4 x 4096, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **FP32, **WHOLE),
-    "8B 4 x 4096, whole": dict(batch=4, seq=4096, **FP32, **WHOLE),
+    "8B 4 x 4096": dict(batch=4, seq=4096),
+    "8B 4 x 4096, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **WHOLE),
+    "8B 4 x 4096, whole": dict(batch=4, seq=4096, **WHOLE),
     "8B 4 x 4096, bf16 with masters": dict(batch=4, seq=4096, **EXACT),
     "8B 4 x 4096, bf16 with masters, whole": dict(batch=4, seq=4096, **EXACT, **WHOLE),
     "8B 4 x 4096, bf16, whole": dict(batch=4, seq=4096, **BF16, **WHOLE),
     "8B 4 x 4096, bf16, one GPU": dict(batch=4, seq=4096, alone=True, **BF16),
     "8B 4 x 4096, bf16, mlp, whole": dict(batch=4, seq=4096, recompute="mlp", **BF16, **WHOLE),
     "8B 4 x 4096, bf16, mlp, one GPU": dict(batch=4, seq=4096, recompute="mlp", alone=True, **BF16),
-    "8B 2 x 4096": dict(batch=2, seq=4096, peer=True, **FP32),
-    "8B 8 x 4096, block": dict(batch=8, seq=4096, recompute="block", peer=True, steps=3, **FP32),
-    "8B 1 x 32768, block": dict(batch=1, seq=32768, recompute="block", peer=True, steps=2, **FP32),
-    "8B 1 x 32768, mlp": dict(batch=1, seq=32768, recompute="mlp", steps=2, **FP32),
-    "8B 1 x 32768, mlp offloaded": dict(batch=1, seq=32768, recompute=OFFLOADED, steps=2, **FP32),
-    "8B 8 x 4096, mlp": dict(batch=8, seq=4096, recompute="mlp", steps=3, **FP32),
-    "8B 8 x 4096, mlp offloaded": dict(batch=8, seq=4096, recompute=OFFLOADED, steps=3, **FP32),
+    "8B 2 x 4096": dict(batch=2, seq=4096, peer=True),
+    "8B 8 x 4096, block": dict(batch=8, seq=4096, recompute="block", peer=True, steps=3),
+    "8B 1 x 32768, block": dict(batch=1, seq=32768, recompute="block", peer=True, steps=2),
+    "8B 1 x 32768, mlp": dict(batch=1, seq=32768, recompute="mlp", steps=2),
+    "8B 1 x 32768, mlp offloaded": dict(batch=1, seq=32768, recompute=OFFLOADED, steps=2),
+    "8B 8 x 4096, mlp": dict(batch=8, seq=4096, recompute="mlp", steps=3),
+    "8B 8 x 4096, mlp offloaded": dict(batch=8, seq=4096, recompute=OFFLOADED, steps=3),
     "8B 1 x 8192, tp": dict(batch=1, seq=8192, mesh="tp", **BF16),
-    "1B 1 x 131072, cp": dict(seq=131072, steps=2, **LONG),
-    **{f"1B 1 x {seq}, cp": dict(seq=seq, steps=1, **LONG) for seq in (262144, 524288, 1048576)},
+    **{f"1B 1 x {n}, cp": dict(seq=n, steps=1 + (n < 2**18), **LONG) for n in (131072, 262144, 524288, 1048576)},
     "70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
     "half 70B 1 x 4096, block": dict(batch=1, seq=4096, recompute="block", peer=True, **BF16),
 }
 """Name, which begins with the model's -> how it runs.
 
-weights: "fp32", with torch's fused AdamW; "bf16 with masters", exact fp32 weights and fp32 moments in our AdamW;
-"bf16", with our AdamW, which steps in the backward (the peer's are torch's AdamW, and after the backward).
+weights: "fp32", the default, with torch's fused AdamW; "bf16 with masters", exact fp32 weights and fp32 moments in our
+AdamW; "bf16", with our AdamW, which steps in the backward (the peer's are torch's AdamW, and after the backward).
 reshard=False: blocks stay whole between forward and backward. alone: each rank for itself. mesh: the dimension that all
-GPUs form. steps=1: one step, after a warm-up on its first 8,192 tokens, and no trace.
-peer: transformers with Liger is a row of its own.
+GPUs form. steps=1: one, after a warm-up on its first 8,192 tokens, no trace. peer: transformers with Liger runs too.
 """
 TOLERANCE = 2e-3  # of loss and gradient norm: bf16 forwards of the same weights, which round in other places
 

@@ -27,8 +27,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 PACKAGES = (
-    "torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes", "trl", "fla-core",
-    "tilelang", "flash-qla",
+    "torch", "triton", "transformers", "liger-kernel", "peft", "bitsandbytes", "trl", "fla-core", "tilelang",
+    "flash-qla",
 )  # fmt: skip
 RESULT = "RESULT "
 """Begins a line in which a worker reports a row."""

@@ -47,7 +47,7 @@ from tests.kernels.ops.delta import terms_of
 Call = Callable[..., Any]
 Peers = Callable[[Case], Mapping[str, Call]]
 OURS = "ligermodels"
-NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "Flash", "cuDNN", "fla")
+NEEDS_GPU = ("torch.compile", "Liger", "FlexAttention", "Flash", "cuDNN", "fla")
 """A dry run skips the baselines whose names begin like this."""
 CALLED_WRONGLY = 0.05
 """Relative rms error of a peer that computes something else: a handful of bf16 roundings stay below 0.02."""
@@ -304,66 +304,17 @@ def rms_norms(case: Case) -> dict[str, Call]:
     }
 
 
-def add_rms_norms(case: Case) -> dict[str, Call]:
-    def pytorch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return F.rms_norm(x + residual, weight.shape, weight, 1e-6), x + residual
-
-    def of_liger(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return liger("LigerFusedAddRMSNormFunction").apply(x, residual, weight, 1e-6, 0.0, "llama", False)
-
-    return {"add, F.rms_norm": pytorch, "Liger": of_liger}
-
-
-def layer_norms(case: Case) -> dict[str, Call]:  # the eager form is F.layer_norm
-    return {"Liger": lambda x, weight, bias: liger("LigerLayerNormFunction").apply(x, weight, bias, 1e-5)}
-
-
-def glus(case: Case) -> dict[str, Call]:
-    name = "LigerSiLUMulFunction" if case.options["activation"] == "silu" else "LigerGELUMulFunction"
-    return {"Liger": lambda gate_up, up, activation: liger(name).apply(gate_up, up)}
-
-
-def joint_glus(case: Case) -> dict[str, Call]:
-    return {"Liger": lambda gate_up, activation: liger("LigerFusedGateUpSiLUMulFunction").apply(gate_up)}
-
-
-def ropes(case: Case) -> dict[str, Call]:
-    doubled = [torch.cat([case.tensors[name]] * 2, -1).to(case.tensors["q"].dtype) for name in ("cos", "sin")]
-
-    def of_liger(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-        found = liger("LigerRopeFunction").apply(q.transpose(1, 2), k.transpose(1, 2), *doubled)
-        return tuple(x.transpose(1, 2) for x in found)
-
-    return {"Liger": of_liger}
-
-
-def cross_entropies(case: Case) -> dict[str, Call]:
-    return {
-        "F.cross_entropy, no upcast": lambda logits, labels: F.cross_entropy(logits, labels),
-        "Liger": lambda logits, labels: liger("LigerCrossEntropyFunction").apply(logits, labels, None)[0],
-    }
-
-
 def linear_cross_entropies(case: Case) -> dict[str, Call]:
     def of_liger(x: Tensor, weight: Tensor, labels: Tensor, accum_dtype: Any = None) -> Tensor:
         # bias, class weight, ignore_index, z-loss, smoothing, reduction, softcap, return_z_loss, accum_dtype
         options = (None, None, IGNORED, 0.0, 0.0, "mean", None, False, accum_dtype)
         return liger("LigerFusedLinearCrossEntropyFunction").apply(x, weight, labels, *options)[0]
 
-    def cce(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Without the gradient filter, which saves time by leaving small gradients out."""
-        import cut_cross_entropy
-
-        implementations = cut_cross_entropy.LinearCrossEntropyImpl
-        exact = {"impl": "cce_exact"} if hasattr(implementations, "CCE_EXACT") else {"filter_eps": None}
-        return cut_cross_entropy.linear_cross_entropy(x, weight, labels, **exact)
-
     valid = int((case.tensors["labels"] != IGNORED).sum())
     return {
         f"{OURS}, num_valid": functools.partial(kernels.linear_cross_entropy, num_valid=valid),
         "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
         "Liger": of_liger,
-        "CCE, exact": cce,
     }
 
 
@@ -487,50 +438,17 @@ def delta_rules(case: Case) -> dict[str, Call]:
 # The table
 
 
-def _elementwise(passes: float) -> Callable[..., float]:
-    """Bytes of this number of passes over a tensor [rows, width] of bf16."""
-    return lambda rows, width, **others: 2.0 * passes * rows * width
-
-
-def _rotated(rows: int, kv_heads: int, groups: int, dim: int) -> float:
-    return 8.0 * rows * kv_heads * (groups + 1) * dim
-
-
 def _delta_rule_bytes(batch: int, length: int, key_heads: int, heads: int, dim: int) -> float:
     """The forward reads q, k, v and writes out; the backward reads these and writes three gradients."""
     return 2.0 * batch * length * dim * (6 * key_heads + 5 * heads)
 
 
 V = 128256
-_SHAPE, _SMALL = dict(rows=16384, kv_heads=8, groups=4, dim=128), dict(rows=14, kv_heads=2, groups=2, dim=16)
 _HEADS, _FEW = dict(heads=32, kv_heads=8, dim=128), dict(heads=4, kv_heads=2, dim=16)
 OPS: dict[str, Op] = {
     "rms_norm": Op(
         "rms_norm", [dict(rows=16384, width=n) for n in (2048, 4096, 8192)], [dict(rows=5, width=48)], rms_norms,
-        bytes=_elementwise(5),
-    ),
-    "add_rms_norm": Op(
-        "add_rms_norm", [dict(rows=16384, width=n) for n in (2048, 4096)], [dict(rows=5, width=48)], add_rms_norms,
-        bytes=_elementwise(8),
-    ),
-    "layer_norm": Op(
-        "layer_norm",
-        [dict(rows=n, width=k, affine=("weight", "bias")) for n, k in ((21904, 1280), (16384, 4096))],
-        [dict(rows=5, width=48, affine=("weight", "bias"))], layer_norms, bytes=_elementwise(5),
-    ),
-    "glu": Op(
-        "glu of two tensors", [dict(rows=16384, width=14336, activation=name) for name in ("silu", "gelu_tanh")],
-        [dict(rows=5, width=24, activation="silu")], glus, bytes=_elementwise(8),
-    ),
-    "joint glu": Op(
-        "glu", [dict(rows=16384, width=14336, activation="silu")], [dict(rows=5, width=24, activation="silu")],
-        joint_glus, bytes=_elementwise(8),
-    ),
-    "rope": Op("rope_qk", [_SHAPE], [_SMALL], ropes, bytes=_rotated),
-    "joint rope": Op("rope", [_SHAPE], [_SMALL], lambda case: {}, bytes=_rotated),
-    "cross_entropy": Op(
-        "cross_entropy", [dict(rows=n, vocab=v) for n, v in ((16384, 32000), (8192, V), (4096, 262144))],
-        [dict(rows=9, vocab=131)], cross_entropies, bytes=lambda rows, vocab: 4.0 * rows * vocab,
+        bytes=lambda rows, width: 10.0 * rows * width,
     ),
     "linear_cross_entropy": Op(
         "linear_cross_entropy",
@@ -570,9 +488,7 @@ OPS: dict[str, Op] = {
         largest={"rows": 4096}, forms=("eager",),
     ),
 }  # fmt: skip
-"""Sizes are Llama's where nothing else is said; one mixture is half a Mixtral, the other has many small experts. 32000,
-128256 and 262144 are the vocabularies of Llama 2, Llama 3 and Gemma 3; 21904 x 1280 are four images in Qwen2-VL; the
-heads of the gated delta rule are those of Qwen3.5-4B and 9B."""
+"""Sizes are Llama's where nothing else is said; those of the gated delta rule are Qwen3.5's, 4B and 9B."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -94,13 +94,6 @@ _LLAMA_8B = {
 _LLAMA_70B = {
     **_LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
-_MIXTRAL_12L = dict(
-    # No released model: Mixtral-8x7B at half its width and 12 of its 32 layers, so that one GPU trains it.
-    model_type="mixtral", vocab_size=32000, hidden_size=2048, intermediate_size=7168, num_hidden_layers=12,
-    num_attention_heads=16, num_key_value_heads=8, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e6,
-    max_position_embeddings=32768, sliding_window=None, num_local_experts=8, num_experts_per_tok=2,
-    output_router_logits=False, router_aux_loss_coef=0.02, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 _GEMMA_2_2B = dict(
     model_type="gemma2", vocab_size=256000, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
     num_attention_heads=8, num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6,
@@ -150,7 +143,6 @@ MODELS: dict[str, Model] = {
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),
-    "mixtral-12l": Model(_MIXTRAL_12L, tiny=_TINY),
     "gemma-2-2b": Model(
         _GEMMA_2_2B,
         attention="eager",
@@ -171,11 +163,7 @@ CASES: dict[str, Case] = {
         ("ligermodels", "ligermodels+captured", "ligermodels+adamw+captured", "hf", "hf+liger", "hf+compile"),
         steps=20,
     ),
-    "llama-1b-long": Case(
-        "llama-3.2-1b", 1, 32768, "none", ("ligermodels", "ligermodels+adamw+in_backward", "hf+liger")
-    ),
     "llama-8b": Case("llama-3.1-8b", 4, 4096, "block", _OURS_AND_PEERS),
-    "llama-8b-none": Case("llama-3.1-8b", 4, 4096, "none", ("ligermodels+adamw+in_backward", "hf+liger")),
     "llama-8b-lora": Case(
         "llama-3.1-8b", 4, 4096, "none",
         (
@@ -195,7 +183,6 @@ CASES: dict[str, Case] = {
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
-    "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
     "qwen3.5-4b": Case(
         "qwen3.5-4b", 4, 4096, "block",
         ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{rule}+liger" for rule in _DELTA_RULES)),

@@ -8,13 +8,12 @@
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
 backward), +captured (the step is one CUDA graph), +in_place (micro-batches add to the gradients in the GEMM) and
-+offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger, +compile and
-+loop (over experts, in place of its grouped matmuls). Its gated delta rule is PyTorch's, or with +fla that of fla in
-Triton, with +tilelang in Triton and TileLang, with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all
-linear modules of a frozen model, or +nf4, the same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT
-and bitsandbytes, from one file of adapters that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its
-adapters in fp32, and in bf16 on 4 bits. Recomputation other than the case's stands after a colon: `ligermodels:mlp`,
-`hf+liger:none`.
++offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger and
++compile. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
+with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
+same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes, from one file of adapters
+that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its adapters in fp32, and in bf16 on 4 bits.
+Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
@@ -52,7 +51,7 @@ ADAPTERS = ("lora", "nf4")
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
     "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", *ADAPTERS),
-    "hf": ("liger", "compile", "loop", *DELTA_RULES, *ADAPTERS),
+    "hf": ("liger", "compile", *DELTA_RULES, *ADAPTERS),
 }
 NEEDS_GPU = {"liger", "compile", "captured", *DELTA_RULES}
 ADAPTER_B = 0.1
@@ -247,8 +246,6 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
 
 def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
     options: dict[str, Any] = {"attn_implementation": MODELS[settings.model].attention}
-    if "loop" in baseline.options:
-        options["experts_implementation"] = "eager"
     if baseline.adapters == "nf4":
         from transformers import BitsAndBytesConfig
 

@@ -2,19 +2,21 @@
 
 import json
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
 
-from benchmarks import convergence
-from benchmarks.convergence import LAST, SEEDS, STEPS, difference, rms
 from ligermodels.arch import ARCHS
+from ligermodels.training import AdamW
 from tests import tiny
-from tests.tiny import losses, ours, text_batches, theirs
+from tests.tiny import losses, ours, text_batches, theirs, torch_adamw
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="minutes in the interpreter")
+STEPS, SEEDS = 200, 4
+LAST = 20
+"""The result of training is the mean loss of this many steps at the end."""
 IMAGE_MODELS = {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama"}  # trained on images, in tests/vision/test_use.py
 FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in tiny.FAMILIES or SWITCHES fails
 _LONGROPE = tiny.FAMILIES["phi3"]["rope_parameters"]
@@ -34,6 +36,50 @@ SWITCHES: dict[str, dict[str, Any]] = {
 """model_type -> values of its config that switch a feature off, each of which the loss has to show."""
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+class Recipe(NamedTuple):
+    """A way to train: whose model, in which dtype, by which optimizer, and what the backward recomputes.
+
+    optimizer: None is torch's AdamW on fp32 copies of the weights.
+    """
+
+    build: Any
+    dtype: torch.dtype
+    optimizer: Any = None
+    recompute: str = "none"
+
+
+def adamw(**options):
+    return lambda parameters: AdamW(parameters, lr=tiny.LEARNING_RATE, weight_decay=0.01, **options)
+
+
+EXACT = "transformers, fp32"
+RECIPES = {EXACT: Recipe(theirs, torch.float32), "transformers, bf16": Recipe(theirs, torch.bfloat16)}
+for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    RECIPES |= {
+        f"ligermodels, {name}": Recipe(ours, dtype),
+        f"ligermodels, {name}, torch's AdamW": Recipe(ours, dtype, torch_adamw),
+        f"ligermodels, {name}, AdamW": Recipe(ours, dtype, adamw()),
+        f"ligermodels, {name}, AdamW, step in backward": Recipe(ours, dtype, adamw(step_in_backward=True)),
+        f"ligermodels, {name}, AdamW, recompute mlp": Recipe(ours, dtype, adamw(), "mlp"),
+        f"ligermodels, {name}, AdamW, recompute block": Recipe(ours, dtype, adamw(), "block"),
+    }
+for name, options in {
+    "nearest": dict(rounding="nearest"), "master weights": dict(master_weights=True),
+    "master weights, fp32 states": dict(master_weights=True, state_dtype=torch.float32),
+}.items():  # fmt: skip
+    RECIPES[f"ligermodels, bf16, AdamW, {name}"] = Recipe(ours, torch.bfloat16, adamw(**options))
+
+
+def difference(curve, other):
+    """The relative difference of two curves at each step."""
+    return (curve - other).abs() / other.abs()
+
+
+def rms(distances):
+    """The root mean square over all steps and all seeds."""
+    return torch.cat(list(distances)).square().mean().sqrt().item()
 
 
 @pytest.fixture
@@ -75,16 +121,20 @@ def test_biases_and_norms_are_trained_from_values_of_their_own(family, write):
         assert parameter.std() > 0.05, f"{name} starts as a constant: what is wrong with it may not show"
 
 
-def test_optimizers_and_recomputation_train_alike():
-    """What `--recipes` measures over 200 steps, for the first few."""
-    rows = convergence.compare("llama", "cpu", 4, 1, convergence.recipes())
-    found = {row["recipe"]: row["difference"] for row in rows}
+def test_optimizers_and_recomputation_train_alike(write):
+    folder, batches, curves = write("llama"), text_batches(4, "cpu"), {}
+    for recipe, (build, dtype, optimizer, recompute) in RECIPES.items():
+        model = build(folder, dtype, "cpu")
+        if recompute != "none":
+            model.gradient_checkpointing_enable({"recompute": recompute})
+        curves[recipe] = losses(model, batches, optimizer)
+    found = {recipe: rms([difference(curve, curves[EXACT])]) for recipe, curve in curves.items()}
     for recipe, distance in found.items():
         # 2^-8 is one rounding of a loss to bf16.
         assert distance < (1e-6 if "fp32" in recipe.split(", ")[1] else 4e-3), recipe
         plain = recipe.split(", step in")[0].split(", recompute")[0]
         assert distance == found[plain], f"{recipe}: not the numbers of the same without"
-    assert found[convergence.EXACT] == 0 < found["ligermodels, bf16, AdamW"]
+    assert found[EXACT] == 0 < found["ligermodels, bf16, AdamW"]
     assert found["ligermodels, bf16, AdamW"] != found["ligermodels, bf16, AdamW, nearest"]
 
 

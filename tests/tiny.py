@@ -1,4 +1,4 @@
-"""Tiny models of every family, and training them on a text: for tests, and for benchmarks/convergence.py.
+"""Tiny models of every family, and training them on a text.
 
 Each family has all that sets it apart switched on: softcaps, windows shorter than the sequence, biases, experts with
 their balancing loss, rotary embeddings beyond their original length. The text is the bytes of the LICENSE file.
