@@ -63,16 +63,11 @@ def _tokens(ptr, b, first, end, head, of_b, of_t, of_h, rows, dims, D: tl.conste
 
 
 @triton.jit
-def _decay(G, STRICT: tl.constexpr, UPPER: tl.constexpr, C: tl.constexpr):
-    """D, or with UPPER its transpose; STRICT: with a diagonal of zeros. The exponent is masked, as it may be huge."""
+def _decay(G, STRICT: tl.constexpr, C: tl.constexpr):
+    """D; STRICT: with a diagonal of zeros. The exponent is masked, as it may be huge."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if UPPER:
-        exponent = G[None, :] - G[:, None]
-        inside = j > i if STRICT else j >= i
-    else:
-        exponent = G[:, None] - G[None, :]
-        inside = i > j if STRICT else i >= j
-    return tl.exp(tl.where(inside, exponent, float("-inf")))
+    inside = i > j if STRICT else i >= j
+    return tl.exp(tl.where(inside, G[:, None] - G[None, :], float("-inf")))
 
 
 @triton.jit
@@ -139,7 +134,7 @@ def prepare_kernel(
     k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
     at = slot.to(tl.int64) * HV + i
     tl.store(G_ptr + at * C + rows, G)
-    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decay(G, True, False, C)
+    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decay(G, True, C)
     x = _inverse(A * (beta * k_scale)[:, None] * k_scale[None, :], C, INVERSE)
     w = tl.dot((x * (beta * tl.exp(G) * k_scale)[None, :]).to(dtype), k, input_precision=PRECISION)
     tl.store(w_ptr + at * (C * BK) + (rows[:, None] * BK + key_dims[None, :]), w.to(dtype))
@@ -155,7 +150,7 @@ def prepare_kernel(
             tl.store(k_scale_ptr + of_key, k_scale)
         if BACKWARD:
             tl.store(x_ptr + at * (C * C) + (rows[:, None] * C + rows[None, :]), x.to(dtype))
-            p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, False, C)
+            p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, C)
             p = (p * q_scale[:, None] * k_scale[None, :]).to(dtype)
             do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, value_dims, DV)
             dn = tl.dot(tl.trans(do), p, input_precision=PRECISION)
@@ -221,7 +216,7 @@ def output_kernel(
     state = tl.load(states_ptr + at * (BV * BK) + (value_dims[:, None] * BK + key_dims[None, :]))
     n = tl.load(n_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :]))
     G, q_scale, k_scale = tl.load(G_ptr + at * C + rows), tl.load(q_scale_ptr + of_key), tl.load(k_scale_ptr + of_key)
-    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, False, C)
+    p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, C)
     o = tl.dot(q, tl.trans(state), input_precision=PRECISION) * tl.exp(G)[:, None]
     o = tl.dot((p * k_scale[None, :]).to(dtype), tl.trans(n), o, input_precision=PRECISION) * q_scale[:, None]
     o_ptr += ((b.to(tl.int64) * T + first) * HV + i) * DV
@@ -345,8 +340,8 @@ def query_gradients_kernel(
             e = tl.dot(dr, n, e, input_precision=PRECISION)
         q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
         k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
-        m *= _decay(G, False, False, C)
-        e *= -_decay(G, True, False, C)
+        m *= _decay(G, False, C)
+        e *= -_decay(G, True, C)
         # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
         terms = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
         tl.store(d_beta_ptr + at * C + rows, d_beta + tl.sum(terms, 1))

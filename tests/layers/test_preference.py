@@ -1,4 +1,4 @@
-"""Preference losses against their formulas in fp64."""
+"""Preference losses against their formulas in fp64; policy losses are in tests/recipes/test_grpo.py."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.layers import preference
+from ligermodels.layers import policy, preference
 from ligermodels.layers.preference import cpo_loss, dpo_loss, kto_kl, kto_loss, log_odds, orpo_loss, sum_per_sequence
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
@@ -187,6 +187,17 @@ def test_sums_per_sequence():
     assert slope[0].tolist() == [1.0] * 7 + [3.0] * 4 + [4.0] + [0.0] * 3
     assert sum_per_sequence(packed[0] == packed[0], bounds).tolist() == lengths  # of bool: numbers
     assert torch.equal(sum_per_sequence(values), values.sum(1))
+
+
+@pytest.mark.parametrize("kind", policy.LOSSES)
+def test_a_completion_without_tokens_has_no_policy_gradient(kind):
+    logp = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    mask, ones = torch.tensor([[True, True, False], [False] * 3]), torch.ones((), dtype=torch.float64)
+    ratio = policy.ratios(kind, logp, logp.detach(), mask)
+    losses = policy.token_losses(kind, logp, ratio, torch.tensor([1.0, -1.0]).double(), low=0.2, high=5.0)
+    loss = policy.reduce_losses(kind, losses.expand(2, 3), mask, policy.Counts(2 * ones, 2 * ones, ones), 3)
+    (slope,) = torch.autograd.grad(loss, logp)
+    assert loss.isfinite() and slope[0, :2].all() and not slope[0, 2] and not slope[1].any()
 
 
 ONES = torch.ones(6)

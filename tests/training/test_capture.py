@@ -139,6 +139,17 @@ def test_what_cannot_be_captured_is_refused():
         step(input_ids=torch.ones(1, 3, dtype=torch.int64))
 
 
+def test_a_warm_up_changes_nothing_and_refuses_states_that_do_not_start_at_zero():
+    model, optimizer = noisy()
+    step, before = CapturedStep(model, optimizer, x=torch.ones(3, 8)), copy.deepcopy(model.state_dict())
+    step._warm_up()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert not any(x.any() for state in optimizer.state.values() for x in state.values())
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with pytest.raises(InputError, match="the first step of SGD makes a state, momentum_buffer"):
+        CapturedStep(model, momentum, x=torch.ones(3, 8))._warm_up()
+
+
 def test_parameters_that_an_earlier_graph_holds_are_found():
     model = Noisy()
     weight = model.linear.weight

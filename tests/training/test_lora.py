@@ -245,6 +245,7 @@ REFUSED = [
         {"targets": ["experts"]}),
     ("'gate_up_proj' is not there", "llama", {"targets": ["gate_up_proj"]}),
     ("'lm_head' is a LMHead", "llama", {"targets": ["lm_head"]}),
+    ("'proj' is not there", "llama", {"targets": ["proj"]}),
     ("expected 'all-linear' or a list", "llama", {"targets": "q_proj"}),
     ("names 'heads'", "llama", {"modules_to_save": ["heads", "head"]}),
     ("gets an adapter, or parts of it do", "llama", {"modules_to_save": ["mlp"]}),

@@ -271,6 +271,8 @@ class TestSettings:
         assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
         for one in (loaded, model):
             assert [layer.mlp.recompute for layer in one.decoder.layers] == [True, True, False]
+        model.gradient_checkpointing_enable({"recompute": "block", "every_n_layers": 2})
+        assert [layer.mlp.recompute for layer in model.decoder.layers] == [True, False, True]
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
