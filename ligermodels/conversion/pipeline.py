@@ -43,12 +43,13 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     )
     name = dtype_name(options.dtype, KEPT)
     dtype = None if name in KEPT else getattr(torch, name)
-    # A GGUF file is cast by its writer: norms and biases stay fp32.
-    view = View(source, memory=options.to == "dcp", dtype=None if options.to == "gguf" else dtype)
+    # A GGUF file has no images, and is cast by its writer: norms and biases stay fp32.
+    is_gguf = options.to == "gguf"
+    view = View(source, memory=options.to == "dcp", dtype=None if is_gguf else dtype, text_alone=is_gguf)
     target, headers = None, view.headers
     details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": options.to}
     write: Callable[[Path], object]
-    if options.to == "gguf":
+    if is_gguf:
         label = options.name or model_name(src, options.adapter)
         target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=label)
         headers, write, details["name"] = target.headers, target.write, target.name

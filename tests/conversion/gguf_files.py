@@ -41,6 +41,7 @@ KINDS = {
     "mixtral": families.FAMILIES["llama 2"].build,
     "llama 3": lambda folder: byte_level(folder, ignore_merges=True),
     "qwen 2": lambda folder: byte_level(folder, families.QWEN_SPLIT),
+    "qwen 3.5": lambda folder: byte_level(folder, families.QWEN_3_5_SPLIT),
     "phi 4": lambda folder: byte_level(folder, behavior="removed"),
     "phi 4 mini": lambda folder: byte_level(folder, families.O200K_SPLIT),
 }

@@ -13,6 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
+from tests.arch.test_qwen3_5 import with_images
 from tests.conversion import gguf_files
 from tests.conversion.gguf_files import (
     SIZES,
@@ -48,6 +50,14 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": 
 GEMMA = {"head_dim": 8, "tie_word_embeddings": True}
 GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 8}
 PHI3_LONG = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 64, "rope_scaling": LONGROPE}
+QWEN3_5 = {
+    "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
 MODELS = {
     "llama": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}),
     "llama, tied": ("llama", {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
@@ -59,11 +69,13 @@ MODELS = {
     "gemma2": ("gemma2", {**GEMMA2, "sliding_window": 8}),
     "qwen2": ("qwen2", {"rope_scaling": YARN}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3.5": ("qwen3_5_text", QWEN3_5),
+    "qwen3.5, one key head": ("qwen3_5_text", QWEN3_5 | {"linear_num_key_heads": 1, "tie_word_embeddings": True}),
     "phi3": ("phi3", {"sliding_window": 300}),
     "phi3, long": ("phi3", PHI3_LONG),
 }
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
-OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2"}
+OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2", "qwen3_5_text": "qwen 3.5"}
 QUIET = {"progress": False}
 
 
@@ -116,8 +128,12 @@ NAMES = {
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
     "mlp.gate_up_proj": "ffn_up", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
+PLUS_ONE = ("gemma", "gemma2", "qwen3_5_text")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
@@ -127,18 +143,37 @@ def expected(folder: Path, family: str, dtype: torch.dtype) -> dict[str, torch.T
         if match := re.fullmatch(r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight", name):
             experts.setdefault(f"blk.{match[1]}.{EXPERTS[match[3]]}.weight", {})[int(match[2])] = x.to(dtype)
             continue
-        after = "post_attention_norm" if family == "gemma2" else "ffn_norm"
+        after = "post_attention_norm" if family in ("gemma2", "qwen3_5_text") else "ffn_norm"
         ours = name.replace("post_attention_layernorm", after)
         for theirs, its in NAMES.items():
             ours = re.sub(rf"\b{re.escape(theirs)}\b", its, ours)
-        if family.startswith("gemma") and name.endswith("norm.weight"):
+        if family in PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
             x = x.float() + 1
+        if ".linear_attn." in name:
+            x = as_stored(name.rpartition("linear_attn.")[2], x, config["linear_num_key_heads"])
         if family in ("llama", "mistral", "mixtral") and ("q_proj" in name or "k_proj" in name):
             heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             size = len(x) // heads  # row 2 j + s of each head is row j + s D / 2 of the source's head
             x = x[[h * size + j + s * size // 2 for h in range(heads) for j in range(size // 2) for s in (0, 1)]]
-        found[ours] = x.float() if x.dim() == 1 or "gate_inp" in ours else x.to(dtype)
+        found[ours] = x.float() if x.dim() == 1 or "gate_inp" in ours or "conv1d" in ours else x.to(dtype)
     return found | {name: torch.stack([parts[e] for e in sorted(parts)]) for name, parts in experts.items()}
+
+
+def as_stored(name: str, x: torch.Tensor, keys: int) -> torch.Tensor:
+    """Head k + r K of the file, K = 2 or 1 key heads, is value head r + k 6 / K of the checkpoint."""
+    heads = [r + k * 6 // keys for r in range(6 // keys) for k in range(keys)]
+    if name == "A_log":
+        return -x.double().exp().float()[heads]
+    if name in ("dt_bias", "in_proj_a.weight", "in_proj_b.weight"):
+        return x[heads]
+    columns = [16 * head + i for head in heads for i in range(16)]
+    if name == "in_proj_z.weight":
+        return x[columns]
+    if name == "out_proj.weight":
+        return x[:, columns]
+    if name in ("in_proj_qkv.weight", "conv1d.weight"):
+        return torch.cat([x[: 32 * keys], x[32 * keys :][columns]]).flatten(1)
+    return x
 
 
 def divisor(i: int, dim: int, theta: float = 500000.0) -> float:
@@ -154,12 +189,13 @@ def divisor(i: int, dim: int, theta: float = 500000.0) -> float:
 
 def wanted_fields(name: str, rows: int) -> dict:
     family, fields = MODELS[name]
-    arch = {"mistral": "llama", "mixtral": "llama"}.get(family, family)
+    arch = {"mistral": "llama", "mixtral": "llama", "qwen3_5_text": "qwen35"}.get(family, family)
     size = fields.get("head_dim") or 8
+    rotated = {"phi3, long": 6, "qwen3_5_text": 8}
     own = {
         "vocab_size": rows, "context_length": 256, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48,
         "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": size,
-        "attention.value_length": size, "rope.dimension_count": 6 if name == "phi3, long" else size,
+        "attention.value_length": size, "rope.dimension_count": rotated.get(name) or rotated.get(family) or size,
         "rope.freq_base": 500000.0 if name == "llama" else 1000000.0 if family == "mixtral" else 10000.0,
         "attention.layer_norm_rms_epsilon": 1e-5 if family in ("mixtral", "phi3") else 1e-6,
     } | {
@@ -171,6 +207,13 @@ def wanted_fields(name: str, rows: int) -> dict:
             "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64,
             "rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.yarn_beta_slow": 1.0,
         },
+        **{
+            one: {
+                "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": keys, "ssm.time_step_rank": 6,
+                "ssm.inner_size": 96, "full_attention_interval": 2, "rope.dimension_sections": [2, 1, 1, 0],
+            }
+            for one, keys in (("qwen3.5", 2), ("qwen3.5, one key head", 1))
+        },
         "phi3": {"attention.sliding_window": 300, "rope.scaling.original_context_length": 4096},
         "phi3, long": {
             "attention.sliding_window": 0, "rope.scaling.original_context_length": 64,
@@ -179,6 +222,14 @@ def wanted_fields(name: str, rows: int) -> dict:
     }.get(name, {})  # fmt: skip
     general = {"architecture": arch, "type": "model", "name": "tiny", "quantization_version": 2}
     return {f"{arch}.{key}": value for key, value in own.items()} | {f"general.{k}": v for k, v in general.items()}
+
+
+def names_of_llama_cpp(family: str) -> set[str]:
+    """The tensors that the gguf package knows of an architecture."""
+    arch = {"mistral": "LLAMA", "mixtral": "LLAMA", "qwen3_5_text": "QWEN35"}.get(family, family.upper())
+    patterns = [gguf.TENSOR_NAMES[one] for one in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch]]]
+    names = {pattern.format(bid=layer) for pattern in patterns for layer in range(2)}
+    return names | {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("name, dtype", [*((name, "bf16") for name in MODELS), ("llama", "fp32"), ("mixtral", "fp16")])
@@ -195,7 +246,9 @@ def test_tensors_and_keys(tmp_path, model_of, name, dtype):
     if name == "phi3, long":
         for length in ("long", "short"):
             wanted[f"rope_factors_{length}.weight"] = torch.tensor(LONGROPE[f"{length}_factor"])
-    assert ("output.weight" in found) is not (name == "llama, tied" or family.startswith("gemma"))
+    tied = name in ("llama, tied", "qwen3.5, one key head") or family.startswith("gemma")
+    assert ("output.weight" in found) is not tied
+    assert found.keys() <= names_of_llama_cpp(family)
     assert found.keys() == wanted.keys() and all(same_bits(found[tensor], wanted[tensor]) for tensor in wanted)
     fields = {k: v for k, v in fields_of(tmp_path / "out.gguf").items() if not k.startswith("tokenizer.")}
     wanted = wanted_fields(name, read_json(folder / "config.json")["vocab_size"])
@@ -261,8 +314,9 @@ def test_a_file_that_is_not_what_was_to_be_written(tmp_path, model_of, monkeypat
 
 
 LOSSES = {
-    "llama": (), "gemma": ("as 1 + weight in fp32",), "gemma2": ("as 1 + weight in fp32",), "phi3": (),
+    "llama": (), "gemma": ("as 1 + weight, in fp32",), "gemma2": ("as 1 + weight, in fp32",), "phi3": (),
     "phi3, long": ("by its context size",), "qwen2": ("ignores the NFC",),
+    "qwen3.5": ("as 1 + weight and A_log as -exp(A_log), in fp32",),
 }  # fmt: skip
 
 
@@ -293,6 +347,9 @@ REFUSED = [
     ("gemma2", {**GEMMA, "query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144"),
     ("gemma2", {**GEMMA2, "attn_logit_softcapping": None}, "softcapping null"),
     ("gemma2", {**GEMMA2, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3_5_text", {**QWEN3_5, "attention_bias": True}, "attention_bias"),
+    ("qwen3_5_text", {**QWEN3_5, "linear_value_head_dim": 8}, r"linear_value_head_dim 8 \(it takes 16"),
+    ("qwen3_5_text", {**QWEN3_5, "layer_types": ["full_attention", "linear_attention"]}, "layer_types other than"),
     ("phi3", {"head_dim": 16}, "head_dim 16"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"),
     ("qwen2", {"rope_scaling": LLAMA3}, "rope_type llama3"),
@@ -358,7 +415,9 @@ def test_float64_is_cast_only_when_asked(tmp_path, model_of):
 # What is read
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in MODELS), ("gemma2", "fp16"), ("mixtral", "bf16")])
+@pytest.mark.parametrize("name, dtype", [*((name, "fp32") for name in MODELS), ("gemma2", "fp16"), ("mixtral", "bf16"),
+    ("qwen3.5", "bf16"),
+])  # fmt: skip
 def test_every_family_there_and_back(tmp_path, model_of, name, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -368,14 +427,16 @@ def test_every_family_there_and_back(tmp_path, model_of, name, dtype):
     there, back = (load_file(tmp_path / folder / "model.safetensors") for folder in ("cast", "back"))
     assert there.keys() == back.keys()
     for tensor, values in there.items():
-        if name.startswith("gemma") and tensor.endswith("norm.weight"):
+        if MODELS[name][0] in PLUS_ONE and tensor.endswith("norm.weight") and "linear_attn" not in tensor:
             values = ((values.float() + 1) - 1).to(values.dtype)  # the sum in the file is rounded to fp32
+        if tensor.endswith("A_log") and dtype == "fp32":
+            values = values.double().exp().float().double().log().float()
         assert same_bits(back[tensor], values), tensor
     a, b = (ligermodels.load(tmp_path / folder, progress=False) for folder in ("cast", "model.gguf"))
     ids = torch.arange(90).reshape(1, 90) % 97
     with torch.no_grad():
         difference = (a(ids).logits - b(ids).logits).abs().max()
-    assert difference <= (1e-5 if name.startswith("gemma") or name == "llama" else 0), difference
+    assert difference <= (1e-5 if MODELS[name][0] in PLUS_ONE or name == "llama" else 0), difference
     # A Mistral without a window is a Llama; LongRoPE's factor follows from the two lengths.
     left_out = {"dtype", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id", "sliding_window"}
     left_out |= {"router_aux_loss_coef", "max_window_layers", "use_sliding_window", "layer_types", "head_dim"}
@@ -390,6 +451,47 @@ def test_gemma_2_27b_is_known_by_its_number_of_layers(tmp_path):
     small_model(tmp_path / "hf", "gemma 2", "gemma2", tie_word_embeddings=True, **sizes)
     to_gguf(tmp_path / "hf", tmp_path / "model.gguf")
     assert load(tmp_path / "model.gguf").config.query_pre_attn_scalar == 8
+
+
+def test_the_layer_for_multi_token_prediction_is_not_a_layer_of_the_model(tmp_path):
+    """llama.cpp counts it among the blocks; here the last one of the file is declared to be one."""
+    layers = {"num_hidden_layers": 4, "layer_types": QWEN3_5["layer_types"] * 2}
+    to_gguf(small_model(tmp_path / "hf", "qwen 3.5", "qwen3_5_text", **QWEN3_5 | layers), tmp_path / "four.gguf")
+    put("qwen35.nextn_predict_layers", 1)(tmp_path / "four.gguf", tmp_path / "three.gguf")
+    four, three = (load(tmp_path / f"{name}.gguf") for name in ("four", "three"))
+    assert three.config.layer_types == four.config.layer_types[:3]
+    for name, x in three.named_parameters():
+        assert same_bits(x, four.get_parameter(name)), name
+    names = GgufReader(tmp_path / "three.gguf").headers
+    assert {name for name in names if name.startswith("mtp.layers.0.self_attn")} == {
+        f"mtp.layers.0.self_attn.{one}.weight" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*only the text model is read", "ignore:.*1 . weight")
+def test_the_text_of_a_model_that_reads_images(tmp_path, model_of):
+    text, images = model_of("qwen3.5"), with_images(model_of("qwen3.5"), tmp_path / "tiny")
+    add_tokenizer(images, "qwen 3.5")
+    shutil.copy(text / "generation_config.json", images)
+    for source, name in ((text, "text"), (images, "images")):
+        to_gguf(source, tmp_path / f"{name}.gguf", name="tiny", verify="bytes")
+    assert (tmp_path / "text.gguf").read_bytes() == (tmp_path / "images.gguf").read_bytes()
+
+
+def test_a_file_of_qwen3_5_that_is_not_computed(tmp_path, model_of):
+    to_gguf(model_of("qwen3.5", torch.float32), tmp_path / "model.gguf")
+
+    def positive(tensor):
+        return np.array(tensor.data) * (-1 if tensor.name.endswith("ssm_a") else 1), None
+
+    rewritten(tmp_path / "model.gguf", tmp_path / "positive.gguf", values_of=positive)
+    put("qwen35.ssm.inner_size", 48)(tmp_path / "model.gguf", tmp_path / "sizes.gguf")
+    for name, error, message in (
+        ("positive", CheckpointError, r"A_log in the file are above 0"),
+        ("sizes", ConfigError, "ssm.inner_size 48 is not ssm.time_step_rank heads of 16"),
+    ):
+        with pytest.raises(error, match=message):
+            ligermodels.load(tmp_path / f"{name}.gguf", progress=False)
 
 
 def test_norms_that_a_half_does_not_hold_stay_fp32(tmp_path, model_of):

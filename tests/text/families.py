@@ -61,6 +61,8 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDS|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDS"
 LLAMA_3_SPLIT = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN_SPLIT = LLAMA_3_SPLIT.replace("{1,3}", "")
+_MARKED_REST = _REST.replace(r"\p{L}", r"\p{L}\p{M}")
+QWEN_3_5_SPLIT = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}|{_MARKED_REST}"
 O200K_SPLIT = _WORDS.replace("ENDS", f"{_ENDINGS}?") + r"|\p{N}{1,3}|" + _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 TEKKEN_SPLIT = _WORDS.replace("ENDS", "") + r"|\p{N}|" + _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 

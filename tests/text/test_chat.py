@@ -87,6 +87,24 @@ def test_texts_are_those_of_transformers(pair, template, conversation):
     assert refused < len(OPTIONS) - 1 or template == "gemma 3" or conversation in ("content None", "two tool calls")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL has the released templates")
+@pytest.mark.filterwarnings("ignore:.*does not read it")
+@pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
+def test_released_templates_of_qwen3_5_and_later(pair, name):
+    """Thoughts of earlier turns dropped or kept, a system turn of the template's own, tools in XML; and masks."""
+    folder = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+    ours, theirs = pair
+    variables = ({"enable_thinking": False}, {"preserve_thinking": True}, {"reasoning_effort": "low"})
+    for conversation in CONVERSATIONS.values():
+        for options in (*OPTIONS[:3], *({"add_generation_prompt": True, **more} for more in variables)):
+            given = {"chat_template": (folder / f"{name}.jinja").read_text(), "tokenize": False, **options}
+            assert ours.apply_chat_template(conversation, **given) == theirs.apply_chat_template(conversation, **given)
+        given = {"chat_template": (folder / f"{name}_training.jinja").read_text(), **MASK}
+        assert ours.apply_chat_template(conversation, **given) == dict(
+            theirs.apply_chat_template(conversation, **given)
+        )
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,7 +20,8 @@ from ligermodels.errors import ConfigError
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new")
 FAMILIES = {
     "llama": ("llama", _SILU), "mistral": ("llama", _SILU), "mixtral": ("llama", _SILU), "gemma": ("gemma", _GELU),
-    "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU), "phi3": ("phi3", _SILU),
+    "gemma2": ("gemma2", _GELU), "qwen2": ("qwen2", _SILU), "qwen3": ("qwen3", _SILU),
+    "qwen3_5_text": ("qwen35", _SILU), "phi3": ("phi3", _SILU),
 }  # fmt: skip
 """{model_type: (llama.cpp's architecture, the names of the activation that llama.cpp computes)}."""
 
@@ -37,8 +38,16 @@ _KEYS = {
 _KEYS_OF = {
     "mixtral": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
     "gemma2": {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
-}
-_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    "qwen3_5_text": {
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+        "full_attention_interval": "full_attention_interval",
+    },
+}  # fmt: skip
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_DEFAULTS = {**_CAPS, "full_attention_interval": 4}
+_SECTIONS = [11, 11, 10]
+"""mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
 _UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length")
 
 
@@ -66,6 +75,11 @@ class Metadata:
             return value[0]
         return value
 
+    def items_of(self, key: str, default: list[Any]) -> list[Any]:
+        """A list that is not one value per layer."""
+        self._used.add(f"{self.arch}.{key}")
+        return list(self.values.get(f"{self.arch}.{key}", default))
+
     def required(self, key: str, default: Any = None) -> Any:
         """As `get`. Raises ConfigError if there is neither a value nor a default."""
         value = self.get(key, default)
@@ -77,7 +91,7 @@ class Metadata:
     def model_type(self) -> str:
         """As in config.json. A Mistral without a window is read as a Llama, which computes the same."""
         if self.arch != "llama":
-            return str(self.arch)
+            return next(model_type for model_type, (arch, _) in FAMILIES.items() if arch == self.arch)
         if self.get("expert_count"):
             return "mixtral"
         return "mistral" if self.get("attention.sliding_window") else "llama"
@@ -86,6 +100,23 @@ class Metadata:
         """Keys that are set and that nothing has asked for."""
         keys = [key for key in self.values if key.startswith(f"{self.arch}.") and key not in self._used]
         return [key for key in keys if self.values[key] not in (None, False, 0, 0.0, "")]
+
+
+def sizes_of(metadata: Metadata) -> dict[str, Any]:
+    """{field of config.json: value} of the sizes. Raises ConfigError."""
+    heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
+    defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
+    keys = _KEYS | _KEYS_OF.get(metadata.model_type, {})
+    fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
+    if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
+        raise ConfigError(f"{metadata.where}: values and keys of a head have other sizes, which is not supported")
+    if metadata.model_type == "qwen3_5_text":
+        fields["mtp_num_hidden_layers"] = metadata.get("nextn_predict_layers", 0)
+        fields["num_hidden_layers"] -= fields["mtp_num_hidden_layers"]
+        fields["linear_value_head_dim"] = size = fields["linear_key_head_dim"]
+        if (inner := metadata.required("ssm.inner_size")) != fields["linear_num_value_heads"] * size:
+            raise ConfigError(f"{metadata.where}: ssm.inner_size {inner} is not ssm.time_step_rank heads of {size}")
+    return fields
 
 
 def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -98,17 +129,12 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     embedding = headers.get("model.embed_tokens.weight")
     if embedding is None:
         raise ConfigError(f"{where} lacks token_embd.weight. Is it a whole language model?")
-    heads, width = metadata.required("attention.head_count"), metadata.required("embedding_length")
-    defaults = {"attention.head_count_kv": heads, "attention.key_length": width // heads, **_DEFAULTS}
-    keys = _KEYS | _KEYS_OF.get(model_type, {})
-    fields = {field: metadata.required(key, defaults.get(key)) for key, field in keys.items()}
+    fields = sizes_of(metadata)
     head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
-    if metadata.get("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{where}: values and keys of a head have other sizes, which is not supported")
     activation = FAMILIES[model_type][1][0]
     dtype = str(embedding.dtype).removeprefix("torch.")
     config = {
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "architectures": [f"{model_type.removesuffix('_text').capitalize()}ForCausalLM"],
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         **fields,
@@ -129,9 +155,19 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
     if model_type in ("gemma", "gemma2"):
         config["hidden_activation"] = activation
     if model_type == "gemma2":
+        width, heads = fields["hidden_size"], fields["num_attention_heads"]
         config["query_pre_attn_scalar"] = _gemma2_scalar(fields["num_hidden_layers"], width, heads, head_dim)
         window = window or 4096
-    if model_type == "phi3":
+    if model_type == "qwen3_5_text":
+        config["rope_parameters"] = {
+            "rope_type": "default",
+            **(config.pop("rope_scaling") or {}),
+            "rope_theta": config.pop("rope_theta"),
+            "partial_rotary_factor": rotated / head_dim,
+            "mrope_section": metadata.items_of("rope.dimension_sections", _SECTIONS)[:3],
+            "mrope_interleaved": True,
+        }
+    elif model_type == "phi3":
         config["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", context)
         config["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:
@@ -210,14 +246,18 @@ def _gemma2_scalar(layers: int, width: int, heads: int, head_dim: int) -> int:
     return width // heads if layers == 46 else head_dim
 
 
-def metadata_of(config: Any, rotary: Any) -> dict[str, int | float | str]:
+def metadata_of(config: Any, rotary: Any) -> dict[str, int | float | str | list[int]]:
     """{key, after the architecture: value} of a model's config. rotary: its RotaryEmbedding."""
     rope, kind = config.rope_parameters, config.model_type
     keys = _KEYS | _KEYS_OF.get(kind, {})
-    found: dict[str, int | float | str] = {"vocab_size": config.vocab_size}
+    found: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
         value = getattr(config, field)
-        found[key] = float(value) if key in _DEFAULTS else value  # a cap may be a whole number in config.json
+        found[key] = float(value) if key in _CAPS else value  # a cap may be a whole number in config.json
+    if kind == "qwen3_5_text":
+        found["full_attention_interval"] = _interval(config.layer_types) or 0
+        found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
+        found["rope.dimension_sections"] = [*rope.get("mrope_section", _SECTIONS), 0]
     found |= {"attention.value_length": config.head_dim, "rope.dimension_count": rotary.dim}
     found["rope.freq_base"] = float(rope["rope_theta"])
     window = getattr(config, "sliding_window", None)
@@ -237,6 +277,13 @@ def metadata_of(config: Any, rotary: Any) -> dict[str, int | float | str]:
     return found
 
 
+def _interval(layer_types: list[str]) -> int | None:
+    """n if every n-th layer, and no other, has full attention; None if there is no such n."""
+    full = [kind == "full_attention" for kind in layer_types]
+    n = full.index(True) + 1 if any(full) else len(full) + 1
+    return n if full == [(layer + 1) % n == 0 for layer in range(len(full))] else None
+
+
 def check(model: Any, where: str) -> None:
     """Raises ConfigError if llama.cpp computes a model otherwise. Warns of a window that it ignores."""
     c = model.config
@@ -250,15 +297,20 @@ def check(model: Any, where: str) -> None:
     odd = [f"hidden_act {c.hidden_act}"] * (c.hidden_act not in activations)
     if arch in ("gemma", "gemma2"):
         odd += ["a head of its own (tie_word_embeddings false)"] * (not c.tie_word_embeddings)
-    if arch in ("gemma", "gemma2", "qwen3"):
+    if arch in ("gemma", "gemma2", "qwen3", "qwen35"):
         odd += ["attention_bias"] * c.attention_bias
     if arch == "gemma2":
         scalar = _gemma2_scalar(len(layers), c.hidden_size, c.num_attention_heads, c.head_dim)
         if c.query_pre_attn_scalar != scalar:
             odd.append(f"query_pre_attn_scalar {c.query_pre_attn_scalar} (it takes {scalar} for these sizes)")
-        odd += [f"{name} null" for name in _DEFAULTS if getattr(c, name) is None]
+        odd += [f"{name} null" for name in _CAPS if getattr(c, name) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
+    if arch == "qwen35":
+        if c.linear_value_head_dim != c.linear_key_head_dim:
+            odd.append(f"linear_value_head_dim {c.linear_value_head_dim} (it takes {c.linear_key_head_dim}, the key's)")
+        if _interval(c.layer_types) is None:
+            odd.append("layer_types other than full attention in every n-th layer")
     if arch == "phi3" and c.head_dim * c.num_attention_heads != c.hidden_size:
         odd.append(f"head_dim {c.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(c, model.decoder.rotary_emb, arch)

@@ -1,8 +1,9 @@
 """Reads a GGUF file as a folder in Hugging Face's layout (`folder_of`), one tensor at a time.
 
 config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
-package. The checkpoint has the dtype of the matrices. Vectors and routers, which are fp32 in every file, get that dtype
-too where it holds their values exactly. rope_freqs must be Llama 3's rule with its usual numbers.
+package. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
+get that dtype too where written again they would have the same bits. So bf16 norms and A_log come back as bf16.
+rope_freqs must be Llama 3's rule with its usual numbers.
 """
 
 import functools
@@ -20,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
-from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, Metadata, config_of
+from ligermodels.checkpoint.gguf.config import ROPE_TABLES, Metadata, config_of, sizes_of
+from ligermodels.checkpoint.gguf.layout import Layout
 from ligermodels.checkpoint.gguf.tokenizer import token_ids, tokenizer_files
-from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.errors import CheckpointError, ConfigError
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,30 +34,9 @@ TYPES = {
 }  # fmt: skip
 """{number of a tensor's type: its name}."""
 
-_TENSORS = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-}  # fmt: skip
-_OF_FAMILY = {
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    "gemma2": {
-        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-}  # fmt: skip
 _ARRAYS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _SPLIT = "  Next: join its parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-
-
-def tensor_names(model_type: str) -> dict[str, str]:
-    """{llama.cpp's name of a tensor, after blk.N: Hugging Face's}; {} is the number of an expert."""
-    return _TENSORS | _OF_FAMILY.get(model_type, {})
 
 
 def package() -> Any:
@@ -207,18 +188,12 @@ class GgufReader:
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
         self._metadata = Metadata(self._file.metadata, str(path))
-        self._model_type, heads = self._metadata.model_type, self._metadata.required("attention.head_count")
-        self._heads: dict[str, int] = {}  # whose rows are permuted
-        if FAMILIES[self._model_type][0] == "llama":
-            self._heads = {"q_proj": heads, "k_proj": self._metadata.get("attention.head_count_kv", heads)}
+        self._layout = Layout(str(self._metadata.arch), self._metadata.model_type, sizes_of(self._metadata))
         self._stored: dict[str, _Stored] = {}
-        names = tensor_names(self._model_type)
-        for name, stored in self._file.tensors.items():
-            if name in ROPE_TABLES:
+        for theirs, stored in self._file.tensors.items():
+            if theirs in ROPE_TABLES:
                 continue
-            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-            if match is not None and match[2] in names:
-                name = f"{f'model.layers.{match[1]}.' * bool(match[1])}{names[match[2]]}.{match[3]}"
+            name = self._layout.ours(theirs)
             experts = stored.shape[0] if "{}" in name else 0
             nbytes = self._file.nbytes(stored) // max(experts, 1)
             parts = [stored._replace(shape=stored.shape[1:], start=stored.start + i * nbytes) for i in range(experts)]
@@ -230,8 +205,7 @@ class GgufReader:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
-        tensor, heads = self._values(name), self._heads.get(name.split(".")[-2])
-        return (to_halves(tensor, heads) if heads else tensor).to(self.headers[name].dtype)
+        return self._values(name).to(self.headers[name].dtype)
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""
@@ -239,7 +213,7 @@ class GgufReader:
         files = {"config.json": json_bytes(config_of(self._metadata, self.headers, tables))}
         if ids := token_ids(self._file.metadata):
             files["generation_config.json"] = json_bytes(ids)
-        return files | tokenizer_files(self._file.metadata, self._model_type, self.source)
+        return files | tokenizer_files(self._file.metadata, self._metadata.model_type, self.source)
 
     def __enter__(self) -> Self:
         return self
@@ -248,17 +222,37 @@ class GgufReader:
         pass
 
     def _values(self, name: str) -> Tensor:
-        """The values as stored, less 1 in Gemma's norms."""
-        tensor = self._file.read(self._stored[name])
-        return tensor - 1.0 if self._model_type.startswith("gemma") and name.endswith("norm.weight") else tensor
+        """The values under Hugging Face's name, in the dtype of the file."""
+        tensor, change = self._file.read(self._stored[name]), self._layout.change(name)
+        if change is None:
+            return tensor
+        if name.endswith("A_log") and (tensor > 0).any():
+            raise CheckpointError(f"{self.source}: the values of {name} in the file are above 0; -exp(A_log) is not")
+        return change.read(tensor)
 
     def _headers(self) -> dict[str, TensorInfo]:
-        small = [name for name, x in self._stored.items() if len(x.shape) == 1 or name.endswith("moe.gate.weight")]
+        """The dtype of the matrices for all; of a kind of small tensor, fp32 where that dtype changes a value."""
+        kinds: dict[str, list[str]] = {}
+        for name, stored in self._stored.items():
+            if self._layout.is_float32(name, stored.shape):
+                kinds.setdefault(re.sub(r"\d+", "N", name), []).append(name)
+        small = {name for names in kinds.values() for name in names}
         dtypes = {FLOATS.get(x.type, torch.float32) for name, x in self._stored.items() if name not in small}
         if not dtypes:
             raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
         dtype = functools.reduce(torch.promote_types, dtypes)
-        values = map(self._values, small)
-        exact = dtype != torch.float32 and all(same_bits(x.to(dtype).float(), x.float()) for x in values)
-        of_small = dtype if exact else torch.float32
-        return {name: TensorInfo(of_small if name in small else dtype, x.shape) for name, x in self._stored.items()}
+        found = dict.fromkeys(self._stored, dtype)
+        for names in kinds.values():
+            if dtype == torch.float32 or not all(self._is_exact(name, dtype) for name in names):
+                found |= dict.fromkeys(names, torch.float32)
+        return {name: TensorInfo(of, self._shape(name)) for name, of in found.items()}
+
+    def _is_exact(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor of `dtype` would be written to the file with the bits that it has there."""
+        values, change = self._values(name).to(dtype), self._layout.change(name)
+        again = change.write(values) if change else values
+        return same_bits(again.float(), self._file.read(self._stored[name]).float())
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape, change = self._stored[name].shape, self._layout.change(name)
+        return tuple(change.read(torch.empty(shape, device="meta")).shape) if change else shape

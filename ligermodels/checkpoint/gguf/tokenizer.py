@@ -21,7 +21,8 @@ SPACE = "\u2581"
 PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
 """Of these, only </s> strips the white space after it; all other special tokens of Phi-3 do."""
 
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r" ?[^\s\p{L}\p{N}]+" + _SPACES
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -29,10 +30,12 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UP
 _CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 _WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
 LLAMA_3_PATTERN = rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}"
+_QWEN35 = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+{_SPACES}"
 PRE_TOKENIZERS = {
     (LLAMA_3_PATTERN, True): "llama-bpe",
     (LLAMA_3_PATTERN, False): "dbrx",
     (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
+    (_QWEN35, False): "qwen35",
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
     # Made from tiktoken's ranks, where merges make every token: ignore_merges changes nothing.
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
@@ -166,7 +169,7 @@ def _byte_level(
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
     made: Any = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         made.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=by_regex)
     made.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])

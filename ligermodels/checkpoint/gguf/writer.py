@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import GGUF
 from ligermodels.checkpoint.gguf.config import FAMILIES, ROPE_TABLES, check, llama3_divisors, metadata_of
-from ligermodels.checkpoint.gguf.reader import FLOATS, GgufFile, package, tensor_names
+from ligermodels.checkpoint.gguf.layout import Change, Layout
+from ligermodels.checkpoint.gguf.reader import FLOATS, GgufFile, package
 from ligermodels.checkpoint.gguf.vocabulary import add_tokenizer
-from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.errors import ConfigError, InputError
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
@@ -36,14 +37,13 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_
 class _Plan:
     """How a tensor of the file is made: of tensors of the source, which are stacked if they are experts', or a `table`.
 
-    heads: number of heads whose rows are permuted, 0 for none. offset: added to all values.
+    change: None if the values are stored as they are.
     """
 
     info: TensorInfo
     sources: tuple[str, ...] = ()
     stacked: bool = False
-    heads: int = 0
-    offset: float = 0.0
+    change: Change | None = None
     table: Tensor | None = None
 
 
@@ -63,8 +63,8 @@ class GgufTarget:
         gguf, config, rotary = package(), view.model.config, view.model.decoder.rotary_emb
         self._view = view
         check(view.model, view.source)
-        _warn_of_losses(view)
         arch, _ = FAMILIES[config.model_type]
+        _warn_of_losses(view, arch)
         self._plans = _plan(view, arch, dtype)
         self.headers: Mapping[str, TensorInfo] = {name: plan.info for name, plan in self._plans.items()}
         sizes = Counter[torch.dtype]()
@@ -74,9 +74,9 @@ class GgufTarget:
         writer.add_type("model")
         writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[sizes.most_common(1)[0][0]]))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         for key, value in metadata_of(config, rotary).items():
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-            add(f"{arch}.{key}", value)
+            add[type(value)](f"{arch}.{key}", value)
         strips = add_tokenizer(writer, view.files(), open_tokenizer, config.vocab_size, view.source)
         self.name = _named(name, strips)
         writer.add_name(self.name)
@@ -117,21 +117,19 @@ class GgufTarget:
         plan = self._plans[name]
         if plan.table is not None:
             return plan.table
-        if not plan.stacked and not plan.heads and not plan.offset:
-            return self._view.read(plan.sources[0]).to(plan.info.dtype)
-        whole = torch.empty(plan.info.shape, dtype=plan.info.dtype)
-        for box, source in zip(whole if plan.stacked else [whole], plan.sources, strict=True):
-            tensor = self._view.read(source)
-            if plan.heads:
-                tensor = to_pairs(tensor, plan.heads)
-            box.copy_(tensor.float() + plan.offset if plan.offset else tensor)
-        return whole
+        if plan.stacked:
+            whole = torch.empty(plan.info.shape, dtype=plan.info.dtype)
+            for box, source in zip(whole, plan.sources, strict=True):
+                box.copy_(self._view.read(source))
+            return whole
+        tensor = self._view.read(plan.sources[0])
+        return (plan.change.write(tensor) if plan.change else tensor).to(plan.info.dtype)
 
 
 def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     """{name in the file: how it is made}, tables first."""
     config, rope = view.model.config, view.model.config.rope_parameters
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
+    layout = Layout(arch, config.model_type, vars(config))
     tables: dict[str, list[float]] = {}
     if rope["rope_type"] == "llama3":
         tables[ROPE_TABLES[0]] = llama3_divisors(rope, view.model.decoder.rotary_emb.dim)
@@ -141,34 +139,36 @@ def _plan(view: Any, arch: str, dtype: torch.dtype | None) -> dict[str, _Plan]:
     for name, values in tables.items():
         table = torch.tensor(values, dtype=torch.float32)
         plans[name] = _Plan(TensorInfo(table.dtype, tuple(table.shape)), table=table)
-    names = {ours: theirs for theirs, ours in tensor_names(config.model_type).items()}
     groups: dict[str, list[str]] = {}
     for source in view.headers:
-        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", source)
-        found = names.get(re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[2])) if match else None
-        if match is None or found is None:
+        found = layout.theirs(source)
+        if found is None:
             raise ConfigError(f"{view.source}: llama.cpp has no place for {source} in a {config.model_type}")
-        groups.setdefault(f"{f'blk.{match[1]}.' * bool(match[1])}{found}.{match[3]}", []).append(source)
+        groups.setdefault(found, []).append(source)
     for name, sources in groups.items():
         source, infos = sources[0], [view.headers[source] for source in sources]
         stacked = "_exps." in name
-        shape = (len(sources), *infos[0].shape) if stacked else infos[0].shape
+        change, shape = layout.change(source), infos[0].shape
         made = dtype or reduce(torch.promote_types, [info.dtype for info in infos])
-        if len(shape) == 1 or "ffn_gate_inp." in name:
+        if layout.is_float32(source, shape):
             made = torch.float32
         if made not in _TYPES:
             raise InputError(f"{source} is {made}, which llama.cpp does not compute with; give dtype (--dtype fp32)")
-        offset = 1.0 if arch.startswith("gemma") and source.endswith("norm.weight") else 0.0
-        permuted = heads.get(source.split(".")[-2], 0)
-        plans[name] = _Plan(TensorInfo(made, shape), tuple(sources), stacked, permuted, offset)
+        if change is not None:
+            shape = tuple(change.write(torch.empty(shape, device="meta")).shape)
+        if stacked:
+            shape = (len(sources), *shape)
+        plans[name] = _Plan(TensorInfo(made, shape), tuple(sources), stacked, change)
     return plans
 
 
-def _warn_of_losses(view: Any) -> None:
+def _warn_of_losses(view: Any, arch: str) -> None:
     """Warns of what the file cannot hold, except windows (`check`) and NFC (vocabulary.py)."""
     lost = []
-    if view.model.config.model_type.startswith("gemma"):
-        lost.append("GGUF stores Gemma's norm weights as 1 + weight in fp32: read back, they are rounded to 1e-7.")
+    rounded = ["norm weights as 1 + weight"] * (arch in ("gemma", "gemma2", "qwen35"))
+    rounded += ["A_log as -exp(A_log)"] * (arch == "qwen35")
+    if rounded:
+        lost.append(f"GGUF stores {' and '.join(rounded)}, in fp32: read back, they are rounded to 1e-7.")
     if view.model.config.rope_parameters["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     settings = [name for name, value in view.generation_config().items() if name in _SAMPLING and value is not None]

@@ -1,0 +1,145 @@
+"""How llama.cpp stores the weights of a model: their names, the order of rows and columns, and changed values.
+
+- Llama, Mistral and Mixtral are one architecture, "llama", which rotates neighbouring rows of a head, (0, 1), (2, 3),
+  ...: rows of q and k and of their biases are permuted. The others rotate halves, as Hugging Face's models do.
+- Where a norm acts as 1 + w, in Gemma and Qwen3.5, the file has 1 + w.
+- Qwen3.5's linear attention has several value heads for a key head. Hugging Face stores those of one key head next to
+  each other; the file has the first value head of every key head, then the second of every one, and so on.
+- A_log is stored as -exp(A_log), here computed in float64 and rounded to float32; the weight of the convolution as
+  [channels, size] instead of [channels, 1, size].
+- Norms, biases, routers, convolutions and A_log are float32, whatever the dtype of the matrices is.
+- The experts of a layer are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
+- The layers for multi-token prediction follow the others as further blk.N; in Hugging Face's they are mtp.layers.
+- A tied head is not stored.
+
+What changes order comes back to the bit. What changes values (1 + w, A_log) is rounded to float32, by at most 6e-8 for
+values below 1. Values of bfloat16 come back exactly from 1.6e-5 on, of float16 from 1.3e-4 on, A_log of float32 from 1
+on.
+
+Checked against: gguf 0.19 (constants.py), conversion/llama.py, gemma.py, qwen.py and base.py, src/models of llama.cpp.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.checkpoint.weights import to_halves, to_pairs
+
+_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}  # fmt: skip
+_OF_FAMILY = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "qwen3_5_text": {
+        "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj", "nextn.eh_proj": "mtp.fc", "nextn.enorm": "mtp.pre_fc_norm_embedding",
+        "nextn.hnorm": "mtp.pre_fc_norm_hidden", "nextn.shared_head_norm": "mtp.norm",
+    },
+}  # fmt: skip
+"""{llama.cpp's name of a module: Hugging Face's}, of all models and of single ones; {} is the number of an expert."""
+_WITHOUT_MODULE = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_FLOAT32 = ("block_sparse_moe.gate.weight", "conv1d.weight")
+
+
+class Change(NamedTuple):
+    """write: Hugging Face's tensor -> llama.cpp's. read: the inverse. Both work on meta tensors, for the shape."""
+
+    write: Callable[[Tensor], Tensor]
+    read: Callable[[Tensor], Tensor]
+
+
+class Layout:
+    """The names of a model's tensors in both layouts, and how each tensor changes.
+
+    arch: llama.cpp's architecture. fields: of config.json, those of the sizes.
+    """
+
+    def __init__(self, arch: str, model_type: str, fields: Mapping[str, Any]):
+        self._arch, self._fields = arch, fields
+        self._ours = _NAMES | _OF_FAMILY.get(model_type, {})
+        if model_type == "qwen3_5_text":
+            del self._ours["ffn_norm"]
+        self._theirs = {ours: theirs for theirs, ours in self._ours.items()}
+
+    def ours(self, theirs: str) -> str:
+        """Hugging Face's name of a tensor, with {} for the number of an expert; an unknown tensor keeps its name."""
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(.+)", theirs)
+        assert match is not None
+        module, _, kind = match[2].rpartition(".")
+        name = _WITHOUT_MODULE.get(match[2])
+        if module in self._ours and kind in ("weight", "bias"):
+            name = f"{self._ours[module]}.{kind}"
+        if name is None or match[1] is None:
+            return name or theirs
+        layer, layers = int(match[1]), self._fields["num_hidden_layers"]
+        if layer >= layers:  # a layer for multi-token prediction
+            return name if name.startswith("mtp.") else f"mtp.layers.{layer - layers}.{name}"
+        return f"model.layers.{layer}.{name}"
+
+    def theirs(self, ours: str) -> str | None:
+        """llama.cpp's name of a tensor; None if it has none. The experts of a layer share one name."""
+        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)", ours)
+        assert match is not None
+        module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[2]).rpartition(".")
+        name = next((theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[2]), None)
+        if module in self._theirs and kind in ("weight", "bias"):
+            name = f"{self._theirs[module]}.{kind}"
+        return f"blk.{match[1]}.{name}" if name and match[1] else name
+
+    def is_float32(self, ours: str, shape: tuple[int, ...]) -> bool:
+        """Whether llama.cpp stores a tensor as float32 in every file."""
+        return len(shape) == 1 or ours.endswith(_FLOAT32)
+
+    def change(self, ours: str) -> Change | None:
+        """The change of a tensor with Hugging Face's name `ours`; None if it is stored as it is."""
+        fields, module = self._fields, ours.rpartition(".")[0]
+        if self._arch == "llama" and module.endswith(("q_proj", "k_proj")):
+            heads = fields["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
+            return Change(lambda x: to_pairs(x, heads), lambda x: to_halves(x, heads))
+        if module.endswith("linear_attn.norm"):
+            return None
+        if "norm" in module.rpartition(".")[2] and self._arch in ("gemma", "gemma2", "qwen35"):
+            return _ONE_MORE
+        if ".linear_attn." in ours:
+            return self._of_linear_attention(ours.rpartition(".linear_attn.")[2])
+        return None
+
+    def _of_linear_attention(self, name: str) -> Change:
+        keys, values = self._fields["linear_num_key_heads"], self._fields["linear_num_value_heads"]
+        per_key, dim = values // keys, int(name == "out_proj.weight")
+        joint = 2 * keys * self._fields["linear_key_head_dim"] if name in ("in_proj_qkv.weight", "conv1d.weight") else 0
+        write, read = _reorder(joint, keys, per_key, dim), _reorder(joint, per_key, keys, dim)
+        if name == "A_log":
+            return Change(lambda x: write(-x.double().exp()).float(), lambda x: read((-x.double()).log()).float())
+        if name == "conv1d.weight":
+            return Change(lambda x: write(x.squeeze(1)), lambda x: read(x).unsqueeze(1))
+        return Change(write, read)
+
+
+_ONE_MORE = Change(lambda x: x.float() + 1.0, lambda x: x - 1.0)
+
+
+def _reorder(start: int, outer: int, inner: int, dim: int) -> Callable[[Tensor], Tensor]:
+    """Moves head (i, j), of outer x inner heads from row `start` on, to place (j, i). dim: of the rows."""
+
+    def apply(x: Tensor) -> Tensor:
+        first, heads = x.split([start, x.shape[dim] - start], dim)
+        heads = heads.unflatten(dim, (outer, inner, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return torch.cat([first, heads], dim) if start else heads
+
+    return apply
