@@ -112,7 +112,7 @@ class Step:
 
     def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
         values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        recurrent = [x for state in cache if isinstance(state, RecurrentState) for x in state.current]
+        recurrent = [x for state in cache if isinstance(state, RecurrentState) for x in state.buffers]
         before = [x.clone() for x in recurrent]
         stream.wait_stream(torch.cuda.current_stream())
         try:

@@ -67,14 +67,15 @@ class CrossAttention(JointProjections):
     def _keys_and_values(self, states: Tensor | None, cache: ImageKeyValues | None) -> tuple[Tensor, Tensor]:
         """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""
         if states is None:
-            if cache is None or cache.keys is None or cache.values is None:
+            if cache is None or not cache.buffers:
                 raise InputError("cross-attention: no states of images, and none in the cache")
-            return cache.keys, cache.values
+            return cache.buffers[0], cache.buffers[1]
         if not is_fusable(*self.joint_modules):
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)
-        return (k, v) if cache is None else cache.append(k, v)
+        k, v = (k, v) if cache is None else cache.append(k, v)
+        return k, v
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -171,7 +171,7 @@ class GatedDeltaNet(JointProjections):
             qkv = self.conv1d(qkv, cu_seqlens=cu_seqlens)
             out, _ = gated_delta_rule(*self._heads(qkv), g, beta, cu_seqlens=cu_seqlens)
         elif batch.next_token is not None and len(x) == cache.rows:
-            conv, state = cache.current
+            conv, state = cache.buffers
             qkv = self.conv1d(qkv[:, 0], state=conv)
             out = gated_delta_step(*self._heads(qkv), g[:, 0], beta[:, 0], state)[:, None]
         else:
@@ -214,7 +214,7 @@ class GatedDeltaNet(JointProjections):
             qkv, g, beta = (x.transpose(0, 1) for x in (qkv, g, beta))
         if batch.past == 0 and batch.next_token is None:  # the empty cache follows the first tokens, as under autocast
             cache.move(qkv)
-        mask, (conv, state) = batch.token_mask, cache.current
+        mask, (conv, state) = batch.token_mask, cache.buffers
         if conv.dtype != qkv.dtype or conv.device != qkv.device:
             raise InputError(
                 f"the state of a GatedDeltaNet is {conv.dtype} on {conv.device}, and the new tokens are {qkv.dtype} on "

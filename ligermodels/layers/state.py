@@ -6,7 +6,7 @@ mixer gets the number of past tokens with the batch (`Batch.past`), in a capture
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,41 +20,61 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 """The dtype of cached keys and values: the one that the model computes in, or e4m3."""
 
 
-class State(Protocol):
-    """One mixer's memory of the tokens so far. Its methods beside these are for that mixer alone.
+class State:
+    """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. What a class adds is for its mixer alone.
 
-    past: the tokens of the cache before the call. rows: int64 [N], indices of rows.
+    past: the tokens of the cache before the call. rows: int64 [N], indices of rows. A mixer's state may be any object
+    with these methods.
     """
+
+    def __init__(self, *buffers: Tensor):
+        self.buffers = list(buffers)
+
+    @property
+    def rows(self) -> int:
+        return len(self.buffers[0])
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
+        raise NotImplementedError
 
     def can_crop(self, length: int, cache: "Cache") -> bool:
-        """Whether the state after the first `length` tokens is known. cache: which this state is of."""
+        """Whether the state after the first `length` tokens is known."""
+        return True
 
     def crop(self, length: int, cache: "Cache") -> None:
-        """Forgets all but the first `length` tokens, before the cache does; `can_crop` was True."""
+        """Returns to the state after the first `length` tokens; the cache counts those before the call."""
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
+        for i, old in enumerate(self.buffers):
+            moved = old.index_select(0, rows)
+            if len(rows) == len(old):
+                old.copy_(moved)
+            else:
+                self.buffers[i] = moved
 
     def take(self, other: Any, rows: Tensor, past: int) -> None:
         """Row i becomes row rows[i] of `other`, whose `past` tokens it gets; a copy."""
+        raise NotImplementedError
 
     def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`."""
+        raise NotImplementedError
 
     def row_bytes(self, length: float) -> float:
         """Bytes that a step reads for a row of `length` tokens."""
+        return sum(x[:1].nbytes for x in self.buffers)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a captured step reads or writes."""
+        return list(self.buffers)
 
 
-class KeyValues:
+class KeyValues(State):
     """Keys and values of attention: two buffers [B, capacity, HK, D]. Position p is in column p modulo capacity.
 
     Without a window the buffers have a column for every token, and double when they are full. With a window they are a
@@ -81,16 +101,14 @@ class KeyValues:
         self.is_fp8 = kv_cache_dtype == "fp8"
         shape = (rows, max_length if window is None else min(max_length, window), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
-        self.buffers = [torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device) for _ in "kv"]
+        super().__init__(
+            *(torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device) for _ in "kv")
+        )
         if self.is_fp8:
             _check_fp8(self.buffers[0].device)
             self.buffers += [torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device) for _ in "kv"]
         self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
         self._dropped = 0  # tokens before this position were not copied from smaller buffers
-
-    @property
-    def rows(self) -> int:
-        return self.buffers[0].shape[0]
 
     @property
     def capacity(self) -> int:
@@ -161,18 +179,8 @@ class KeyValues:
         self._dropped = 0
 
     def can_crop(self, length: int, cache: "Cache") -> bool:
-        return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
-
-    def crop(self, length: int, cache: "Cache") -> None:
         """Columns from `length` on are written again before they are read."""
-
-    def reorder(self, rows: Tensor) -> None:
-        for i, old in enumerate(self.buffers):
-            moved = old.index_select(0, rows)
-            if len(rows) == len(old):
-                old.copy_(moved)
-            else:
-                self.buffers[i] = moved
+        return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
 
     def take(self, other: "KeyValues", rows: Tensor, past: int) -> None:
         self._follow(other.buffers[0].device, other.dtype)
@@ -287,73 +295,51 @@ def _check_fits(stored: Tensor, k: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-class ImageKeyValues:
-    """Keys and values [B, N, HK, D] of all images so far, of one cross-attention; None before the first image."""
+class ImageKeyValues(State):
+    """Keys and values [B, N, HK, D] of all images so far, of one cross-attention; no buffers before the first image.
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    Images stay as they are when tokens are cropped, so that the length must reach past the last one.
+    """
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Appends k, v [B, N, HK, D] of new images and returns those of all; only the new ones have gradients.
 
         Raises InputError if batch size, heads or dtype are not those of the images before.
         """
-        if self.keys is not None and self.values is not None:
-            _check_fits(self.keys, k, self.keys.dtype)
-            k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
-        self.keys, self.values = k.detach(), v.detach()
-        return k, v
-
-    def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        pass
+        found = [k, v]
+        if self.buffers:
+            _check_fits(self.buffers[0], k, self.buffers[0].dtype)
+            found = [torch.cat([old, new], 1) for old, new in zip(self.buffers, found, strict=True)]
+        self.buffers = [x.detach() for x in found]
+        return found
 
     def reset(self) -> None:
-        self.keys = self.values = None
-
-    def can_crop(self, length: int, cache: "Cache") -> bool:
-        """Images stay as they are, so `length` must reach past the last one."""
-        return True
-
-    def crop(self, length: int, cache: "Cache") -> None:
-        pass
+        self.buffers = []
 
     def reorder(self, rows: Tensor) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+        self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
     def take(self, other: "ImageKeyValues", rows: Tensor, past: int) -> None:
-        self.keys, self.values = other.keys, other.values
+        self.buffers = other.buffers
         self.reorder(rows)
 
     def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        if other.keys is not None:
+        if other.buffers:
             raise InputError("rows with images cannot come and go in a batch; use `generate`")
 
-    def row_bytes(self, length: float) -> float:
-        return sum(x[:1].nbytes for x in self.tensors())
 
-    def tensors(self) -> list[Tensor]:
-        return [x for x in (self.keys, self.values) if x is not None]
-
-
-class RecurrentState:
+class RecurrentState(State):
     """What a recurrent mixer remembers: tensors [B, ...] after the last token, whose size does not grow.
 
     A state of one row that has reserved memory for passes of several tokens keeps a snapshot after each token of such a
     pass: `crop` then returns to any of them, as speculation does where a proposed token was wrong. Otherwise the state
-    before the last token is gone, and `can_crop` is False for anything shorter.
+    before the last token is gone, and `can_crop` is False for anything shorter. The mixer writes `buffers`.
     """
 
-    def __init__(self, *tensors: Tensor):
-        self._tensors = list(tensors)
+    def __init__(self, *buffers: Tensor):
+        super().__init__(*buffers)
         self._snapshots: list[Tensor] = []  # of each tensor [N, B, ...], after each of up to N tokens of the last pass
         self.reset()
-
-    @property
-    def current(self) -> list[Tensor]:
-        """The tensors after the last token, which the mixer writes."""
-        return list(self._tensors)
 
     def snapshots(self, tokens: int, *, exact: bool) -> list[Tensor] | None:
         """Where the mixer has to write the tensors after each token of a pass: [tokens, B, ...] each; None: nowhere.
@@ -367,21 +353,17 @@ class RecurrentState:
             return None
         return [x[:tokens] for x in self._snapshots]
 
-    @property
-    def rows(self) -> int:
-        return len(self._tensors[0])
-
     def move(self, like: Tensor) -> None:
         """Moves to the device of `like`, and what is not in fp32 to its dtype."""
-        for i, x in enumerate(self._tensors):
+        for i, x in enumerate(self.buffers):
             dtype = x.dtype if x.dtype == torch.float32 and i else like.dtype
             if (x.device, x.dtype) != (like.device, dtype):
-                self._tensors[i] = x.to(like.device, dtype)
+                self.buffers[i] = x.to(like.device, dtype)
                 if self._snapshots:
                     self._snapshots[i] = self._snapshots[i].to(like.device, dtype)
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        old = self._snapshots or [x.new_empty(0, *x.shape) for x in self._tensors]
+        old = self._snapshots or [x.new_empty(0, *x.shape) for x in self.buffers]
         if self.rows == 1 and tokens > max(1, len(old[0])):
             with torch.inference_mode(False):  # they outlive the call
                 self._snapshots = [x.new_empty(tokens, *x.shape[1:]) for x in old]
@@ -389,7 +371,7 @@ class RecurrentState:
                 new[: len(x)].copy_(x)
 
     def reset(self) -> None:
-        for x in self._tensors:
+        for x in self.buffers:
             x.zero_()
 
     def can_crop(self, length: int, cache: "Cache") -> bool:
@@ -399,35 +381,27 @@ class RecurrentState:
 
     def crop(self, length: int, cache: "Cache") -> None:
         if length < cache.length:
-            for x, snapshots in zip(self._tensors, self._snapshots, strict=True):
+            for x, snapshots in zip(self.buffers, self._snapshots, strict=True):
                 x.copy_(snapshots[cache.last_pass - 1 - (cache.length - length)])
 
     def reorder(self, rows: Tensor) -> None:
         if len(rows) != self.rows:
             self._snapshots = []
-        for i, old in enumerate(self._tensors):
-            moved = old.index_select(0, rows)
-            if len(rows) == len(old):
-                old.copy_(moved)
-            else:
-                self._tensors[i] = moved
+        super().reorder(rows)
 
     def take(self, other: "RecurrentState", rows: Tensor, past: int) -> None:
-        self._snapshots = [mine.to(its) for mine, its in zip(self._snapshots, other._tensors, strict=False)]
-        self._tensors = [mine.to(its) for mine, its in zip(self._tensors, other._tensors, strict=True)]
-        for mine, its in zip(self._tensors, other._tensors, strict=True):
+        self._snapshots = [mine.to(its) for mine, its in zip(self._snapshots, other.buffers, strict=False)]
+        self.buffers = [mine.to(its) for mine, its in zip(self.buffers, other.buffers, strict=True)]
+        for mine, its in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(its.index_select(0, rows))
 
     def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """The tokens of `other` after the first `lengths` were padding, which leaves the state as it is."""
-        for mine, its in zip(self._tensors, other._tensors, strict=True):
+        for mine, its in zip(self.buffers, other.buffers, strict=True):
             mine[into] = its[rows].to(mine)
 
-    def row_bytes(self, length: float) -> float:
-        return sum(x[0].nbytes for x in self._tensors)
-
     def tensors(self) -> list[Tensor]:
-        return [*self._tensors, *self._snapshots]
+        return [*self.buffers, *self._snapshots]
 
 
 class Cache:

@@ -191,9 +191,9 @@ def test_states_of_images():
     cache = Cache([ImageKeyValues(), state(), ImageKeyValues()], 2)
     first, second = tokens(7, requires_grad=True), tokens(5, requires_grad=True)
     assert all(a is b for a, b in zip(cache[0].append(*first), first, strict=True))
-    assert cache[2].keys is None and not cache[0].keys.requires_grad
+    assert not cache[2].buffers and not cache[0].buffers[0].requires_grad
     both = cache[0].append(*second)
-    for found, stored, old, new in zip(both, (cache[0].keys, cache[0].values), first, second, strict=True):
+    for found, stored, old, new in zip(both, cache[0].buffers, first, second, strict=True):
         assert torch.equal(found, torch.cat([old, new], 1)) and torch.equal(stored, found)
     sum(x.square().sum() for x in both).backward()
     assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
@@ -201,13 +201,13 @@ def test_states_of_images():
         with pytest.raises(InputError, match="another batch size"):
             cache[0].append(k, k)
 
-    deltas, stored, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
+    deltas, stored, rows = torch.randn(2, 1), cache[0].buffers[0], [1, 0, 1]
     cache.values.update(deltas=deltas, images=3)
     cache.reorder(torch.tensor(rows))
-    assert torch.equal(cache[0].keys, stored[rows]) and cache[2].keys is None and cache.rows == 3
+    assert torch.equal(cache[0].buffers[0], stored[rows]) and not cache[2].buffers and cache.rows == 3
     assert torch.equal(cache.values["deltas"], deltas[rows]) and cache.values["images"] == 3
     cache.reset()
-    assert cache.length == 0 and cache[0].keys is None and cache[0].values is None and cache.values == {}
+    assert cache.length == 0 and not cache[0].buffers and cache.values == {}
 
 
 # Caches of transformers

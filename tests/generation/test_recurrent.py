@@ -184,7 +184,7 @@ def test_rejected_tokens_leave_no_trace(model, monkeypatch, rate):
         text, plain = found.sequences[:, : found.past_key_values.length], model.new_cache(1, 40)
         model(text, past_key_values=plain)
         for state, wanted in zip(found.past_key_values, plain, strict=True):
-            for x, y in zip(state.current, wanted.current, strict=True) if hasattr(state, "current") else ():
+            for x, y in zip(state.buffers, wanted.buffers, strict=True) if hasattr(state, "snapshots") else ():
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
@@ -213,9 +213,9 @@ def test_a_state_returns_to_its_snapshots_and_no_further():
             run(cache, 4, 8, text)
             cache.crop(length)
             assert cache.length == length
-        assert all(map(torch.equal, caches[0][0].current, caches[1][0].current))
+        assert all(map(torch.equal, caches[0][0].buffers, caches[1][0].buffers))
         run(cache, length, length + 1)
-        for found, expected in zip(cache[0].current, plain[0].current, strict=True):
+        for found, expected in zip(cache[0].buffers, plain[0].buffers, strict=True):
             torch.testing.assert_close(found, expected)
         cache.crop(length)  # the last pass had one token
         assert cache.length == 0
