@@ -1,6 +1,7 @@
 """The base of all recipes: what a recipe gives the trainer, with the defaults of `sft`."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,11 +12,12 @@ from ligermodels.errors import InputError
 from ligermodels.layers import losses
 from ligermodels.recipes import formats, masking
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TextOptions, TrainOptions
+from ligermodels.recipes.model import load_model
+from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
 from ligermodels.recipes.rows import Rows
 from ligermodels.text import Tokenizer
-from ligermodels.training.lora import save_adapter
+from ligermodels.training.lora import adapters_off, save_adapter
 
 if TYPE_CHECKING:
     from ligermodels.recipes.steps import StepBatches
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, tuple[Any, Any]]
 """For the log: by name, a sum over the batch of this rank, and the number of values in it."""
-_WITH_TEMPLATE = ("messages", "sharegpt", "alpaca")
-_ROWS = {"pairs": "preference pairs", "unpaired": "single labelled answers"}
 
 
 class Recipe:
@@ -38,28 +38,17 @@ class Recipe:
     """A text that is longer than max_length becomes several examples, and is not cut."""
     adds_modules = False
     """`prepare` adds modules to the model."""
-    trains_model = True
-    """The model, or adapters of it, is what is saved."""
-    frozen_copies = 0
-    """Models of the same size in memory beside the one that is trained."""
-    fewer_examples = "--max-length or --accumulation"
-    """The options that make more steps of the same data."""
+    frozen_model: Any = None
+    """The reference, where it is another model than the one that is trained."""
 
     def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
         self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
-        self.from_scratch = self.starts_from_scratch(options)
-        self.captured = isinstance(options, TextOptions) and options.capture
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
     @classmethod
     def of(cls, options: Any) -> "type[Recipe]":
         """The class of the recipe for these options: this one, or a subclass."""
         return cls
-
-    @classmethod
-    def starts_from_scratch(cls, options: Any) -> bool:
-        """Whether the weights are drawn at random, so that the checkpoint needs none."""
-        return False
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes get the attributes that `process` reads, and no models."""
@@ -70,7 +59,7 @@ class Recipe:
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
         """The format of all rows, and where it was found; None for any format. Raises InputError for other rows."""
         found = formats.detect(rows)
-        if found[0] in _WITH_TEMPLATE and not self.tokenizer.files.templates:
+        if found[0] in ("messages", "sharegpt", "alpaca") and not self.tokenizer.files.templates:
             raise InputError(
                 f"{self.options.model} has no chat template, and rows of {found[0]} need one. Likely: a base model. "
                 "Next: its instruct model, or --chat-template FILE, or rows of prompt and completion"
@@ -85,28 +74,19 @@ class Recipe:
         """The row as its format is read, with the system prompt of the options."""
         return formats.with_system(formats.read(row), self.options.system_prompt)
 
-    def collate(self, examples: Sequence[Any]) -> Batch:
-        """The batch of some examples; of none, a batch without a label."""
-        make = packed_batch if self.options.packing else padded_batch
-        return make(examples, self.pad_id, self.multiple)
-
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         """Whether examples are packed into one row, and the tokens of a batch; else its rows."""
         o = self.options
         return o.packing, o.batch_tokens if o.packing else max(1, o.batch_tokens // (o.sequences * o.max_length))
 
-    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
-        return self.process(row)
+    def collate(self, examples: Sequence[Any]) -> Batch:
+        """The batch of some examples; of none, a batch without a label."""
+        make = packed_batch if self.options.packing else padded_batch
+        return make(examples, self.pad_id, self.multiple)
 
-    def collate_evaluation(self, examples: Sequence[Any]) -> Batch:
-        return self.collate(examples)
-
-    def inspect(self, batches: Sequence[Sequence[Any]]) -> None:
-        """Warns of what is odd in the first batches of examples."""
-
-    def show(self, example: Any, colour: bool) -> str:
+    def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""
-        return masking.show(example, self.tokenizer, colour)
+        return masking.show(example, self.tokenizer)
 
     # ---- the plan ----
 
@@ -114,9 +94,9 @@ class Recipe:
         """The sizes of all that is in memory. sketch: the model on the meta device."""
         return sizes
 
-    def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
-        """Lines of the plan that differ or are added, by name. counts: of a pass over the data."""
-        return {"data": f"{', '.join(self.options.data)}: {rows:,} {_ROWS.get(format, f'rows of {format}')}"}
+    def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
+        """Lines of the plan that differ or are added, by name. counts: of a pass over the data, or None."""
+        return {}
 
     # ---- the model ----
 
@@ -124,7 +104,17 @@ class Recipe:
         """Adds modules to the model, before it is sharded. Called if `adds_modules`."""
 
     def setup(self, trainer: "Trainer") -> None:
-        """Makes what the loss needs beside the model: a reference, a teacher, a sampler."""
+        """Makes what the loss needs beside the model, which is loaded: a reference, a teacher, a sampler."""
+        if self.options.frozen_copies:
+            o, folder, processes = trainer.options, trainer.folder, trainer.processes
+            self.frozen_model = load_model(o, folder, processes, self, frozen=True)
+
+    @contextlib.contextmanager
+    def reference(self, model: Any) -> Iterator[Any]:
+        """The model as it was before the run, without gradients: a frozen copy, or this one without its adapters."""
+        adapters = contextlib.nullcontext() if self.frozen_model is not None else adapters_off(model)
+        with torch.no_grad(), adapters:
+            yield model if self.frozen_model is None else self.frozen_model
 
     def step_batches(self, batches: "StepBatches") -> Any:
         """The source of each step's batches: those of the data, or rollouts made from them."""
@@ -141,10 +131,6 @@ class Recipe:
     def result(self) -> str:
         """The name of the folder of what was trained."""
         return "adapter" if self.options.lora_r else "model"
-
-    def usage(self, folder: Path) -> str:
-        """How to use a folder that is neither a model nor an adapter; "" for these."""
-        return ""
 
     # ---- the loss ----
 
@@ -187,7 +173,7 @@ def mean_of(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(counted, values.detach(), 0).sum(), counted.sum()
 
 
-def decoder_inputs(batch: Batch) -> Batch:
-    """The arguments of a model's forward among a batch's entries."""
+def decoder_inputs(batch: Batch, prefix: str = "") -> Batch:
+    """The arguments of a model's forward among a batch's entries. prefix: of their names in the batch."""
     names = ("input_ids", "labels", "attention_mask", "cu_seqlens", "max_seqlen")
-    return {name: batch[name] for name in names if name in batch}
+    return {name: batch[prefix + name] for name in names if prefix + name in batch}

@@ -1,40 +1,43 @@
-"""Training data: rows, encoded by a recipe and made into batches, in an order that a seed gives.
+"""Training data: rows, processed by a recipe and made into batches, in an order that a seed gives.
 
 An epoch is a permutation of the rows, drawn from (seed, epoch). It is cut into windows; the rows of a window are
-encoded, and their examples packed into batches. So the state of the data is three integers: epoch, the place in the
-permutation where the window begins, and the batches of it that were taken. Resuming encodes the window again. All ranks
-encode all rows, and each takes its own batches: none needs to ask another how many there are.
+processed, and their examples packed into batches. So the state of the data is three integers: epoch, the place in the
+permutation where the window begins, and the batches of it that were taken. Resuming processes the window again. All
+ranks process all rows, and each takes its own batches: none needs to ask another how many there are.
+
+A DataLoader processes the rows, in worker processes where there are many. These are spawned, not forked: threads of
+tokenizers, torch and CUDA do not survive a fork, and under forkserver workers outlive a killed run (torch 2.13).
 """
 
 import collections
-import contextlib
-import dataclasses
 import hashlib
 import itertools
+import multiprocessing
 import os
-import random
-import re
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ligermodels.checkpoint import files
-from ligermodels.errors import InputError, LigermodelsError, TokenizerError
+from ligermodels.errors import InputError, LigermodelsError, TokenizerError, TrainingError
 from ligermodels.recipes.formats import format_of
 from ligermodels.recipes.packing import Batch, best_fit
-from ligermodels.recipes.rows import Joined, Rows, open_rows
-from ligermodels.recipes.workers import Workers
+from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
 from ligermodels.text.chat import TemplateError
 
 WINDOW, WINDOW_OF_IMAGES = 1000, 64
-"""Rows that are encoded and packed at a time: an image of a million pixels takes 24 MB."""
+"""Rows that are processed and packed at a time: an image of a million pixels takes 24 MB."""
 CHUNK = 50
-"""Rows that a worker process encodes at a time."""
+"""Rows that a worker process is given at a time."""
 MAX_UNTRAINED = 0.1
 """The share of rows without a trained token above which the data is refused."""
 _SHOWN = 3
@@ -44,10 +47,10 @@ _ROWS_TO_STOP = 100
 
 
 class BadRowError(InputError):
-    """A row that cannot be read or encoded, which --skip-bad leaves out."""
+    """A row that cannot be read or processed, which --skip-bad leaves out."""
 
 
-# ---- encoding ----
+# ---- rows ----
 
 
 class Outcome(NamedTuple):
@@ -62,9 +65,9 @@ class Outcome(NamedTuple):
     dropped: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoder:
-    """Makes examples of rows, by their indices. It is sent to worker processes.
+@dataclass(frozen=True)
+class Outcomes(Dataset[Outcome | BadRowError]):
+    """What each row gives, by its index.
 
     process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
     text becomes several examples; else the example is cut.
@@ -77,8 +80,8 @@ class Encoder:
     split: bool = False
     skip_bad: bool = False
 
-    def __call__(self, index: int) -> Outcome:
-        """Raises BadRowError, which names the row."""
+    def __getitem__(self, index: int) -> Outcome | BadRowError:
+        """An error is returned, because a DataLoader would raise another one in its place."""
         where = self.rows.where(index)
         try:
             row = self.rows[index]
@@ -93,33 +96,28 @@ class Encoder:
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
             advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
-            raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
+            return BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}")
         if not example.trained:
             reason = "nothing in it is to be trained (no answer, an empty one, or train false)"
             return Outcome([], {"rows": 1, "untrained": 1}, dropped=f"{where}: {reason}")
         counts, cut = {"rows": 1}, ""
         if tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
-            sequences = len(getattr(example, "sequences", ()))  # each of up to `length` tokens
-            cut = f"{where} has {example.size:,} tokens" + f" in {sequences} sequences" * (sequences > 1)
+            cut = f"{where} has {example.size:,} tokens"
         if not (parts := [part for part in parts if part.trained]):
             reason = f"nothing before --max-length {self.length}, where it is cut, is to be trained"
             return Outcome([], counts | {"cut_away": 1}, dropped=f"{where}: {reason}")
-        if example.ends is not None:
-            ends = any(part.ends for part in parts)
-            counts |= {"with_end": 1, "ends": int(ends), "ends_cut": int(example.ends and not ends)}
         counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
+        if example.ends is not None:
+            counts |= {"with_end": 1, "ends": int(any(part.ends for part in parts))}
         return Outcome(parts, counts, cut)
-
-    def encode_many(self, indices: Sequence[int]) -> list[Outcome]:
-        return [self(index) for index in indices]
 
 
 class Counts:
     """What became of the rows: numbers by name, and the first rows that are cut or dropped."""
 
-    def __init__(self, encoder: Encoder) -> None:
-        self.total, self.length = len(encoder.rows), encoder.length
+    def __init__(self, rows: int, length: int) -> None:
+        self.total, self.length = rows, length
         self.numbers, self.cut, self.dropped = collections.Counter[str](), list[str](), list[str]()
 
     def report(self) -> dict[str, int]:
@@ -152,16 +150,12 @@ class Counts:
                 f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
             )
         if number["with_end"] and not number["ends"] and number["rows"] >= min(_ROWS_TO_STOP, self.total):
-            never = f"none of {number['with_end']} rows trains a token that stops the model, which would never stop"
-            if number["ends_cut"]:
-                raise InputError(
-                    f"{never}: {number['ends_cut']} have one, and are cut before it at --max-length {self.length}. "
-                    f"Next step: raise --max-length. {', '.join(self.cut)}"
-                )
+            cut = f" rows are cut before it at --max-length {self.length} ({', '.join(self.cut)});" * bool(self.cut)
             raise InputError(
-                f"{never}. Likely cause: the chat template's {{% generation %}} ends before the end of the turn, or "
-                "the template ends turns with a token that is none of the model's eos tokens. Next step: "
-                "--chat-template FILE, one that has it"
+                f"none of {number['with_end']} rows trains a token that stops the model, which would never stop. "
+                f"Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the turn, or the "
+                "template ends turns with a token that is none of the model's eos tokens. Next step: raise "
+                "--max-length, or give --chat-template FILE"
             )
 
     def warnings(self) -> dict[str, str]:
@@ -182,20 +176,20 @@ class Counts:
 
 
 class Window(NamedTuple):
-    """The rows of an epoch from `row` on, encoded, and the batches of them, each a list of examples."""
+    """The rows of an epoch from `row` on, processed, and the batches of them, each a list of examples."""
 
     epoch: int
     row: int
     outcomes: Sequence[Outcome] = ()
-    batches: Sequence[Sequence[Any]] = ()
+    batches: Sequence[list[Any]] = ()
 
 
-class Batches(Iterator[Batch]):
-    """Batches of CPU tensors, the arguments of a model's forward, which continue exactly after `load_state_dict`.
+class Batches(Iterator[list[Any]]):
+    """Batches, each a list of examples, which continue exactly after `load_state_dict`.
 
-    recipe: encodes rows and collates examples, as `base.Recipe` does. format: that of all rows, or None. epochs: the
-    iteration ends after these. shuffle: False for the order of the rows. window: rows that are packed together.
-    workers: processes that encode rows. digest: of the files; a state with another one does not load.
+    recipe: processes rows. format: that of all rows, or None. epochs: the iteration ends after these. shuffle: False
+    for the order of the rows. window: rows that are packed together. workers: processes that process rows. digest: of
+    the files; a state with another one does not load.
     """
 
     def __init__(
@@ -204,30 +198,23 @@ class Batches(Iterator[Batch]):
     ) -> None:  # fmt: skip
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
         self.packing, self.capacity = recipe.batch_size(evaluates)
-        self.collate = recipe.collate_evaluation if evaluates else recipe.collate
-        process = recipe.process_evaluation if evaluates else recipe.process
         split = recipe.splits and self.packing
-        self.encoder = Encoder(rows, process, o.max_length, format, split, o.skip_bad)
-        self._inspect = None if evaluates else recipe.inspect  # called once, with the batches of the first window
-        self._warned = set[str]()
-        self._settings = {
-            "rows": len(rows), "seed": o.seed, "length": o.max_length, "batch_size": self.capacity,
-            "packing": int(self.packing), "window": window, "digest": digest,
-        }  # fmt: skip
+        self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, split, o.skip_bad)
+        self.seed, self.window, self._digest, self._warned = o.seed, window, digest, set[str]()
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
-        self.counts = Counts(self.encoder)
-        self._window, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
+        self.counts = Counts(len(self.rows), self.outcomes.length)
+        self._current, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
         self._windows = self._make_windows(epoch, row)
-        self._thread = ThreadPoolExecutor(1, "encode")  # encodes the next window meanwhile
+        self._thread = ThreadPoolExecutor(1, "windows")  # makes the next window meanwhile
         self._next: Future[Window | None] | None = None
 
-    def __next__(self) -> Batch:
-        while self._batch == len(self._window.batches):
+    def __next__(self) -> list[Any]:
+        while self._batch == len(self._current.batches):
             self._next_window()
         self._batch += 1
-        return self.collate(self._window.batches[self._batch - 1])
+        return self._current.batches[self._batch - 1]
 
     def _next_window(self) -> None:
         future = self._next or self._thread.submit(next, self._windows, None)
@@ -235,17 +222,12 @@ class Batches(Iterator[Batch]):
         if (window := future.result()) is None:
             raise StopIteration
         self._next = self._thread.submit(next, self._windows, None)
-        self._window, self._batch = window, 0
+        self._current, self._batch = window, 0
         self.counts.add(window.outcomes)
-        if int(os.environ.get("RANK", "0")):
-            return
         for kind, text in self.counts.warnings().items():
-            if kind not in self._warned:
+            if kind not in self._warned and os.environ.get("RANK", "0") == "0":
                 warnings.warn(text, stacklevel=3)
                 self._warned.add(kind)
-        if self._inspect is not None:
-            self._inspect(window.batches)
-            self._inspect = None
 
     def close(self) -> None:
         """Ends the thread and the worker processes."""
@@ -253,44 +235,45 @@ class Batches(Iterator[Batch]):
         self._windows.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The position after the batch that was taken last, and the settings for which it means the same."""
-        return {"epoch": self._window.epoch, "row": self._window.row, "batch": self._batch, **self._settings}
+        """The position after the batch that was taken last, and the rows for which it means the same."""
+        window = self._current
+        position = {"epoch": window.epoch, "row": window.row, "batch": self._batch}
+        return position | {"rows": len(self.rows), "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues after the batch after which `state_dict` was called. Raises InputError if a setting differs."""
-        own = self._settings
-        if differ := [name for name in own if own[name] != state[name]]:
-            changes = [f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest"]
+        """Continues after the batch after which `state_dict` was called. Raises InputError if the rows differ."""
+        if (state["rows"], state["digest"]) != (len(self.rows), self._digest):
+            changed = f"rows was {state['rows']}, now it is {len(self.rows)}"
             raise InputError(
-                f"the data cannot continue after the checkpoint: {', '.join(changes) or 'its files have changed'}. "
-                "Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or start "
-                "a new run with another --output-dir"
+                "the data cannot continue after the checkpoint: "
+                + (changed if state["rows"] != len(self.rows) else "its files have changed")
+                + ". Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or "
+                "start a new run with another --output-dir"
             )
         self.close()
-        self._start(int(state["epoch"]), int(state["row"]))
+        self._start(state["epoch"], state["row"])
         if state["batch"]:
             self._next_window()
-            if state["batch"] > len(self._window.batches):
+            if state["batch"] > len(self._current.batches):
                 raise InputError("the rows have changed since the checkpoint: there are fewer batches of them")
-            self._batch = int(state["batch"])
+            self._batch = state["batch"]
 
     def count(self) -> dict[str, int]:
-        """The report of a pass over the data, and the number of its "batches", none of which is made."""
+        """The report of a pass over the data, and the number of its "batches"."""
         number = 0
-        with contextlib.closing(self._windows) as windows:
-            for window in windows:
-                self.counts.add(window.outcomes)
-                number += len(window.batches)
+        while (window := self._thread.submit(next, self._windows, None).result()) is not None:
+            self.counts.add(window.outcomes)
+            number += len(window.batches)
         return {"batches": number, **self.counts.report()}
 
     def _make_windows(self, epoch: int, row: int) -> Generator[Window]:
         """The windows from a row of an epoch on."""
-        outcomes = self._encode(epoch, row)
+        outcomes = self._process(epoch, row)
         while self.epochs is None or epoch < self.epochs:
             found, examples = list[Outcome](), list[Any]()
             # A window without packing has full batches, unless the epoch ends.
             while row + len(found) < len(self.rows) and (
-                len(found) < self._settings["window"] or (not self.packing and len(examples) % self.capacity)
+                len(found) < self.window or (not self.packing and len(examples) % self.capacity)
             ):
                 found.append(next(outcomes))
                 examples += found[-1].examples
@@ -306,15 +289,26 @@ class Batches(Iterator[Batch]):
             if row == len(self.rows):
                 epoch, row = epoch + 1, 0
 
-    def _encode(self, epoch: int, row: int) -> Iterator[Outcome]:
-        """The outcomes of rows, in processes if there are workers."""
-        indices = self._indices(epoch, row)
-        if not self.workers:
-            yield from map(self.encoder, indices)
-            return
-        chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
-        with contextlib.closing(Workers(self.encoder.encode_many, chunks, self.workers)) as found:
-            yield from itertools.chain.from_iterable(found)
+    def _process(self, epoch: int, row: int) -> Iterator[Outcome]:
+        """What the rows give, from a place of an epoch on. Raises BadRowError, which names the row."""
+        loader = DataLoader(
+            self.outcomes, batch_size=CHUNK, sampler=self._indices(epoch, row), collate_fn=list,
+            num_workers=self.workers, multiprocessing_context="spawn" if self.workers else None,
+            worker_init_fn=_end_with_the_run, generator=torch.Generator(),  # the run's random numbers are not drawn
+        )  # fmt: skip
+        try:
+            for outcome in itertools.chain.from_iterable(_with_signals_blocked(loader)):
+                if isinstance(outcome, BadRowError):
+                    raise outcome
+                yield outcome
+        except RuntimeError as error:
+            if "DataLoader worker (pid" not in str(error):
+                raise
+            raise TrainingError(
+                f"a process that encodes rows has died: {error}.\n  Likely: memory ran out, or an error that it has "
+                "printed above; a script trains under `if __name__ == '__main__':`.\n"
+                "  Next: --resume continues from the newest checkpoint, if there is one."
+            ) from error
 
     def _indices(self, epoch: int, row: int) -> Iterator[int]:
         """The rows from a place of an epoch on."""
@@ -327,15 +321,33 @@ class Batches(Iterator[Batch]):
 
     def _random(self, epoch: int, part: int) -> np.random.RandomState:
         """RandomState, because its streams never change with numpy's version: a run may be resumed after an update."""
-        return np.random.RandomState([self._settings["seed"] % 2**32, epoch, part])
+        return np.random.RandomState([self.seed % 2**32, epoch, part])
+
+
+def _with_signals_blocked(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator, whose processes ignore Ctrl-C and SIGTERM: these come to all processes, and the run decides."""
+    if not loader.num_workers:
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # new processes inherit it
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_the_run(worker: int) -> None:
+    """Ends a worker process when the run ends, however it ends: one that sends what it made would wait forever."""
+    run: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (run.join(), os._exit(1)), daemon=True).start()
 
 
 def encoding_workers(rows: int, counts: bool = False) -> int:
-    """The number of processes that encode rows, for a run or to count; 0 where starting them takes longer.
+    """The number of processes that process rows, for a run or to count; 0 where starting them takes longer.
 
     None during a run on a CPU, whose steps need the cores.
     """
-    if rows < 2000 or not (counts or torch.cuda.is_available()):  # one process encodes 2000 in a second
+    is_long = rows >= 4000 and (counts or torch.cuda.is_available())  # one process encodes 2000 rows in a second
+    if not is_long or not hasattr(signal, "pthread_sigmask"):  # Windows
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -353,7 +365,7 @@ class Data:
 
     def __init__(self, options: Any, recipe: Any) -> None:
         self.options, self.recipe = options, recipe
-        self.rows = join_sources(options.data, options.seed)
+        self.rows = open_sources(options.data, options.seed)
         if options.max_samples is not None:
             self.rows = Joined([self.rows], range(min(options.max_samples, len(self.rows))))
         if options.eval_data is not None:
@@ -366,53 +378,33 @@ class Data:
         config = recipe.tokenizer.files.folder / "config.json"
         self._has_images = config.is_file() and "vision_config" in files.read_json(config)
         paths = [*self.rows.files, *(() if self.eval_rows is None else self.eval_rows.files)]
-        self.train = self._batches(workers=encoding_workers(len(self.rows)), digest=digest(paths))
+        self.train = self.batches(workers=encoding_workers(len(self.rows)), digest=digest(paths))
 
-    def _batches(self, *, evaluates: bool = False, workers: int = 0, **how: Any) -> Batches:
-        rows, format = (self.eval_rows, self.eval_format) if evaluates else (self.rows, self.format)
+    def batches(self, *, workers: int = 0, **how: Any) -> Batches:
+        """Batches of the training data. how: arguments of `Batches`."""
         if self._has_images:
             workers, how["window"] = 0, WINDOW_OF_IMAGES
-        return Batches(self.recipe, rows, format, evaluates=evaluates, workers=workers, **how)  # type: ignore[arg-type]
+        return Batches(self.recipe, self.rows, self.format, workers=workers, **how)
 
     def count(self) -> dict[str, int]:
         """The counts of a pass over the training data, as `Batches.count`."""
-        return self._batches(epochs=1, workers=encoding_workers(len(self.rows), counts=True)).count()
+        return self.batches(epochs=1, workers=encoding_workers(len(self.rows), counts=True)).count()
 
     def evaluation(self) -> list[Batch]:
         """The batches of one pass over the evaluation data."""
         if self.eval_rows is None:
             return []
-        return list(self._batches(evaluates=True, epochs=1, shuffle=False))
+        batches = Batches(self.recipe, self.eval_rows, self.eval_format, evaluates=True, epochs=1, shuffle=False)
+        return [self.recipe.collate(examples) for examples in batches]
 
-    def once(self) -> Iterator[Batch]:
-        """The batches of one pass over all rows, in their order."""
-        return itertools.chain(self._batches(epochs=1, shuffle=False), self.evaluation())
-
-    def examples(self, number: int, *, colour: bool) -> Iterator[str]:
+    def examples(self, number: int) -> Iterator[str]:
         """The text of the first rows, with trained tokens marked."""
         for index in range(min(number, len(self.rows))):
             try:
-                text = "\n" + self.recipe.show(self.recipe.process(self.rows[index]), colour)
+                text = "\n" + self.recipe.show(self.recipe.process(self.rows[index]))
             except LigermodelsError as error:
                 text = f" {error}"
             yield f"{self.rows.where(index)}:{text}"
-
-
-def join_sources(sources: Sequence[str], seed: int) -> Rows:
-    """The rows of several sources. A weight after a source, FILE*1.5, takes all rows once, and half of them again."""
-    parts, indices, start = [], list[int](), 0
-    for number, source in enumerate(sources):
-        found = re.fullmatch(r"(.+)\*(\d+\.?\d*|\.\d+)", source)
-        name, weight = (found[1], float(found[2])) if found else (source, 1.0)
-        rows = open_rows(name)
-        whole, rest = divmod(round(weight * len(rows)), len(rows))
-        if not whole and not rest:
-            raise InputError(f"data={source}: a weight of {weight:g} leaves none of its {len(rows)} rows")
-        repeated = random.Random(f"{seed} {number}").sample(range(len(rows)), rest)
-        indices += [start + n for n in [*range(len(rows))] * whole + sorted(repeated)]
-        parts.append(rows)
-        start += len(rows)
-    return parts[0] if len(parts) == 1 and len(indices) == start else Joined(parts, indices)
 
 
 def digest(paths: Sequence[Path]) -> int:
@@ -422,13 +414,3 @@ def digest(paths: Sequence[Path]) -> int:
         with path.open("rb") as file:
             found.update(b"%d" % number + hashlib.file_digest(file, "blake2b").digest())
     return int.from_bytes(found.digest()) if paths else 0
-
-
-def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on, and a share of them to evaluate on, drawn by the seed. Raises InputError."""
-    number = round(share * len(rows))
-    if not 0 < number < len(rows):
-        raise InputError(f"eval_share={share:g} of {len(rows)} rows leaves none to evaluate on, or none to train on")
-    chosen = set(random.Random(seed).sample(range(len(rows)), number))
-    rest = [index for index in range(len(rows)) if index not in chosen]
-    return Joined([rows], rest), Joined([rows], sorted(chosen))

@@ -3,7 +3,6 @@
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
 """
 
-import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
 from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss, sum_over_ranks
 from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
-from ligermodels.training.lora import adapters_off
 
 
 @dataclass(kw_only=True)
@@ -72,6 +69,10 @@ class GRPOOptions(RolloutOptions):
             )
 
     @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.beta > 0
+
+    @property
     def sampling_temperature(self) -> float:  # type: ignore[override]
         return self.temperature
 
@@ -91,17 +92,12 @@ class GRPOOptions(RolloutOptions):
 
 class GRPO(Sampling):
     Options = GRPOOptions
-    reference: Any = None
     _has_warned = False
     _deviation = 0.0  # the standard deviation of all rewards of a rollout
 
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
         super().__init__(options, tokenizer, multiple)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
-
-    @property
-    def frozen_copies(self) -> int:  # type: ignore[override]
-        return int(self.options.beta > 0 and not self.options.lora_r)
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> None:
         """The rewards judge an empty completion too, so that their errors come before anything is written."""
@@ -114,10 +110,8 @@ class GRPO(Sampling):
             raise InputError(f"{rows.where(0)}: {error}") from error
         self.judge([Completion(prompt, [self.stop_ids[0]], "", truncated=False)])
 
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if self.frozen_copies:
-            self.reference = load_model(trainer.options, trainer.folder, trainer.processes, self, frozen=True)
+    def collate(self, examples: Sequence[Prompt]) -> Batch:
+        return self.collate_prompts(examples)
 
     # ---- rollouts ----
 
@@ -185,7 +179,7 @@ class GRPO(Sampling):
         shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
         places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
         for n, one in enumerate(samples):
-            first = starts[n] + one.prompt.size - 1  # the log probability of a token is where it is predicted
+            first = starts[n] + len(one.prompt.ids) - 1  # the log probability of a token is where it is predicted
             places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
             mask[n, : len(one.ids)] = not dropped[n]
         advantages = torch.tensor([one.advantage for one in samples] or [0.0])
@@ -250,8 +244,8 @@ class GRPO(Sampling):
             found.append(logps.reshape(-1)[batch["places"]])
             return logps.new_zeros(())
 
-        with torch.no_grad(), contextlib.nullcontext() if self.reference is not None else adapters_off(model):
-            (self.reference or model)(**decoder_inputs(batch), loss_function=keep)
+        with self.reference(model) as reference:
+            reference(**decoder_inputs(batch), loss_function=keep)
         return found[0]
 
     def _evaluate(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Metrics]:

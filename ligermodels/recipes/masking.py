@@ -307,9 +307,8 @@ def _length_of_turn(turn: str, rest: str, eos: str) -> int | None:
 # ---- an example as text ----
 
 
-def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
-    """The example's text with trained tokens in [brackets], or in green and the rest dim, and a line of counts."""
-    opening, other, closing = ("\x1b[32m", "\x1b[2m", "\x1b[0m") if colour else ("[", "", "]")
+def show(example: Example, tokenizer: Tokenizer) -> str:
+    """The example's text with trained tokens in [brackets], and a line of counts."""
     shown, before, end = [], "", 0
     for trained, run in groupby(example.labels, lambda label: label != IGNORED):
         end += len(list(run))
@@ -317,7 +316,7 @@ def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
         text = tokenizer.decode(example.ids[:end])
         known = len(before) if text.startswith(before) else len(before.rstrip("\ufffd"))
         piece, before = _printable(text[known:]), text
-        shown.append(f"{opening}{piece}{closing}" if trained else f"{other}{piece}{closing if other else ''}")
+        shown.append(f"[{piece}]" if trained else piece)
     text = "".join(shown)
     if example.images is not None:
         text = shorten(text, tokenizer.convert_ids_to_tokens(example.images.token))

@@ -43,8 +43,6 @@ class MedusaOptions(TrainOptions):
         super().__post_init__()
         if self.lora_r:
             raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
-        if self.export != "none" and not self.train_base:
-            raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
 
     @property
     def default_rates(self) -> tuple[float, float]:  # type: ignore[override]
@@ -54,10 +52,6 @@ class MedusaOptions(TrainOptions):
 class Medusa(Recipe):
     Options = MedusaOptions
     adds_modules = True
-
-    @property
-    def trains_model(self) -> bool:  # type: ignore[override]
-        return bool(self.options.train_base)
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The loss of the formula above; in evaluation also how often each head is right."""
@@ -122,12 +116,3 @@ class Medusa(Recipe):
         finally:
             model.medusa = heads
         save_medusa(model, folder / "medusa", base=str(folder))
-
-    def usage(self, folder: Path) -> str:
-        if self.options.train_base:
-            return ""
-        return (
-            f"The folder has Medusa heads of {self.options.model}. To use them:\n\n"
-            f"    model = ligermodels.load({self.options.model!r})\n"
-            f"    heads = ligermodels.training.load_medusa(model, {str(folder)!r})"
-        )

@@ -1,11 +1,9 @@
-"""The model of a run and its optimizer, as the options say; checks before it is loaded, and the export to GGUF."""
+"""The model of a run, its tokenizer and its optimizer, as the options say."""
 
-import dataclasses
 import math
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,20 +11,20 @@ from torch import nn
 from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
-from ligermodels.checkpoint.files import companion_files
 from ligermodels.errors import InputError
 from ligermodels.parallel import parallelize
-from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
+from ligermodels.training.lora import add_lora
 
-GGUF = "model.gguf"
+if TYPE_CHECKING:
+    from ligermodels.recipes.base import Recipe
 
 
-def find(options: TrainOptions, *, weights: bool) -> Path:
-    """The folder of MODEL. weights: False if only its config is needed. Raises InputError for a folder of adapters."""
-    folder = hub.resolve(options.model, weights=weights)
+def find(options: TrainOptions) -> Path:
+    """The folder of MODEL. Raises InputError for a folder of adapters."""
+    folder = hub.resolve(options.model, weights=not options.scratch)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise InputError(
             f"{options.model} has only adapters; give the model that they are for, or one into which they are merged"
@@ -71,25 +69,7 @@ def check_capture(sketch: Any, processes: Any) -> None:
         )
 
 
-def check_targets(options: TrainOptions, sketch: Any) -> None:
-    """Raises InputError for names of LoRA's options that the model does not have."""
-    names = [name.rpartition(".")[2] for name, x in sketch.decoder.layers.named_modules() if isinstance(x, nn.Linear)]
-    if wrong := [name for name in options.lora_target_modules if name not in names]:
-        has = ", ".join(dict.fromkeys(names))
-        raise InputError(f"lora_target_modules: the model has no {', '.join(wrong)}; it has {has}")
-    if options.lora_target_parameters:
-        from ligermodels.training.lora import ending, stacked_weights
-
-        found = stacked_weights(sketch)
-        if wrong := [end for end in options.lora_target_parameters if not ending(found, end)]:
-            has = ", ".join(list(found)[:2]) or "no experts"
-            raise InputError(f"lora_target_parameters: the model has no {', '.join(wrong)}; it has {has}")
-    modules = {name.rpartition(".")[2] for name, _ in sketch.named_modules()}
-    if wrong := [name for name in options.lora_modules_to_save if name not in modules]:
-        raise InputError(f"lora_modules_to_save: the model has no module {', '.join(wrong)}")
-
-
-def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Recipe, *, frozen: bool = False) -> Any:
+def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: "Recipe", *, frozen: bool = False) -> Any:
     """The model, ready to train. frozen: for a reference, which is not trained."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
@@ -99,7 +79,7 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
         how["device"] = processes.device
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
-    if recipe.from_scratch:
+    if options.scratch:
         model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
         model.source_folder = folder  # for the files of the tokenizer
     else:
@@ -108,8 +88,6 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: Reci
         model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
         model.config._name_or_path = model.name_or_path = options.model
     if options.lora_r:
-        from ligermodels.training.lora import add_lora
-
         add_lora(
             model, r=options.lora_r, alpha=options.lora_alpha, dropout=options.lora_dropout, dora=options.use_dora,
             targets=list(options.lora_target_modules) or "all-linear", rslora=options.use_rslora,
@@ -151,37 +129,3 @@ def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, c
         seed=options.seed,
         capturable=captured,
     )
-
-
-# ---- GGUF ----
-
-
-def check_export(options: TrainOptions, folder: Path, sketch: Any, *, from_scratch: bool) -> None:
-    """Raises the errors of `export` before the model is trained, and warns of what llama.cpp leaves out."""
-    from ligermodels import conversion
-
-    if not from_scratch:
-        conversion.convert(folder, None, conversion.Options(to="gguf", dry_run=True))
-        return
-    from ligermodels.checkpoint.gguf.reader import package  # there are no weights whose headers could be read
-    from ligermodels.checkpoint.gguf.writer import FAMILIES, add_tokenizer, check
-
-    check(sketch, options.model)
-    writer = package().GGUFWriter(None, FAMILIES[sketch.config.model_type][0])
-    add_tokenizer(writer, companion_files(folder), Tokenizer.from_folder, sketch.config.vocab_size, options.model)
-
-
-def export(options: TrainOptions, folder: Path) -> Path:
-    """Writes OUT/model.gguf in the dtype of the weights; returns its path. Adapters are merged into their base."""
-    from ligermodels import conversion
-    from ligermodels.checkpoint.gguf.writer import model_name
-
-    out = Path(options.output_dir)
-    how = conversion.Options(to="gguf", overwrite=True, name=f"{model_name(options.model)}-{out.resolve().name}")
-    source = out / "model"
-    if options.lora_r and not options.merge:
-        source, how = folder, dataclasses.replace(how, adapter=out / "adapter")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `check_export` has given its warnings
-        conversion.convert(source, out / GGUF, how)
-    return out / GGUF

@@ -58,8 +58,6 @@ class ModelOptions:
         None, "a file, or the name of one of the model's templates, in place of its own; saved with what is tuned")
     merge: bool = option(
         False, "at the end, also write the model with the adapters added to its weights", fixed_on_resume=False)
-    export: str = option(
-        "none", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf"), fixed_on_resume=False)
 
 
 @dataclass(kw_only=True)
@@ -180,10 +178,16 @@ class TrainOptions(
     recipe: ClassVar[str]
     sequences: ClassVar[int] = 1
     """Sequences per example, each of at most `max_length` tokens."""
+    examples: ClassVar[int] = 1
+    """Examples that a forward has space for, where --batch-tokens is not given."""
     default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
     """The learning rates of all weights, and of adapters."""
     whole_rows: ClassVar[str] = ""
     """Why GPUs cannot share rows (--cp) or layers (--tp); "" where they can."""
+    compares: ClassVar[bool] = False
+    """The loss compares the model with what it was before the run, its reference."""
+    capture: ClassVar[bool] = False
+    scratch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -207,25 +211,12 @@ class TrainOptions(
                 "--max-length as well"
             )
         if not self.lora_r:
-            adapters = (
-                "lora_target_modules",
-                "lora_target_parameters",
-                "lora_dropout",
-                "use_rslora",
-                "use_dora",
-                "lora_modules_to_save",
-                "merge",
-            )
+            adapters = ("lora_target_modules", "lora_target_parameters", "lora_dropout", "use_rslora", "use_dora",
+                        "lora_modules_to_save", "merge")  # fmt: skip
             if given := [name for name in adapters if getattr(self, name)]:
                 raise InputError(f"{given[0]} is given, but no rank of adapters: add --lora-r 16")
             if self.quantize != "none":
                 raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora-r 16")
-        if self.lora_target_parameters and (self.lora_dropout or self.use_dora):
-            raise InputError(
-                "lora_target_parameters: experts get no dropout and no DoRA; leave out --lora-dropout and --use-dora"
-            )
-        if self.quantize != "none" and self.use_dora:
-            raise InputError("use_dora needs weights in 16 bits; leave out --quantize, or --use-dora")
         if self.quantize != "none" and self.merge:
             raise InputError(
                 "merge would round the result to 4 bits again: load the base in bf16, load_adapter and merge"
@@ -248,6 +239,11 @@ class TrainOptions(
         if not getattr(self, name):
             given = f"{flag(name)} {example}".strip()
             raise InputError(f"{name} is missing: give {given} on the command line, or `{name}:` in a file")
+
+    @property
+    def frozen_copies(self) -> int:
+        """Models of the same size in memory beside the one that is trained. With LoRA that is the reference itself."""
+        return int(self.compares and not self.lora_r)
 
     @property
     def peak_lr(self) -> float:
@@ -326,7 +322,7 @@ class TextOptions(TrainOptions):
     """The options of recipes whose steps can be CUDA graphs: forwards and backwards of packed rows alone."""
 
     group: ClassVar[str] = "capture"
-    capture: bool = option(
+    capture: bool = option(  # type: ignore[misc]
         False,
         "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or the "
         "model so small, that the host is the limit",

@@ -112,7 +112,7 @@ OPTIONS = (
     ("resume_from_checkpoint auto_resume_from_checkpoints", "--resume",
      "with the same --output-dir; it goes on after the newest checkpoint"),
     ("logging_steps logging_strategy logging_dir log_every_n_steps plot_loss", "",
-     "OUT has every step in metrics.jsonl, and loss.png"),
+     "OUT has every step in metrics.jsonl"),
     ("log use_wandb use_tensorboard metric_logger", "--report-to", "auto, tensorboard, wandb or none"),
     ("run_name wandb_name wandb_run_name wandb_project wandb_entity", "",
      "with --report-to wandb a run has the name of its --output-dir; WANDB_PROJECT and WANDB_ENTITY are read by wandb"),
@@ -126,7 +126,7 @@ OPTIONS = (
     ("gamma", "--simpo-gamma", ""),
     ("kto_chosen_weight kto_desirable_weight", "--desirable-weight", ""),
     ("kto_rejected_weight kto_undesirable_weight", "--undesirable-weight", ""),
-    ("precompute_ref_log_probs", "--reference precompute", ""),
+    ("precompute_ref_log_probs", "", "the reference is computed in each step: the adapters off, or a frozen copy"),
     ("ref_model ref_model_name_or_path reference_model", "", "the reference is MODEL as it was before the run"),
     # rollouts
     ("teacher_model teacher_model_name_or_path", "--teacher", ""),

@@ -35,39 +35,45 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
-    """The bins, some of them halved, so that their number is a multiple of `ranks`.
-
-    Where all hold a single index, halves are empty.
-    """
-    bins = list(bins)
-    while len(bins) % ranks:
-        fullest = max(range(len(bins)), key=lambda n: len(bins[n]))
-        halves = bins[fullest][::2], bins[fullest][1::2]
-        bins[fullest : fullest + 1] = halves
-    return bins
-
-
 def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
     Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
     tensors (`images.batch`); raises InputError where they cannot be packed.
     """
-    ids = [index for example in examples for index in example.ids]
-    labels = [label for example in examples for label in example.labels]
-    lengths = [len(example.ids) for example in examples]
-    if padding := -len(ids) % multiple if ids else multiple:
-        ids += [pad_id] * padding
-        labels += [IGNORED] * padding
-        lengths.append(padding)
-    input_ids = torch.tensor([ids])
+    size = sum(example.size for example in examples)
+    padding = -size % multiple if size else multiple
+    if padding:
+        examples = [*examples, Example([pad_id] * padding, [IGNORED] * padding)]
+    lengths = [example.size for example in examples]
+    input_ids = torch.tensor([[index for example in examples for index in example.ids]])
     return {
         "input_ids": input_ids,
-        "labels": torch.tensor([labels]),
+        "labels": torch.tensor([[label for example in examples for label in example.labels]]),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
         **images.batch([example.images for example in examples], input_ids, packed=True),
+    }
+
+
+def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """input_ids, labels and attention_mask, int64 [B, T], padded on the right up to a multiple of `multiple`.
+
+    Without examples there is one row of padding, whose attention mask is 1: no row may be without a token.
+    """
+    examples = examples or [Example([pad_id] * multiple, [IGNORED] * multiple)]
+    width = max(example.size for example in examples)
+    width += -width % multiple
+
+    def padded(rows: Sequence[list[int]], value: int) -> Tensor:
+        return torch.tensor([row + [value] * (width - len(row)) for row in rows])
+
+    input_ids = padded([example.ids for example in examples], pad_id)
+    return {
+        "input_ids": input_ids,
+        "labels": padded([example.labels for example in examples], IGNORED),
+        "attention_mask": padded([[1] * example.size for example in examples], 0),
+        **images.batch([example.images for example in examples], input_ids, packed=False),
     }
 
 
@@ -86,26 +92,4 @@ def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
         "labels": F.pad(labels, (0, length - tokens), value=IGNORED),
         "cu_seqlens": F.pad(bounds, (0, length + 1 - len(bounds)), value=length),
         "max_seqlen": length,
-    }
-
-
-def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
-    """input_ids, labels and attention_mask, int64 [B, T], padded on the right up to a multiple of `multiple`.
-
-    Without examples there is one row of padding, whose attention mask is 1: no row may be without a token.
-    """
-    ids = [example.ids for example in examples] or [[pad_id] * multiple]
-    labels = [example.labels for example in examples] or [[IGNORED] * multiple]
-    width = max(map(len, ids))
-    width += -width % multiple
-
-    def padded(rows: Sequence[list[int]], value: int) -> Tensor:
-        return torch.tensor([row + [value] * (width - len(row)) for row in rows])
-
-    input_ids = padded(ids, pad_id)
-    return {
-        "input_ids": input_ids,
-        "labels": padded(labels, IGNORED),
-        "attention_mask": padded([[1] * len(row) for row in ids], 0),
-        **images.batch([example.images for example in examples], input_ids, packed=False),
     }

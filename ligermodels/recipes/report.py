@@ -1,4 +1,4 @@
-"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, report.md and a card.
 
 metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step
 that it is resumed from.
@@ -10,10 +10,11 @@ import re
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
@@ -22,24 +23,16 @@ from ligermodels.recipes.options import TrainOptions
 if TYPE_CHECKING:
     from ligermodels.recipes.trainer import Trainer
 
+Line = dict[str, float]
 _SECONDS = 5.0
 """Between lines of progress where stderr is no terminal."""
-_COLUMNS = {
-    "loss": "loss", "reward": "reward", "reward_std": "reward std", "reward_margin": "margin",
-    "reward_accuracy": "accuracy", "tied": "tied groups", "completion_length": "tokens", "truncated": "truncated",
-    "kl": "kl", "clipped": "clipped", "entropy": "entropy",
-}  # fmt: skip
-"""Columns of the table of steps in report.md, for metrics that there are."""
-_EVALUATED = {"eval_loss": "evaluation", "perplexity": "perplexity"}
-_EVALUATED |= {f"eval_{name}": title for name, title in _COLUMNS.items() if name != "loss"}
-_PANELS = {
-    "reward": {"reward": "training", "eval_reward": "evaluation"},
-    "loss": {"loss": "training", "eval_loss": "evaluation"},
-    "rewards": {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward_margin": "margin",
-                "eval_reward_margin": "margin, evaluation"},
-    "accuracy": {"reward_accuracy": "training", "eval_reward_accuracy": "evaluation"},
-}  # fmt: skip
-"""The panels of loss.png, from the top: metrics and their labels. Panels without values are left out."""
+_SHOWN = ("reward", "reward_margin", "reward_accuracy")
+"""Metrics in a line of progress, beside the loss."""
+_IN_REPORT = (
+    "loss", "eval_loss", "perplexity", "reward", "eval_reward", "reward_std", "reward_margin", "eval_reward_margin",
+    "reward_accuracy", "eval_reward_accuracy", "tied", "completion_length", "truncated", "kl", "clipped", "entropy",
+)  # fmt: skip
+"""Metrics in the table of report.md, where there are such."""
 
 
 class Reporter:
@@ -59,8 +52,6 @@ class Reporter:
         if not active:
             return
         if sys.stderr.isatty():
-            from tqdm import tqdm
-
             self._bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True)
         with write_errors(self.out):
             metrics = self.out / "metrics.jsonl"
@@ -87,17 +78,17 @@ class Reporter:
         self._write(step, values)
         self.gib = max(self.gib, values["gib"])
         seconds = time.perf_counter() - self._start
-        left = seconds / (step - self._first) * (self.steps - step)
         text = (
             f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"peak {self.gib:.1f} GiB ({self.memory}){_rewards(values)}"
+            f"peak {self.gib:.1f} GiB ({self.memory}){_shown(values)}"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif step == self._first + 1 or step == self.steps or seconds - self._shown >= _SECONDS:
             self._shown = seconds
-            say(f"step {step}/{self.steps}: {text}, {clock(left)} left")
+            left = seconds / (step - self._first) * (self.steps - step)
+            say(f"step {step}/{self.steps}: {text}, {tqdm.format_interval(left)} left")
 
     def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
         """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
@@ -107,29 +98,29 @@ class Reporter:
         metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": perplexity}
         self._write(step, {"eval_loss": loss, **metrics})
         best = ", the best so far" if better and step > 0 else ""
-        more = _rewards(values) if values else f", perplexity {perplexity:,.2f}"
+        more = _shown(values) if values else f", perplexity {perplexity:,.2f}"
         self.say(f"evaluation after step {step}: loss {loss:.4f}{more}{best}")
 
-    def finish(self, trainer: "Trainer", saved: Path, exported: Path | None) -> None:
-        """Writes plot, report and model card. saved: the folder of what was trained."""
+    def finish(self, trainer: "Trainer", saved: Path) -> None:
+        """Writes report.md, and README.md beside what was trained, in the folder `saved`."""
         self.close()
         o, progress = trainer.options, trainer.progress
-        facts = dict(trainer.plan)
-        facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
         counts = trainer.data.train.counts.report()
-        facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(counts)}"
-        facts["time"] = f"{clock(progress.seconds)} in steps"
-        facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
-        facts["peak memory"] = f"{self.gib:.2f} GiB ({self.memory})"
+        facts = {
+            **trainer.plan,
+            "steps taken": f"{progress.step:,} of {progress.steps:,}",
+            "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(counts)}",
+            "time": f"{tqdm.format_interval(progress.seconds)} in steps",
+            "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
+            "peak memory": f"{self.gib:.2f} GiB ({self.memory})",
+        }
         if progress.best_step >= 0:
             facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
-        use = trainer.recipe.usage(saved) or _usage(o, saved)
-        if exported is not None:
-            use += f"\n\nllama.cpp runs `{exported}`."
-        end = f"{use}\n\n## Options\n\n```yaml\n{o.dump()}```\n"
         lines = _lines(self.out / "metrics.jsonl")
-        _write_text(self.out / "report.md", _report(o, facts, lines, write_plot(self.out)) + end)
-        _write_text(saved / "README.md", card(o, facts, lines, saved) + end)
+        table = "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+        end = f"{_usage(o, saved)}\n\n## Options\n\n```yaml\n{o.dump()}```\n"
+        _write_text(self.out / "report.md", f"# {o.recipe} of {o.model}\n\n{table}\n{_metrics(lines)}{end}")
+        _write_text(saved / "README.md", f"{card(o, saved)}\n{table}\n{_metrics(lines)}{end}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -196,33 +187,11 @@ def left_out(counts: Mapping[str, int]) -> str:
     return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
 
 
-def _usage(options: TrainOptions, saved: Path) -> str:
-    """How to use a model or an adapter."""
-    verb = "chat" if options.recipe != "pretrain" else "generate"
-    command = f"ligermodels {verb} {shlex.quote(str(saved))}" + " --prompt '...'" * (verb == "generate")
-    if saved.name == "adapter":
-        return (
-            f"The folder has adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
-            f"\n\n    model = ligermodels.load({options.model!r})\n"
-            f"    ligermodels.training.load_adapter(model, {str(saved)!r})"
-        )
-    return f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(saved)!r})`; it opens in transformers too."
+def _shown(values: Mapping[str, float]) -> str:
+    return "".join(f", {name.replace('_', ' ')} {values[name]:.3f}" for name in _SHOWN if name in values)
 
 
-def _rewards(values: Mapping[str, float]) -> str:
-    """The rewards among the values, for a line of progress."""
-    names = {"reward": "reward", "reward_margin": "margin", "reward_accuracy": "accuracy"}
-    return "".join(f", {text} {values[name]:.3f}" for name, text in names.items() if name in values)
-
-
-def clock(seconds: float) -> str:
-    """A time as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _lines(file: Path) -> list[dict[str, float]]:
+def _lines(file: Path) -> list[Line]:
     """The whole lines of a metrics.jsonl; a kill may have cut the last."""
     found = []
     for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
@@ -233,88 +202,56 @@ def _lines(file: Path) -> list[dict[str, float]]:
     return found
 
 
-def write_plot(out: Path) -> bool:
-    """loss.png of metrics.jsonl. Returns False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    lines = _lines(out / "metrics.jsonl")
-    found = {name for line in lines for name in line}
-    panels = {title: curves for title, curves in _PANELS.items() if found & curves.keys()}
-    if "reward" in found:
-        panels.pop("loss")  # the loss of a policy says little
-    size = 9, 1.5 + 3 * len(panels)
-    figure, axes = pyplot.subplots(len(panels), figsize=size, sharex=True, squeeze=False, layout="constrained")
-    for panel, (title, curves) in zip(axes[:, 0], panels.items(), strict=True):
-        for name, label in curves.items():
-            points = [(line["step"], line[name]) for line in lines if name in line]
-            if points:
-                panel.plot(*zip(*points, strict=True), "o-" if name.startswith("eval_") else "-", label=label)
-        panel.set(ylabel=title)
-        panel.grid(alpha=0.3)
-        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-        panel.xaxis.get_major_locator().set_params(integer=True)
-    axes[-1, 0].set(xlabel="step")
-    with write_errors(out / "loss.png"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fonts
-        figure.savefig(out / "loss.png", dpi=150)
-    pyplot.close(figure)
-    return True
+# ---- at the end of a run ----
 
 
-def _report(options: TrainOptions, facts: Mapping[str, str], lines: list[dict[str, float]], plot: bool) -> str:
-    """The beginning of report.md: what was run, and what came out."""
+def _metrics(lines: list[Line]) -> str:
+    """A table of the metrics of some steps and of all evaluations, with a column for each that there is."""
     steps = [line for line in lines if "loss" in line]
-    some = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))}) if steps else []
-    text = f"# {options.recipe} of {options.model}\n\n{_facts(facts)}\n"
-    text += _table([steps[n] for n in some], _COLUMNS)
-    text += _table([line for line in lines if "eval_loss" in line], _EVALUATED)
-    return text + ("![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n")
-
-
-def _table(lines: list[dict[str, float]], titles: Mapping[str, str]) -> str:
-    """A table of metrics by step, with a column for each metric that there is."""
-    names = [name for name in titles if any(name in line for line in lines)]
-    if not names:
-        return ""
-    text = f"| step | {' | '.join(titles[name] for name in names)} |\n|{'---:|' * (len(names) + 1)}\n"
-    for line in lines:
+    some = {line["step"] for line in steps[:: max(1, len(steps) // 10)] + steps[-1:]}
+    chosen = [line for line in lines if "eval_loss" in line or line["step"] in some]
+    names = [name for name in _IN_REPORT if any(name in line for line in chosen)]
+    text = f"| step | {' | '.join(name.replace('_', ' ') for name in names)} |\n|{'---:|' * (len(names) + 1)}\n"
+    for line in chosen:
         values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
         text += f"| {int(line['step'])} | {values} |\n"
     return text + "\n"
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+def _usage(options: TrainOptions, saved: Path) -> str:
+    """How to use what was trained."""
+    base, folder = options.model, str(saved)
+    if saved.name == "model":
+        command = f"ligermodels {'generate' if options.recipe == 'pretrain' else 'chat'} {shlex.quote(folder)}"
+        return f"To use it:\n\n    {command}\n\nor `ligermodels.load({folder!r})`; it opens in transformers too."
+    kind = "adapter" if saved.name == "adapter" else "medusa"
+    return (
+        f"The folder has {'an adapter, as PEFT writes it' if kind == 'adapter' else 'Medusa heads'}, of {base}. To use "
+        f"it:\n\n    model = ligermodels.load({base!r})\n    ligermodels.training.load_{kind}(model, {folder!r})"
+    )
 
 
-def is_repository(name: str) -> bool:
-    """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
-
-
-def card(options: TrainOptions, facts: Mapping[str, str], lines: list[dict[str, float]], folder: Path) -> str:
+def card(options: TrainOptions, folder: Path) -> str:
     """The beginning of README.md in the folder of what was trained, as the Hub shows it."""
     adapter = folder.name == "adapter"
     head = ""
-    if is_repository(options.model):
+    if _is_repository(options.model):
         head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
-    if sets := [name for source in options.data if is_repository(name := re.split(r"[:*]", source)[0])]:
+    if sets := [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]:
         head += "datasets:\n" + "".join(f"- {name}\n" for name in sets)
     sees = (folder / "preprocessor_config.json").is_file()
     tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"))
-    if losses := [line["loss"] for line in lines if "loss" in line]:
-        facts = {**facts, "loss": f"{losses[0]:.4f} in the first step, {losses[-1]:.4f} in the last"}
     return (
         f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
         f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
         f"tags:\n{tags}---\n\n"
-        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n{_facts(facts)}\n"
+        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n"
     )
+
+
+def _is_repository(name: str) -> bool:
+    """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
 
 
 def _write_text(file: Path, text: str) -> None:

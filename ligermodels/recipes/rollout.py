@@ -26,7 +26,7 @@ from ligermodels.recipes.base import Metrics, Recipe
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
+from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import StepBatches, check_ids, on_device
@@ -85,19 +85,18 @@ class RolloutOptions(TrainOptions):
 class Prompt:
     """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors.
 
-    own: the row's own completion, after its prompt, if a step may train on it.
+    own: the row's own completion, after its prompt, if it has one.
     """
 
     ids: list[int]
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     where: str
-    max_new_tokens: int
     own: Example | None = None
 
     @property
     def size(self) -> int:
-        return len(self.ids)
+        return len(self.ids) if self.own is None else self.own.size
 
     @property
     def trained(self) -> int:
@@ -108,12 +107,7 @@ class Prompt:
         return None if self.own is None else self.own.ends
 
     def cut(self, length: int) -> "Prompt":
-        """With its own completion cut. Raises InputError if a sampled one has no space: prompts are never cut."""
-        if self.size + self.max_new_tokens > length:
-            raise InputError(
-                f"prompt: it has {self.size} tokens, and with max_completion_length={self.max_new_tokens} more than "
-                f"max_length={length}"
-            )
+        """With its own completion cut. Prompts are never cut."""
         return self if self.own is None else dataclasses.replace(self, own=self.own.cut(length))
 
 
@@ -135,11 +129,11 @@ class Completion:
 
     @property
     def size(self) -> int:
-        return self.prompt.size + len(self.ids)
+        return len(self.prompt.ids) + len(self.ids)
 
     @property
     def example(self) -> Example:
-        return Example(self.prompt.ids + self.ids, [IGNORED] * self.prompt.size + self.ids)
+        return Example(self.prompt.ids + self.ids, [IGNORED] * len(self.prompt.ids) + self.ids)
 
 
 class Sampling(Recipe):
@@ -147,7 +141,6 @@ class Sampling(Recipe):
 
     chat = False
     """Prompts are messages, not texts."""
-    fewer_examples = "--prompts"
     vocab_size: int | None = None
     """Ids from it on are not sampled."""
 
@@ -176,12 +169,12 @@ class Sampling(Recipe):
         return self.tokenizer.chat_stop_ids if self.chat else self.tokenizer.eos_token_ids
 
     def process(self, row: Mapping[str, Any]) -> Prompt:
-        prompt = row.get("prompt")
+        o, prompt = self.options, row.get("prompt")
         if not isinstance(prompt, list if self.chat else str) or not prompt:
             kind = "messages" if self.chat else "a text"
             raise InputError(f"prompt: expected {kind}, as in the first row, not {prompt!r:.80}")
         if isinstance(prompt, str):
-            formats.with_system(formats.Text("", prompt), self.options.system_prompt)
+            formats.with_system(formats.Text("", prompt), o.system_prompt)
             ids = self.tokenizer.encode(prompt)
         else:
             item: Any = self.read({"messages": prompt, "tools": row.get("tools")})
@@ -193,18 +186,23 @@ class Sampling(Recipe):
                 item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
             )
             ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) + o.max_completion_length > o.max_length:
+            raise InputError(
+                f"prompt: it has {len(ids)} tokens, and with max_completion_length={o.max_completion_length} more than "
+                f"max_length={o.max_length}"
+            )
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Prompt(ids, prompt, columns, getattr(row, "where", ""), self.options.max_completion_length)
-
-    def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """The prompts, and their ids as input_ids."""
-        ids, _ = left_padded([prompt.ids for prompt in examples], self.pad_id)
-        return {"input_ids": ids, "labels": ids, "prompts": list(examples)}
+        return Prompt(ids, prompt, columns, getattr(row, "where", ""))
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         return False, self.options.rows_at_once if evaluates else 1
 
-    def show(self, example: Prompt, colour: bool) -> str:
+    def collate_prompts(self, examples: Sequence[Prompt]) -> Batch:
+        """The prompts, and their ids as input_ids."""
+        ids, _ = left_padded([prompt.ids for prompt in examples], self.pad_id)
+        return {"input_ids": ids, "labels": ids, "prompts": list(examples)}
+
+    def show(self, example: Prompt) -> str:
         return self.tokenizer.decode(example.ids)
 
     # ---- the plan ----
@@ -216,16 +214,15 @@ class Sampling(Recipe):
         elements = int(row) // sketch.decoder.compute_dtype.itemsize
         return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * elements)
 
-    def plan(self, rows: int, format: str, counts: Mapping[str, int] | None) -> dict[str, str]:
+    def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
         o = self.options
-        return {
-            "data": f"{', '.join(o.data)}: {rows:,} prompts",
-            "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
+        lines = {
             "samples": f"{o.num_generations} of each prompt, of at most {o.max_completion_length:,} tokens, at "
             f"temperature {o.sampling_temperature:g}",
-            "steps": f"{o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
+            "steps": f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
             f"{o.batch_tokens:,} tokens",
         }
+        return lines if counts is None else lines | {"tokens": f"{counts['tokens']:,} of prompts a pass"}
 
     # ---- rollouts ----
 
@@ -234,6 +231,7 @@ class Sampling(Recipe):
         self.processes, self.model = trainer.processes, trainer.model
 
     def step_batches(self, batches: StepBatches) -> Any:
+        batches.collate = self.collate_prompts
         return Rollouts(self, batches)
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
@@ -394,7 +392,7 @@ class Rollouts:
         else:
             rows = max(1, o.batch_tokens // o.max_length)
             bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
-        bins = spread(bins, max(p.gather(len(bins))))  # a forward is one of all ranks
+        bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
         batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.prompts.vocab_size), p.device) for batch in batches]
 

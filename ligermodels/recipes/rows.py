@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import logging
+import random
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +24,7 @@ from typing import Any
 from ligermodels.checkpoint.files import file_kind
 from ligermodels.errors import InputError
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv", ".parquet", ".txt")
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2", ".zip")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -74,47 +73,55 @@ class JSONLines(Rows):
     """Rows of a file of JSON lines. Blank lines are no rows."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(None, f"{path}:", path.parent, (path,))
-        self._offsets = array("q")  # where row n begins; the last one is the end of the file
-        self._blank = array("q")  # for each blank line, the number of rows before it
+        lines, offsets = array("q"), array("q")  # of each row; the last offset is the end of the file
         with path.open("rb") as file:
             at = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
             file.seek(at)
-            for line in file:
-                if line.isspace():
-                    self._blank.append(len(self._offsets))
-                else:
-                    self._offsets.append(at)
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    lines.append(number)
+                    offsets.append(at)
                 at += len(line)
-        self._offsets.append(at)
+        offsets.append(at)
+        super().__init__(offsets, f"{path}:", path.parent, (path,), lines)
 
     def __len__(self) -> int:
-        return len(self._offsets) - 1
+        return len(self._lines)
 
     def _item(self, index: int) -> Any:
-        start, end = self._offsets[index], self._offsets[index + 1]
+        start, end = self._items[index], self._items[index + 1]
         with self.files[0].open("rb") as file:  # opened for each row: threads and processes share no position
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
             return parse_json(_decode(file.read(end - start).rstrip()))
 
-    def where(self, index: int) -> str:
-        return f"{self._place}{index + 1 + bisect.bisect_right(self._blank, index)}"
+
+class DataSet(Rows):
+    """Rows of a data set of `datasets`, without nulls."""
+
+    def _item(self, index: int) -> Any:
+        return _without_nulls(super()._item(index))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class Joined(Rows):
     """Rows of several sources: all of them one after another, or those of `indices` in the order of all."""
 
     def __init__(self, parts: Sequence[Rows], indices: Sequence[int] | None = None) -> None:
-        self._parts, self._indices = parts, indices
+        self._parts, self._ends = parts, list(itertools.accumulate(map(len, parts)))
+        self._indices = range(self._ends[-1]) if indices is None else indices
         self.files = [file for part in parts for file in part.files]
-        self._ends = list(itertools.accumulate(map(len, parts)))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._indices is None else len(self._indices)
+        return len(self._indices)
 
     def _part(self, index: int) -> tuple[Rows, int]:
-        index = index if self._indices is None else self._indices[index]
+        index = self._indices[index]
         at = bisect.bisect_right(self._ends, index)
         return self._parts[at], index - (self._ends[at - 1] if at else 0)
 
@@ -127,12 +134,39 @@ class Joined(Rows):
         return part.where(inner)
 
 
+def open_sources(sources: Sequence[str], seed: int) -> Rows:
+    """The rows of several sources. A weight after a source, FILE*1.5, takes all rows once, and half of them again."""
+    parts, indices, start = [], list[int](), 0
+    for number, source in enumerate(sources):
+        found = re.fullmatch(r"(.+)\*(\d+\.?\d*|\.\d+)", source)
+        name, weight = (found[1], float(found[2])) if found else (source, 1.0)
+        rows = open_rows(name)
+        whole, rest = divmod(round(weight * len(rows)), len(rows))
+        if not whole and not rest:
+            raise InputError(f"data={source}: a weight of {weight:g} leaves none of its {len(rows)} rows")
+        repeated = random.Random(f"{seed} {number}").sample(range(len(rows)), rest)
+        indices += [start + n for n in [*range(len(rows))] * whole + sorted(repeated)]
+        parts.append(rows)
+        start += len(rows)
+    return Joined(parts, indices)
+
+
+def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Rows to train on, and a share of them to evaluate on, drawn by the seed. Raises InputError."""
+    number = round(share * len(rows))
+    if not 0 < number < len(rows):
+        raise InputError(f"eval_share={share:g} of {len(rows)} rows leaves none to evaluate on, or none to train on")
+    chosen = set(random.Random(seed).sample(range(len(rows)), number))
+    rest = [index for index in range(len(rows)) if index not in chosen]
+    return Joined([rows], rest), Joined([rows], sorted(chosen))
+
+
 def open_rows(source: str | Path) -> Rows:
     """The rows of a file, of a folder, or of a data set of the Hub, "owner/name". Raises InputError.
 
-    A split may follow: "folder:test", "owner/name:test"; a config of the Hub before it, "owner/name:config:test", or
-    alone, "owner/name:config". The default is "train", or the only split. A folder has files, named by their splits if
-    there are several (train.jsonl, test-00000.parquet), or is one that `datasets` saved (save_to_disk).
+    A split may follow: "folder:test", "owner/name:test"; a config of the Hub before it, "owner/name:config:test". The
+    default is "train", or the only split. A folder has files, named by their splits if there are several (train.jsonl,
+    test-00000.parquet), or is one that `datasets` saved (save_to_disk).
     """
     text, split = str(source), None
     path = Path(text).expanduser()
@@ -157,29 +191,21 @@ def open_rows(source: str | Path) -> Rows:
 
 def _open_file(path: Path) -> Rows:
     suffix = path.suffix.lower()
-    if suffix in COMPRESSED_SUFFIXES:
-        raise InputError(f"{path} is compressed, which allows no random access. Next step: unpack it")
     if suffix not in SUFFIXES:
-        raise InputError(f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}")
+        raise InputError(
+            f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked"
+        )
     with path.open("rb") as file:
         head = file.read(2**16)
     if not head:
         raise InputError(f"{path} is empty")
     if not head.startswith(b"PK") and (kind := file_kind(head[: 2**10])):
         raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
-    if suffix != ".parquet" and head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise InputError(f"{path} is UTF-16 or UTF-32. Next step: save it as UTF-8")
-    rows: Rows
     if suffix == ".parquet":
         with _errors(str(path)) as datasets:
             data = datasets.load_dataset("parquet", data_files=str(path), split="train")
-            rows = _DataSet(data, f"{path}: row ", path.parent, (path,))
-    elif suffix in JSON_SUFFIXES and head.removeprefix(_BOM).lstrip()[:1] != b"[":
-        if re.match(rb"(\xef\xbb\xbf)?\s*\{[ \t\r]*\n", head):
-            raise InputError(
-                f"{path} has its first object over several lines, and each line must be a whole one. Likely cause: "
-                f"JSON that was formatted to be read. Next step: `jq -c . {path}` writes one object per line"
-            )
+            rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
+    elif "json" in suffix and head.removeprefix(_BOM).lstrip()[:1] != b"[":
         rows = JSONLines(path)
     else:
         try:
@@ -195,24 +221,21 @@ def _parse_file(path: Path, suffix: str, text: str) -> Rows:
     """The rows of a file that is held in memory."""
     if suffix == ".txt":  # one row; `pretrain` makes as many examples of it as it takes
         return Rows([{"text": text}], f"{path}:", path.parent, (path,))
-    if suffix in JSON_SUFFIXES:
+    if "json" in suffix:
         return Rows(parse_json(text), f"{path}: item ", path.parent, (path,))
-    rows, lines = list[Any](), array("q")
+    rows, lines = list[Any](), array("q")  # of a row, the line where it ends
     limit = csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
     try:
-        names, before = next(reader), reader.line_num
-        for fields in reader:
-            if len(fields) == len(names):
-                rows.append(dict(zip(names, fields, strict=True)))
-            elif fields:
-                rows.append(InputError(f"the row has {len(fields)} fields, the line of headers {len(names)}"))
-            lines.extend([before + 1] * bool(fields))
-            before = reader.line_num
+        for row in reader:
+            wrong = None in row or None in row.values()  # more fields than the headers, or fewer
+            rows.append(InputError("the row has more or fewer fields than the line of headers") if wrong else row)
+            lines.append(reader.line_num)
     except csv.Error as error:
         raise InputError(f"not valid CSV at line {reader.line_num}: {error}") from error
     finally:
         csv.field_size_limit(limit)
+    names = reader.fieldnames or ()
     if not all(names) or len(set(names)) < len(names):
         raise InputError(f"the headers must be different names, not {short(names)}")
     return Rows(rows, f"{path}:", path.parent, (path,), lines)
@@ -234,26 +257,11 @@ def _decode(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"not UTF-8: 0x{data[error.start]:02x} is its byte {error.start + 1}. Likely cause: the file was saved "
-            "as Latin-1 or Windows-1252"
-        ) from error
+        byte, at = data[error.start], error.start + 1
+        raise InputError(f"not UTF-8: 0x{byte:02x} is its byte {at}. Next step: save the file as UTF-8") from error
 
 
 # ---- the package `datasets` ----
-
-
-class _DataSet(Rows):
-    """Rows of a data set of `datasets`, without nulls."""
-
-    def _item(self, index: int) -> Any:
-        return _without_nulls(super()._item(index))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
@@ -282,7 +290,7 @@ def _open_folder(folder: Path, split: str | None) -> Rows:
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         with _errors(str(folder)) as datasets:
             data = _split_of(datasets.load_from_disk(str(folder)), split)
-        return _DataSet(data, f"{folder}: row ", folder, sorted(folder.rglob("*.arrow")))
+        return DataSet(data, f"{folder}: row ", folder, sorted(folder.rglob("*.arrow")))
     with _errors(str(folder)) as datasets:
         files = datasets.load_dataset_builder(str(folder)).config.data_files
         splits = {str(name): [Path(path) for path in paths] for name, paths in files.items()}
@@ -298,15 +306,10 @@ def _open_folder(folder: Path, split: str | None) -> Rows:
 
 
 def _open_hub(name: str) -> Rows:
-    repository, *parts = name.split(":")
-    config, split = (*parts, None, None)[:2]
+    repository, *config, split = name.split(":") if ":" in name else (name, None)
     with _errors(name) as datasets:
-        if len(parts) == 1:
-            try:
-                datasets.load_dataset_builder(repository, config)
-            except ValueError:  # it has no config of this name
-                config, split = None, config
-        return _DataSet(_split_of(datasets.load_dataset(repository, config), split), f"{name}: row ", None)
+        data = datasets.load_dataset(repository, config[0] if config else None)
+        return DataSet(_split_of(data, split), f"{name}: row ", None)
 
 
 def _split_of(found: Any, split: str | None) -> Any:

@@ -63,7 +63,9 @@ def _dft(
 class PretrainOptions(TextOptions):
     recipe = "pretrain"
     group = "pretraining"
-    scratch: bool = option(False, "draw the weights at random, by the config.json of MODEL")
+    scratch: bool = option(  # type: ignore[misc]
+        False, "draw the weights at random, by the config.json of MODEL"
+    )
     weight_decay: float = override(TrainOptions, "weight_decay", 0.1)
     adam_beta2: float = override(TrainOptions, "adam_beta2", 0.95)
     learning_rate: float | None = override(
@@ -85,7 +87,3 @@ class PretrainOptions(TextOptions):
 class Pretrain(Recipe):
     Options = PretrainOptions
     splits = True
-
-    @classmethod
-    def starts_from_scratch(cls, options: PretrainOptions) -> bool:
-        return options.scratch

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from ligermodels.recipes.data import Batches
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch
 
+Collate = Callable[[Sequence[Any]], Batch]
 FEW_STEPS = 20
 """A run of fewer steps learns little."""
 
@@ -25,15 +26,16 @@ FEW_STEPS = 20
 class StepBatches:
     """This rank's batches of each step, the next of which may be made while the GPU computes.
 
-    All ranks make the same batches, and each takes every n-th. So a step is the same on any number of ranks. The state
-    is the position after the batches that were taken.
+    All ranks make the same batches of examples, and each collates every n-th. So a step is the same on any number of
+    ranks. The state is the position after the batches that were taken.
     """
 
     metrics: ClassVar[Metrics] = {}
     """Metrics of making the batches; only rollouts have some."""
 
-    def __init__(self, batches: Batches, per_step: int, processes: Processes, vocab_size: int):
-        self.batches, self.per_step, self.processes, self.vocab_size = batches, per_step, processes, vocab_size
+    def __init__(self, batches: Batches, collate: Collate, per_step: int, processes: Processes, vocab_size: int):
+        self.batches, self.collate, self.per_step = batches, collate, per_step
+        self.processes, self.vocab_size = processes, vocab_size
         self._next: list[Batch] | None = None
         self._state = self._state_after_next = batches.state_dict()
 
@@ -47,8 +49,9 @@ class StepBatches:
     def prefetch(self) -> None:
         """Makes the batches of the next step. Raises the errors of their rows."""
         if self._next is None:
-            made = [check_ids(next(self.batches), self.vocab_size) for _ in range(self.per_step)]
-            self._next = made[self.processes.batch_rank :: self.processes.batch_ranks]
+            made = [next(self.batches) for _ in range(self.per_step)]
+            own = made[self.processes.batch_rank :: self.processes.batch_ranks]
+            self._next = [check_ids(self.collate(examples), self.vocab_size) for examples in own]
             self._state_after_next = self.batches.state_dict()
 
     def state_dict(self) -> dict[str, int]:

@@ -10,8 +10,7 @@ DIR/metrics.jsonl      a line per step and per evaluation
 DIR/tensorboard/       the same for TensorBoard
 DIR/best/              the model, or the adapters, of the best evaluation
 DIR/model/             the tuned model; adapter/ or medusa/ where that is what was trained
-DIR/model.gguf         the tuned model for llama.cpp, with --export gguf
-DIR/report.md          the plan and the results, with loss.png
+DIR/report.md          the plan and the results
 """
 
 import contextlib
@@ -132,16 +131,13 @@ class Trainer:
             say(f"warning: --resume, but {out} has no run: a new one begins")
 
         # The data
-        self.folder = models.find(self.options, weights=not self.kind.starts_from_scratch(self.options))
+        self.folder = models.find(self.options)
         sketch = models.sketch(self.folder)
         tokenizer = models.tokenizer_of(self.options, self.folder, sketch)
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
-        if o.export != "none":
-            p.from_main(lambda: models.check_export(o, self.folder, sketch, from_scratch=recipe.from_scratch))
-        if recipe.captured:
+        if o.capture:
             models.check_capture(sketch, p)
-        models.check_targets(o, sketch)
         self.data = Data(o, recipe)
         counts = None if o.max_steps is not None else self._count_rows()
         forwards = None if counts is None else counts["batches"] * (o.num_train_epochs or 1)
@@ -157,15 +153,17 @@ class Trainer:
         if p.is_main:
             lines = [f"{name:14} {text}" for name, text in self.plan.items()]
             print("\n".join(lines + notes), file=sys.stdout if o.dry_run else sys.stderr, flush=True)
-            for text in self.data.examples(o.show, colour=sys.stderr.isatty()):
+            for text in self.data.examples(o.show):
                 say(f"\n{text}")
         if o.dry_run:
             return False
 
         # The first batches, so that an error in the data is raised before anything is written
         self.stack.callback(self.data.train.close)
-        batches = StepBatches(self.data.train, o.accumulation, p, len(sketch.get_input_embeddings().weight))
-        batches.prefetch()
+        vocab_size = len(sketch.get_input_embeddings().weight)
+        batches = StepBatches(self.data.train, recipe.collate, o.accumulation, p, vocab_size)
+        self.batches = recipe.step_batches(batches)
+        self.batches.prefetch()
         self.evaluation = shard_batches(self.data.evaluation(), p)
         changed = [] if before is None else o.check_resumed(before)
 
@@ -174,8 +172,7 @@ class Trainer:
         self.stack.enter_context(folder.lock(out, o, p))  # before anything is written
         p.from_main(lambda: folder.write_options(out, o, replace=False))
         recipe.setup(self)
-        self.optimizer = models.make_optimizer(o, self.model, p, captured=recipe.captured)
-        self.batches = recipe.step_batches(batches)
+        self.optimizer = models.make_optimizer(o, self.model, p, captured=o.capture)
         self.checkpoints = self.stack.enter_context(
             Checkpoints(
                 out / "checkpoints", self.model, self.optimizer, keep=o.save_total_limit,
@@ -204,7 +201,9 @@ class Trainer:
         length = o.max_length or min(4096, context)
         if length > context and self.processes.is_main:
             say(f"warning: --max-length {length} is more than the model's {context} positions")
-        return dataclasses.replace(o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences)
+        return dataclasses.replace(
+            o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
+        )
 
     def _count_rows(self) -> Mapping[str, int]:
         """The counts of a pass over the data. Each rank counts: waiting for one could time out."""
@@ -234,14 +233,14 @@ class Trainer:
         count = self._sum_of_counts(batches)
         loss = torch.zeros((), device=p.device)
         for batch in batches:
-            if self.recipe.captured:  # the last call also takes the optimizer's step
+            if o.capture:  # the last call also takes the optimizer's step
                 loss += self._replay(batch, count.clamp(min=1), len(batches))
             else:
                 part, found = self.recipe.loss(self.model, batch, count.clamp(min=1))
                 part.backward()
                 loss += part.detach()
                 metrics.add(found)
-        if not self.recipe.captured:
+        if not o.capture:
             self.optimizer.step()
             self.optimizer.zero_grad()
         failed: LigermodelsError | None = None
@@ -410,13 +409,8 @@ class Trainer:
             self._save_model(saved, merged=True)
         if not self.processes.is_main:
             return
-        exported = None if o.export == "none" else models.export(o, self.folder)
-        self.reporter.finish(self, saved, exported)
+        self.reporter.finish(self, saved)
         say(f"report: {self.out / 'report.md'}")
-        if exported is not None:
-            say(f"GGUF: {exported} ({exported.stat().st_size / 1e6:,.1f} MB), for llama.cpp")
-        if "saved as" in self.plan:
-            say(f"saved as {self.plan['saved as']}")
         end = "" if sys.stdout.isatty() else f"{saved}\n"  # where stdout is a file, the terminal shows the path too
         print(f"{saved.name}: ", end=end, file=sys.stderr, flush=True)
         print(saved)

@@ -177,3 +177,8 @@ def data_of(name, tokenizer, **options):
     """The data of a recipe."""
     options = options_of(name, **{"max_length": 64, "batch_tokens": 64 * find(name).Options.sequences, **options})
     return Data(options, find(name).of(options)(options, tokenizer))
+
+
+def batches_of(data, **how):
+    """The batches of the training data, collated."""
+    return map(data.recipe.collate, data.batches(**how))

@@ -1,8 +1,6 @@
 """`train --capture`: padding changes no loss, and a captured run is the uncaptured one, with its checkpoints."""
 
-import json
 import re
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -12,14 +10,13 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.processes import Processes
-from ligermodels.recipes import memory, model, sft, trainer
+from ligermodels.recipes import model, sft, trainer
 from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.packing import filled_batch, packed_batch
-from ligermodels.recipes.plan import capture_pays
 from ligermodels.recipes.sft import dft_loss
 from ligermodels.training import CapturedStep
 from tests.recipes import losses
-from tests.recipes.runs import all_metrics, check_same, metrics, options_of, train, weights
+from tests.recipes.runs import all_metrics, check_same, metrics, train, weights
 
 LENGTH = 80
 FLAGS = (
@@ -167,22 +164,6 @@ def test_images_are_not_captured(tmp_path, capsys):
     assert train(tmp_path, "out", *FLAGS, "--capture") == 3
     assert "capture: the images of a Qwen2VL have no fixed shape; leave --capture out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name, tokens, pays", [
-    ("Llama-3.2-1B", 1024, True), ("Llama-3.2-1B", 16384, False), ("Llama-3.1-8B", 512, True),
-    ("Llama-3.1-8B", 4096, False),
-])  # fmt: skip
-def test_where_the_plan_names_it(name, tokens, pays):
-    config = json.loads((Path(__file__).parents[1] / "fixtures" / "configs" / f"{name}.json").read_text())
-    sketch, processes = ligermodels.Llama.from_config(config, device="meta"), Processes(torch.device("cpu"))
-    sizes, given = (
-        memory.Sizes.of(sketch),
-        dict(max_length=128, batch_tokens=tokens),
-    )
-    assert capture_pays(options_of("sft", **given), sketch, sizes, processes) == pays
-    assert not capture_pays(options_of("sft", **given, packing=False), sketch, sizes, processes)
-    assert not capture_pays(options_of("sft", **given), sketch, sizes, Processes(processes.device, 0, 2, mesh=object()))
 
 
 @pytest.mark.gpu

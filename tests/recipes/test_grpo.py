@@ -26,7 +26,7 @@ def rewarded(*sizes):
     for n, (prompt, size, truncated) in enumerate(sizes):
         ids = torch.randint(0, losses.TINY["vocab_size"], (prompt + size,), generator=generator).tolist()
         advantage = (-1.0) ** n * (0.5 + n)
-        found.append(Completion(Prompt(ids[:prompt], "", {}, "", 9), ids[prompt:], "", truncated, advantage=advantage))
+        found.append(Completion(Prompt(ids[:prompt], "", {}, ""), ids[prompt:], "", truncated, advantage=advantage))
     return found
 
 
@@ -59,7 +59,7 @@ def plain(model, completions, options, old, ref, temperature, dropped):
 
 
 def options_of(**given):
-    return runs.options_of("grpo", **{"max_completion_length": 9, **given})
+    return runs.options_of("grpo", **{"max_completion_length": 9, "max_length": 64, **given})
 
 
 class PaddedBy0(GRPO):
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family, p
     model, reference = losses.model(family), losses.model(family, seed=1)
     completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
     of = grpo_of(options, byte_level)
-    of.reference, batch = reference.eval(), of.batch_of(completions)
+    of.frozen_model, batch = reference.eval(), of.batch_of(completions)
     shifts = [
         torch.linspace(-0.3, 0.2, len(one.ids), dtype=torch.float64) * (-1) ** n for n, one in enumerate(completions)
     ]
@@ -253,7 +253,10 @@ def test_a_reward_that_fails_in_the_middle_loses_nothing_and_one_that_is_constan
     assert train("right") == 0
     assert lines(tmp_path / "out") == lines(tmp_path / "right")
     assert weights(tmp_path / "out") == weights(tmp_path / "right")
-    assert "| step | loss | reward | reward std |" in (tmp_path / "out" / "report.md").read_text()
+    assert (
+        "| step | loss | eval loss | reward | eval reward | reward std |"
+        in (tmp_path / "out" / "report.md").read_text()
+    )
     rewards, evaluated = (metrics(tmp_path / "out", name) for name in ("eval_reward", "eval_loss"))
     assert set(rewards) == {0, 4} and evaluated[4] == pytest.approx(-rewards[4])
 

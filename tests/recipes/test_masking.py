@@ -219,7 +219,6 @@ def test_show(byte_level):
     head = "<|begin|><|start_header_id|>user<|end_header_id|>\n\na\\x1b[2J\\rb<|eot_id|>"
     head += "<|start_header_id|>assistant<|end_header_id|>\n\n"
     assert text == f"{head}[🦊 mat<|eot_id|>]\n({example.trained} of {len(example.ids)} tokens are trained)"
-    assert show(example, byte_level, colour=True).startswith(f"\x1b[2m{head}\x1b[0m\x1b[32m🦊 mat<|eot_id|>\x1b[0m\n")
     fox = byte_level.encode("🦊", add_special_tokens=False)
     assert len(fox) == 4  # bytes: a run may end inside a character
     assert show(Example(fox, [IGNORED, IGNORED, *fox[2:]]), byte_level).startswith("\ufffd[🦊]")

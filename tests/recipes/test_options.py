@@ -149,7 +149,6 @@ WRONG = {
     "lora: 8\nlora_target_modules: 7": "lora_target_modules=7: expected a list",
     "packing: 'yes'": "packing='yes': expected true or false",
     "lora_target_modules: [q_proj]": "no rank of adapters: add --lora-r 16",
-    "lora: 8\nuse_dora: true\nlora_target_parameters: [experts.down_proj]": "experts get no dropout and no DoRA",
     "lora: 8\nlora_alpha: 0": "lora_alpha=0: expected more than 0",
     "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of max_length=128",
     "tp: 2": "start it by `torchrun",
@@ -185,15 +184,11 @@ TWO_PROCESSES = [
     ("dpo", {"beta": 0}, "expected more than 0"),
     ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "not defined for loss_type='hinge'"),
     ("dpo", {"loss_type": "aot"}, "expected one of sigmoid"),
-    ("dpo", {"reference": "adapter-off"}, "needs adapters to switch off"),
-    ("dpo", {"reference": "model", "lora_r": 4}, "without its adapters is the same"),
     ("dpo", {"max_length": 64, "batch_tokens": 100}, "less than 2 sequences of max_length=64"),
-    ("kto", {"reference": "precompute"}, "drawn in each epoch"),
     ("simpo", {"cp": 2}, "whole rows on each GPU"),
     ("medusa", {"heads": 0}, "heads=0: expected 1"),
     ("medusa", {"lora_r": 4}, "lora_r: heads are trained"),
     ("medusa", {"cp": 2}, "leave both out"),
-    ("medusa", {"export": "gguf"}, "export=gguf writes a model"),
     ("distill", {"teacher": ""}, "teacher is missing: give --teacher"),
     ("distill", {"beta": 1.5}, "beta=1.5: expected 1 or less"),
     ("distill", {"temperature": 0}, "temperature=0: expected more"),
@@ -290,7 +285,7 @@ def test_all_options(tmp_path):
 
 COMMON = (
     "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay dp_replicate "
-    "dry_run early_stopping_patience eval_data eval_share eval_steps export final_lr learning_rate lora_alpha "
+    "dry_run early_stopping_patience eval_data eval_share eval_steps final_lr learning_rate lora_alpha "
     "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
     "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir packing precision quantize "
     "report_to resume save_steps save_total_limit seed show skip_bad system_prompt tp use_dora use_rslora warmup_steps "
@@ -299,8 +294,8 @@ COMMON = (
 OWN = {
     "sft": ("assistant_only_loss capture loss_type"),
     "pretrain": ("capture scratch"),
-    "dpo": ("beta label_smoothing loss_type reference sft_weight"),
-    "kto": ("beta desirable_weight loss_type reference undesirable_weight"),
+    "dpo": ("beta label_smoothing loss_type sft_weight"),
+    "kto": ("beta desirable_weight loss_type undesirable_weight"),
     "orpo": ("beta"),
     "cpo": ("beta label_smoothing loss_type sft_weight"),
     "simpo": ("beta label_smoothing sft_weight simpo_gamma"),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch, spread
+from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch
 
 LENGTHS = st.integers(1, 60).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=40)))
 
@@ -30,18 +30,6 @@ def test_best_fit(case, more):
     spaces = [top + more - sum(lengths[index] for index in bin) for bin in bins]
     assert sorted(spaces) == slow_best_fit(lengths, top + more)
     assert best_fit(lengths, top + more) == bins
-
-
-@settings(max_examples=100, deadline=None)
-@given(LENGTHS, st.integers(1, 7))
-def test_spread(case, ranks):
-    top, lengths = case
-    bins = best_fit(lengths, top)
-    found = spread(bins, ranks)
-    assert len(found) % ranks == 0 and len(bins) <= len(found) < len(bins) + ranks
-    assert sorted(index for bin in found for index in bin) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in bin) <= top for bin in found)
-    assert all(found) or all(len(bin) < 2 for bin in found)  # nothing is idle while another has two
 
 
 def test_packed_batch():

@@ -17,9 +17,8 @@ from ligermodels.recipes.formats import Answers, Conversation
 from ligermodels.recipes.masking import encode as encode_text
 from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import DPO_TYPES
-from ligermodels.recipes.reference import Reference
 from ligermodels.recipes.steps import shard_batches
-from tests.recipes.runs import PAIRS, all_metrics, check_answers, data_of, metrics, run, train
+from tests.recipes.runs import PAIRS, batches_of, check_answers, data_of, metrics, run, train
 
 
 def trained(tokenizer, sequence):
@@ -79,12 +78,12 @@ def text_of(batch, tokenizer, prefix=""):
 
 def test_chosen_sequences_come_before_rejected_ones(write, tokenizer):
     data = rows_of(write, *[{"prompt": "ab", "chosen": f" {n}", "rejected": f" not {n}"} for n in range(3)])
-    packed = next(data_of("dpo", tokenizer, data=data).train)
+    packed = next(batches_of(data_of("dpo", tokenizer, data=data)))
     order = [text.split()[-1][0] for text in text_of(packed, tokenizer)]
     assert order[:3] == order[3:] and sorted(order[:3]) == ["0", "1", "2"]
     assert ["not" in text for text in text_of(packed, tokenizer)] == [False] * 3 + [True] * 3
-    padded = next(data_of("dpo", tokenizer, data=data, packing=False, batch_tokens=3 * 128).train)
-    assert padded["input_ids"].shape[0] == 6 and padded["digests"][1] != padded["digests"][4]
+    padded = next(batches_of(data_of("dpo", tokenizer, data=data, packing=False, batch_tokens=3 * 128)))
+    assert padded["input_ids"].shape[0] == 6
     whole = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
              zip(padded["input_ids"], padded["attention_mask"], strict=True)]  # fmt: skip
     assert sorted(whole) == sorted(text_of(packed, tokenizer))
@@ -95,9 +94,9 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     texts = [("p" * 40, " a" * 30, " b"), ("q" * 64, " c", " d"), *[("r", " e", " f")] * 8]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
     data = data_of("dpo", tokenizer, data=rows_of(write, *rows))
-    found = data._batches(epochs=1)
-    with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, such as: .* tokens in 2 sequences\."):
-        texts = {text for batch in found for text in text_of(batch, tokenizer)}
+    found = data.batches(epochs=1)
+    with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, such as: "):
+        texts = {text for batch in map(data.recipe.collate, found) for text in text_of(batch, tokenizer)}
     assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
     report = found.counts.report()
     assert report["truncated"] == 2 and report["cut_away"] == 1 and report["tokens_cut"] == 61 - 24 + 3 + 3
@@ -106,7 +105,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
 def test_answers_under_the_prompts_of_others(write, tokenizer):
     rows = [{"prompt": f"prompt {n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(3)]
     data = data_of("kto", tokenizer, data=rows_of(write, *rows), packing=False, batch_tokens=3 * 64)
-    batch = next(data._batches(shuffle=False))
+    batch = next(batches_of(data, shuffle=False))
     shown = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
              zip(batch["kl_input_ids"], batch["kl_attention_mask"], strict=True)]  # fmt: skip
     assert shown == [f"prompt {n}: answer {(n - 1) % 3}<|im_end|>" for n in range(3)]
@@ -182,9 +181,8 @@ CASES = [
 
 def with_reference(data, before):
     """The recipe of the data, with a frozen copy as its reference."""
-    recipe = data.recipe
-    recipe.reference = Reference(before)
-    return recipe
+    data.recipe.frozen_model = before
+    return data.recipe
 
 
 @pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
@@ -192,16 +190,15 @@ def with_reference(data, before):
 def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, recipe, given, packing):
     """Loss and gradient of a step of two batches, packed and padded."""
     file = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
-    more = {"reference": "model"} if recipe in ("dpo", "kto") else {}
-    found = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, packing=packing, **more, **given)
+    found = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, packing=packing, **given)
     first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
-    of = with_reference(found, before) if more else found.recipe
+    of = with_reference(found, before)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in first.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     first.train()
-    steps = [next(found.train) for _ in range(2)]
+    steps = [of.collate(next(found.train)) for _ in range(2)]
     surplus = shard_batches([steps[0]], Processes(torch.device("cpu"), 1, 2))  # counts nothing
     count = sum(of.count(batch) for batch in (*steps, *surplus)).float()
     total = sum(of.loss(first, batch, count)[0] for batch in (*steps, *surplus))
@@ -234,7 +231,7 @@ def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokeniz
     first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
     with torch.no_grad():
         first.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
-    batch = next(batch for batch in found.train if len(batch["desirable"]) == 1)
+    batch = next(batch for batch in batches_of(found) if len(batch["desirable"]) == 1)
     kto = with_reference(found, before)
     value, metrics = kto.loss(first, batch, kto.count(batch).float())
     beta = kto.options.beta
@@ -269,23 +266,15 @@ def test_dpo_learns_and_shows_rewards(home, capsys):
     assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "flags", "references"), [
-    ("dpo", (), ("precompute", "model")), ("dpo", ("--lora", "4"), ("adapter-off", "precompute")),
-    ("kto", (), ("model",)), ("kto", ("--lora", "4"), ("adapter-off",)),
-])  # fmt: skip
-def test_every_kind_of_reference_gives_the_same_run(home, tmp_path, recipe, flags, references):
-    """The first is the default."""
-    found = []
-    for n, reference in enumerate(references):
-        out = tmp_path / reference
-        assert run(home, out, recipe, *flags, *(("--reference", reference) if n else ())) == 0
-        found.append({**all_metrics(out)})
-        assert (out / "reference.json").is_file() == (reference == "precompute")
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+@pytest.mark.parametrize("flags", [(), ("--lora", "4")], ids=str)
+def test_a_run_begins_where_its_reference_is(home, tmp_path, recipe, flags):
+    """A frozen copy, or the model without its adapters."""
+    assert run(home, tmp_path, recipe, *flags) == 0
     start = math.log(2) if recipe == "dpo" else 0.5
-    assert found[0]["loss", 1] == pytest.approx(start, abs=1e-5) and abs(found[0]["loss", 6] - start) > 1e-3
-    assert found[0]["eval_loss", 0] == pytest.approx(start, abs=1e-5)
-    assert found[-1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+    losses = metrics(tmp_path)
+    assert losses[1] == pytest.approx(start, abs=1e-5) and abs(losses[6] - start) > 1e-3
+    assert metrics(tmp_path, "eval_loss")[0] == pytest.approx(start, abs=1e-5)
 
 
 def test_the_plan_counts_a_frozen_copy(home, capsys):
@@ -296,13 +285,3 @@ def test_the_plan_counts_a_frozen_copy(home, capsys):
         plan = capsys.readouterr().out
         needs[flags] = float(plan.partition("weights ")[2].split()[0])
     assert needs[()] == pytest.approx(2 * 107_584 * 4 / 2**20, abs=0.05) and needs["--lora", "4"] < 0.6
-    few = "warning: a forward pass has 1.0 answers, and KTO compares"
-    assert few in plan and "--batch-tokens 768 (16 x --max-length) or more" in plan
-    good = [json.dumps(row | {"label": True}) for row in map(json.loads, (home / "single.jsonl").open())]
-    (home / "good.jsonl").write_text("\n".join(good))
-    flags = ("--steps", "1", "--accumulation", "1", "--length", "48")  # nothing is counted
-    assert train(home, "all good", *flags, recipe="kto", data="good.jsonl") == 0
-    said = capsys.readouterr().err
-    assert f"warning: all of the first {len(good)} answers have label true" in said and said.count(few) == 1
-    assert train(home, "both", *flags, "--batch-tokens", "768", recipe="kto", data="single.jsonl") == 0
-    assert "warning:" not in capsys.readouterr().err

@@ -37,13 +37,13 @@ def test_the_learning_rate_of_each_step():
 
 
 class Numbers:
-    """Batches of one row, n of which holds the number n."""
+    """Batches of one example, the number of the batch."""
 
     at = 0
 
     def __next__(self):
         self.at += 1
-        return {"input_ids": torch.full((1, 3), self.at), "labels": torch.full((1, 3), self.at)}
+        return [self.at]
 
     def state_dict(self):
         return {"at": self.at}
@@ -52,27 +52,31 @@ class Numbers:
         self.at = state["at"]
 
 
+def batch_of(examples):
+    return {"input_ids": torch.full((1, 3), *examples), "labels": torch.full((1, 3), *examples)}
+
+
 def taken(feed):
     return [int(batch["input_ids"][0, 0]) for batch in feed.take()]
 
 
 def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
     ranks = [Processes(torch.device("cpu"), rank, 2) for rank in range(2)]
-    feeds = [StepBatches(Numbers(), 4, rank, 100) for rank in ranks]
+    feeds = [StepBatches(Numbers(), batch_of, 4, rank, 100) for rank in ranks]
     assert [taken(feed) for feed in feeds] == [[1, 3], [2, 4]]
     for feed in feeds:
         feed.prefetch()
     assert [feed.state_dict() for feed in feeds] == [{"at": 4}, {"at": 4}]
-    again = StepBatches(Numbers(), 4, Processes(torch.device("cpu")), 100)
+    again = StepBatches(Numbers(), batch_of, 4, Processes(torch.device("cpu")), 100)
     again.prefetch()
     again.load_state_dict(feeds[0].state_dict())
     assert taken(again) == [5, 6, 7, 8]
     with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
-        StepBatches(Numbers(), 16, ranks[0], 9).take()
+        StepBatches(Numbers(), batch_of, 18, ranks[0], 9).take()
 
 
 def test_ranks_share_the_evaluation_and_none_counts_twice():
-    batches = [next(numbers) for numbers in [Numbers()] for _ in range(5)]
+    batches = [batch_of([n]) for n in range(1, 6)]
     parts = [shard_batches(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]

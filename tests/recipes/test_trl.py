@@ -119,12 +119,8 @@ def rows_in_order(options):
         for n in range(len(rows))
         for one in recipe.process(rows[n]).sequences
     }
-    batches, found = Data(options, recipe).train, []
-    for batch in (next(batches) for _ in range(options.max_steps)):
-        ids = [tuple(row[mask.bool()].tolist()) for row, mask in
-               zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
-        found += [known[one] for one in ids[:ROWS]]
-    return found
+    batches = Data(options, recipe).train
+    return [known[tuple(one.sequences[0].ids)] for _ in range(options.max_steps) for one in next(batches)]
 
 
 def preference_trainer(files, tmp_path, kind, rows, steps, *, reference=True, **options):
@@ -206,7 +202,7 @@ def sampling(files, out, recipe, data, steps, **given):
 
 def prompts_in_order(options, rollouts):
     data = Data(options, find(options.recipe).of(options)(options, ligermodels.Tokenizer.from_hub(options.model)))
-    prompts = [next(data.train)["prompts"][0] for _ in range(rollouts * ROLLOUTS)]
+    prompts = [next(data.train)[0] for _ in range(rollouts * ROLLOUTS)]
     return [{"prompt": prompt.prompt, **prompt.columns} for prompt in prompts]
 
 

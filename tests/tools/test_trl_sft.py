@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ligermodels.cli import main
 from ligermodels.recipes.steps import learning_rate
 from ligermodels.text import Tokenizer
-from tests.recipes.runs import data_of, metrics, options_of
+from tests.recipes.runs import batches_of, data_of, metrics, options_of
 from tests.tools.models import make_ids, make_tokenizer, ours, theirs, write_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -73,7 +73,7 @@ def train_ours(home, name, options):
 def batches_of_ours(home):
     """The ids of the documents of each packed row, in the order in which the command takes them."""
     tokenizer, how = Tokenizer.from_hub(home / "model"), dict(max_length=LENGTH, batch_tokens=LENGTH)
-    batches = data_of("sft", tokenizer, data=str(home / "chats.jsonl"), **how).train
+    batches = batches_of(data_of("sft", tokenizer, data=str(home / "chats.jsonl"), **how))
     for _ in range(STEPS * ACCUMULATION):
         batch = next(batches)
         ids, ends = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()

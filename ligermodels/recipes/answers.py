@@ -1,0 +1,118 @@
+"""Answers that are compared: the base of their recipes, and the log probabilities that the losses are of.
+
+A batch has the chosen sequences, then the rejected ones, or single answers, packed or padded.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.arch.inputs import Targets
+from ligermodels.errors import InputError
+from ligermodels.layers.preference import sum_per_sequence
+from ligermodels.recipes import formats, masking
+from ligermodels.recipes.base import Recipe, decoder_inputs
+from ligermodels.recipes.masking import IGNORED, Comparison, Example
+from ligermodels.recipes.options import TrainOptions, option, override
+from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.rows import Rows
+
+_ACCEPTED = {
+    "pairs": 'pairs: {"prompt": ..., "chosen": ..., "rejected": ...}, texts or lists of messages',
+    "unpaired": 'single answers: {"prompt": ..., "completion": ..., "label": true or false}',
+}
+_RECIPES = {"pairs": "dpo, orpo, cpo or simpo", "unpaired": "kto", "text": "pretrain or sft"}
+
+
+@dataclass(kw_only=True)
+class PreferenceOptions(TrainOptions):
+    group: ClassVar[str] = "loss"
+    default_rates = (1e-6, 1e-5)
+    sequences = 2
+    whole_rows = "preferences are trained with whole rows on each GPU"
+    learning_rate: float | None = override(
+        TrainOptions, "learning_rate", help="peak learning rate (default 1e-6, with --lora-r 1e-5)"
+    )
+    beta: float = option(0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0)
+
+
+class Preference(Recipe):
+    """The base of recipes whose rows are prompts with answers."""
+
+    accepted = "pairs"
+
+    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str]:
+        found, where = formats.detect(rows)
+        if found != self.accepted:
+            raise InputError(
+                f"{where}: the row is in the format {found!r}, and {self.options.recipe} takes "
+                f"{_ACCEPTED[self.accepted]}. Next step: train with {_RECIPES.get(found, 'sft')}, or make such rows"
+            )
+        return found, where
+
+    def process(self, row: Mapping[str, Any]) -> Comparison:
+        item = self.read(row)
+        assert isinstance(item, formats.Answers), "the format was checked"
+        return masking.encode_answers(item, self.tokenizer)
+
+    def collate(self, examples: Sequence[Comparison]) -> Batch:
+        padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, 0, True)
+        columns = zip(*(one.sequences for one in examples or [padding]), strict=True)
+        return super().collate([one for column in columns for one in column])
+
+    def show(self, example: Comparison) -> str:
+        names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)
+        shown = [masking.show(sequence, self.tokenizer) for sequence in example.sequences]
+        return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
+
+
+class Logprobs(NamedTuple):
+    """Log probabilities of N sequences, [N] each: the sum over the tokens of the answer, and the number of tokens.
+
+    nll, nll_lengths: the same over the tokens of the cross entropy. aux_loss: the balancing loss of a mixture of
+    experts, weighted, or 0.
+    """
+
+    sums: Tensor
+    lengths: Tensor
+    nll: Tensor
+    nll_lengths: Tensor
+    aux_loss: Tensor | float
+
+
+def logprobs(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) -> Logprobs:
+    """The log probabilities of the batch's answers.
+
+    prefix: of the names in the batch. prompts: the cross entropy counts the prompts of chosen answers too.
+    """
+    inputs = decoder_inputs(batch, prefix)
+    labels, bounds = inputs.pop("labels"), inputs.get("cu_seqlens")
+    scored = with_prompts(batch) if prompts else labels
+    answers, every = (Targets(one, bounds).labels != IGNORED for one in (labels, scored))
+    output = model(**inputs, labels=scored, return_logprobs=True)
+    tokens = output.logprobs
+    values = (torch.where(answers, tokens, 0), answers, tokens, every)
+    aux_loss = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
+    sums, lengths, nll, nll_lengths = (sum_per_sequence(x, bounds) for x in values)
+    return Logprobs(sums, lengths, nll, nll_lengths, aux_loss)
+
+
+def with_prompts(batch: Batch) -> Tensor:
+    """The labels, with the prompts of chosen answers as labels too; all -100 in a batch that has no labels."""
+    labels, bounds = batch["labels"], batch.get("cu_seqlens")
+    if bounds is None:
+        is_chosen = torch.arange(len(labels), device=labels.device) < len(labels) // 2
+        chosen = batch["attention_mask"].bool() & is_chosen[:, None]
+    else:
+        chosen = torch.arange(labels.shape[1], device=labels.device)[None] < bounds[len(bounds) // 2]
+    return torch.where(chosen & (labels != IGNORED).any(), batch["input_ids"], labels)
+
+
+def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
+    """The number of labels that count, of each sequence. prompts: with those of `with_prompts`."""
+    bounds = batch.get("cu_seqlens")
+    labels = with_prompts(batch) if prompts else batch["labels"]
+    return sum_per_sequence(Targets(labels, bounds).labels != IGNORED, bounds)
