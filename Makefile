@@ -33,7 +33,7 @@ lint: .venv/dev
 # hour). The result is part of the commit that it judges.
 GPU_PROCESSES ?= 12
 gpu:
-	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) -m gpu --record benchmarks/results/gpu.json tests
+	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m gpu --record benchmarks/results/gpu.json tests
 
 # On a machine with a GPU whose python3 holds torch and the extra `bench`. docs/benchmarks.md says how to read it.
 bench:

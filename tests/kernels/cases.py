@@ -22,7 +22,7 @@ FEW_VOCABS = [1, 7, 65]
 HALF = torch.bfloat16, torch.float16
 IGNORE = -100
 ROWS = [0, 1, 2, 3, 17, 64, 100, 255, 300, 1000, 1023, 4096]
-VARIANTS, VARIANTS_INTERPRETED = 20, 8
+VARIANTS_INTERPRETED = 8
 
 
 @dataclasses.dataclass
@@ -104,6 +104,7 @@ class Op:
     row: how many elements a row of the largest tensor has, from the chosen; it bounds the rows.
     more: choices that eager lacks, or that are slow: judged against the reference in fp64.
     few_rows: the numbers of rows of the comparison in fp64.
+    variants: how many combinations a GPU draws, with every number of rows; each is compiled.
     fits: whether choices fit together.
     edges: adversarial values, by what is hard about them; each from a Maker.
     past_2_31: a case of which a tensor has more than 2^31 elements, rows first, from a Maker.
@@ -124,6 +125,7 @@ class Op:
     row: Callable[[dict[str, Any]], int]
     more: dict[str, list] = dataclasses.field(default_factory=dict)
     few_rows: tuple[int, ...] = (0, 1, 5, 18)
+    variants: int = 20
     fits: Callable[[dict[str, Any]], bool] = lambda chosen: True
     edges: dict[str, Callable[[Maker], Case]] = dataclasses.field(default_factory=dict)
     past_2_31: Callable[[Maker], Case] | None = None
@@ -148,7 +150,7 @@ def drawn(name: str, op: Op, interpreted: bool) -> Iterator[tuple[int, int, dict
     dtypes = [d for d in op.dtypes if d != torch.bfloat16] if interpreted else [op.dtypes[0], *op.dtypes]
     choices = op.of_sizes(interpreted)
     first = next((n for n, v in op.choices.items() if isinstance(v, Sizes)), None)
-    for j in range(VARIANTS_INTERPRETED if interpreted else VARIANTS):
+    for j in range(VARIANTS_INTERPRETED if interpreted else op.variants):
         draw = random.Random(f"{name} {j}")
         while True:
             chosen = {n: draw.choice(v) for n, v in choices.items()}

@@ -112,6 +112,7 @@ def gated_delta_rule_op() -> Op:
         },
         complete={"key_heads": 1, "groups": 2, "keys": 8, "values": 8, "state": True, "packed": False},
         row=lambda chosen: 2**22 // 333,  # the recurrence in fp64 takes a GPU seconds for thousands of tokens
+        variants=8,  # eight kernels each, which compile for a minute
         edges={
             "beta of 0 and 1": lambda m: make(m, 70, beta=100.0, **usual),
             "strong decay": lambda m: make(m, 70, decay=100.0, **usual),
