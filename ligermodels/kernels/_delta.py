@@ -9,11 +9,11 @@ rho = exp(G_last - G), K and Q normalised, and S the state before the chunk:
 
 - A chunk has a slot in the scratch memory: chunk c of document n is slot cu[n] // C + n + c. So no prefix sum is
   needed, T // C + N slots are enough, and no chunk crosses a bound.
-- Q and K are never normalised in memory: the factors of their rows go into the fp32 results of products, or into the
-  other operand. So tensor cores read what was loaded.
-- Scans hold the transposed state, [value dims, key dims]: it and the new values are left operands, which stay in
-  registers. Scratch is transposed alike.
-- No product reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. What the
+- Q and K are never normalised in memory: the factors of their rows multiply the fp32 results of matmuls, or the other
+  operand. So tensor cores read Q and K as they were loaded.
+- A scan has the transposed state, [value dims, key dims], in registers: it and the new values are left operands of
+  matmuls. The scratch memory is transposed in the same way.
+- No matmul reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. What the
   backward needs transposed goes through memory.
 
 Backward, with dS the gradient of the state after the chunk and E, F = strictly lower parts:
@@ -29,8 +29,8 @@ from ligermodels.kernels._triton import tl, triton
 
 @triton.jit
 def chunk(slot, cu_ptr, T, N, PACKED: tl.constexpr, C: tl.constexpr):
-    """(row of the batch, row or document, first token of that, first token of the chunk, one past the last token of the
-    document). A slot whose first token is not below the last is empty."""
+    """(row of the batch; row or document, and its first token; first token of the chunk; one past the last token of the
+    row or document). The slot is empty where the chunk would begin past that end."""
     if PACKED:
         n = -1
         for first in range(0, N, 64):
@@ -72,7 +72,7 @@ def _decay(G, STRICT: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _exact_dot(a, b, PRECISION: tl.constexpr):
-    """a @ b of fp32 tiles; with PRECISION None to 16 bits, each the sum of two bf16, at three products' cost."""
+    """a @ b of fp32 tiles. With PRECISION None, each is the sum of two tiles of bf16: 16 bits, for three matmuls."""
     if PRECISION is None:
         a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
         a_low, b_low = (a - a_high).to(tl.bfloat16), (b - b_high).to(tl.bfloat16)
@@ -115,8 +115,8 @@ def prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and value head: U^T, W, G, and the factors of the rows of Q and K; BACKWARD: also X, and the part of
-    dN^T that the chunk itself gives."""
+    """For one chunk and value head, writes U^T, W, G and the factors of the rows of Q and K; BACKWARD: also X, and the
+    part of dN^T that comes from the chunk itself."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     slot, i = tl.program_id(0), tl.program_id(1)
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
@@ -164,8 +164,8 @@ def scan_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Over the chunks of one document and value head, for BLOCK_V value dims: the state before each chunk, N^T, which
-    overwrites U^T, and the last state."""
+    """Goes over the chunks of one document and value head, for BLOCK_V value dims. Writes the state before each chunk,
+    N^T over U^T, and the last state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
     b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)
@@ -234,8 +234,8 @@ def reverse_scan_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Over the chunks of one document and value head, from the last to the first: the gradient of the state after each
-    chunk, dN^T over the part that prepare_kernel wrote, and the gradient of the first state."""
+    """Goes over the chunks of one document and value head, from the last to the first. Writes the gradient of the state
+    after each chunk, dN^T over the part of it that prepare_kernel wrote, and the gradient of the first state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
     b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)

@@ -12,7 +12,7 @@ What differs from a plain flash attention:
 - Gradients are summed in a fixed order, without atomics: one kernel computes dq, another dk and dv over all query heads
   of a key head (two kernels for heads above 128, whose dk and dv do not both fit the registers). Each kernel recomputes
   the scores: the backward has 7 matmuls of tiles (8 for such heads) instead of 5.
-- Tiles that a loop streams come through TMA, the bulk copy engine of Hopper and later.
+- Loops load their tiles by TMA, the bulk copy engine of Hopper and later.
 
 Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
 re-reading k and v (q and do) from the L2 cache; no scores.

@@ -26,7 +26,7 @@ _SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired", "simpo")
 
 
 def sum_per_sequence(values: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Sums [N] over the tokens of each sequence, of values [N, S], or of packed values [1, T] or [T]; counts of bool.
+    """The sum of each sequence's values, [N]: of values [N, S], or of packed values [1, T] or [T]. bool counts as 0, 1.
 
     cu_seqlens [N + 1]: the bounds of packed sequences. Values outside of them are dropped.
     """

@@ -2,7 +2,7 @@
 
     y = x @ w.T + bias, dx = dy @ w          w as in kernels/quantized.py, or for NF4Linear (nf4.py) in kernels/nf4.py
 
-x is not saved. Layers run several as one op (linear.py).
+x is not saved. Attention and MLPs run several such layers as one op (linear.py).
 """
 
 from typing import Any, Self
@@ -57,7 +57,7 @@ class LowBitLinear(nn.Module):
 class QuantizedLinear(LowBitLinear):
     """A linear layer for inference, of kind "int8", "fp8" or "int4". Few rows of x read the quantised bits.
 
-    weight, scale: frozen parameters, the bits of a `QuantizedWeight` as integers, which casts of a model leave alone.
+    weight, scale: frozen parameters, the bits of a `QuantizedWeight` as integers, so that casts do not change them.
     bias: frozen parameter or None. The values are random until `from_weight` or a state dict sets them.
     """
 
@@ -88,7 +88,7 @@ class QuantizedLinear(LowBitLinear):
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str) -> Self:
         """The layer of a frozen weight [N, K] and bias [N] in bf16, fp16 or fp32, on their device.
 
-        Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
+        Raises InputError for a weight that requires a gradient, has NaN or infinity, or another shape or dtype.
         """
         cls._check(weight, bias)
         found = quantize(weight, kind)

@@ -6,7 +6,7 @@ From the hidden state x at position t, head k = 0, 1, ... guesses token t + k + 
 
 At first, W = b = 0 and V is a copy of the model's head. The files are those of the reference implementation:
 medusa_lm_head.safetensors with `K.L.linear.weight`, `K.L.linear.bias` and `K.LAYERS.weight` of head K, and config.json
-with medusa_num_heads, medusa_num_layers and base_model_name_or_path. Files of either open in the other.
+with medusa_num_heads, medusa_num_layers and base_model_name_or_path. Each implementation reads the other's files.
 
 Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.1. Checked against: FasterDecoding/Medusa,
 medusa/model/medusa_model.py.
@@ -71,10 +71,11 @@ class MedusaHeads(nn.ModuleList):
 def add_medusa(model: Any, heads: int = 4, layers: int = 1, *, freeze: bool = True) -> MedusaHeads:
     """Gives the model new heads as `model.medusa`; returns them. Call it before the model is sharded.
 
-    freeze: only the heads are trained. Raises InputError.
+    freeze: only the heads are trained. Raises InputError for numbers out of range, and for a model that has heads, is
+    sharded or is not loaded.
     """
     if heads < 1 or layers < 0:
-        raise InputError(f"add_medusa: heads={heads}, layers={layers}; expected 1 head or more, and no negative number")
+        raise InputError(f"add_medusa: heads={heads}, layers={layers}; expected heads >= 1 and layers >= 0")
     weight = model.lm_head.weight
     if "medusa" in model._modules or weight.is_meta or hasattr(weight, "full_tensor"):
         raise InputError("add_medusa: the model has heads already, or is sharded or not loaded; give a loaded one")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ligermodels.kernels._triton import cdiv
+
 SMALLEST = 2**20
 """Smaller tensors, in bytes, stay on the device."""
 
@@ -44,16 +46,16 @@ class Offload:
 class OffloadPass:
     """The offloading blocks of one forward pass.
 
-    The last block's tensors stay on the device, since the backward needs them at once. If n of L blocks are offloaded,
-    each copy may take as long as L / n blocks: `free_after_block` spreads them evenly. In the backward, a copy back
-    begins after that block, when as much memory has been freed.
+    The last block's tensors stay on the device, since the backward begins with them. If n of L blocks are offloaded, a
+    copy may take as long as L / n blocks compute: `free_after_block` says after which block the device memory of each
+    is freed. In the backward, the copy back begins after that block, which has freed as much memory.
     """
 
     def __init__(self, offload: Offload, blocks: list[int], num_blocks: int):
         last = num_blocks - 1
         blocks = [i for i in blocks if i < last]
         self.offload = offload
-        self.free_after_block = {i: -(-(n + 1) * last // len(blocks)) for n, i in enumerate(blocks)}
+        self.free_after_block = {i: cdiv((n + 1) * last, len(blocks)) for n, i in enumerate(blocks)}
         self.fetches: defaultdict[int, list[StorageRefs]] = defaultdict(list)
         self.storages: dict[StorageWeakRef, weakref.ref[OffloadedStorage]] = {}
         offload.free_after(math.inf)  # of a step that raised
@@ -81,7 +83,7 @@ class OffloadPass:
         """
         strided = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
         if not strided or isinstance(tensor._base, nn.Parameter) or tensor.untyped_storage().nbytes() < SMALLEST:
-            return tensor if tensor.is_leaf else tensor.detach()  # with its node, it would keep itself alive
+            return tensor if tensor.is_leaf else tensor.detach()  # an output with its node would keep itself alive
         key = StorageWeakRef(tensor.untyped_storage())
         known = self.storages.get(key)
         storage = None if known is None else known()
