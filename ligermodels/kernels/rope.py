@@ -88,7 +88,7 @@ def _rotate_heads_to_fp8(
     out_ptr, scale_ptr, in_ptr, in_stride, cos_ptr, sin_ptr, ACC: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """As `_rotate_heads`, into fp8: a whole head at a time, since it has one scale; rounded to the input's dtype first."""
+    """`_rotate_heads` into fp8, a whole head at a time, since it has one scale; rounds to the input's dtype first."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     rotates, first = dims < 2 * HALF, dims < HALF
     other = tl.where(first, dims + HALF, dims - HALF)  # the dim of the same pair
