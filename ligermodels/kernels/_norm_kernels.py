@@ -11,7 +11,7 @@
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-from ligermodels.kernels._triton import prefetch_rows, tl, triton, wait_for_previous
+from ligermodels.kernels._triton import tl, triton, wait_for_previous
 
 
 @triton.jit
@@ -83,8 +83,6 @@ def forward_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program. stats: rstd of each row, and with CENTRED the means after them."""
-    if WEIGHT:
-        prefetch_rows(w_ptr, 0, 1, N, N, 1, OVERLAP)
     wait_for_previous(OVERLAP)
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     OUT: tl.constexpr = y_ptr.dtype.element_ty

@@ -78,28 +78,6 @@ def wait_for_previous(OVERLAP: tl.constexpr):
         gdc_wait()
 
 
-@triton.jit
-def prefetch_rows(ptr, first, N, stride, columns, ROWS: tl.constexpr, OVERLAP: tl.constexpr):
-    """Has ROWS rows of a matrix [N, columns], from row `first` on, read into the L2 cache, up to 32 KiB of them.
-
-    For weights, before `wait_for_previous`: the memory is busy while the kernel before this one ends. That kernel may
-    still write them, since a prefetch returns no value. A program needs ROWS threads or more. stride: of a row.
-    """
-    if OVERLAP:
-        SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-        nbytes = tl.minimum(columns * SIZE, 32768 // ROWS) & -16  # of a row; addresses must be multiples of 16
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; .reg .b32 row; .reg .b64 at; "
-            "mov.u32 row, %tid.x; setp.lt.u32 p, row, $6; setp.ne.and.u32 p, $5, 0, p; "
-            "add.u32 row, row, $2; min.s32 row, row, $3; "
-            "cvt.s64.s32 at, row; mad.lo.s64 at, at, $4, $1; and.b64 at, at, -16; "
-            "@p cp.async.bulk.prefetch.L2.global [at], $5; mov.b32 $0, 0; }",
-            "=r,l,r,r,l,r,r",
-            [ptr, first, N - 1, tl.cast(stride, tl.int64) * SIZE, nbytes, ROWS],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 def assume_constant_result(function: Callable) -> Callable:
     """torch.compiler.assume_constant_result without its import of torch._dynamo, which takes a second.
 

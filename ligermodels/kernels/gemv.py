@@ -12,7 +12,7 @@ program reads x from the cache.
   shared
   memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
 - On Hopper a launch overlaps the end of the kernel before it (`overlaps_launches`): 3 % of the GEMVs of an 8B, 9 % of
-  a 1B's. Meanwhile programs have the first rows of the weight read into the L2 cache (`prefetch_rows`).
+  a 1B's.
 - On a CPU with AMX bf16 runs as torch.mv, which gives oneDNN the weight as its left matrix, where F.linear gives it the
   transposed weight as the right one: a token of SmolLM2-135M takes 25 ms of CPU time on one thread, by F.linear 36 ms.
   With AVX512_BF16 alone torch.mv is slower (52 ms), so other CPUs run F.linear.
@@ -29,7 +29,6 @@ from ligermodels.kernels._triton import (
     has_ptx,
     overlapping,
     overlaps_launches,
-    prefetch_rows,
     tl,
     triton,
     use_triton,
@@ -55,7 +54,6 @@ def _linear_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N]. s_ptr: one scale per row of w, or None. EVEN: BK divides K."""
-    prefetch_rows(w_ptr, tl.program_id(0) * BN, N, w_stride, K, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
@@ -75,8 +73,6 @@ def _glu_kernel(
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of h [N]. One loop reads both weights, so that loads of both are in flight."""
-    prefetch_rows(gate_ptr, tl.program_id(0) * BN, N, gate_stride, K, BN, OVERLAP)
-    prefetch_rows(up_ptr, tl.program_id(0) * BN, N, up_stride, K, BN, OVERLAP)
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
