@@ -52,7 +52,7 @@ WITHOUT_TORCH = {
     "verify model ./nowhere": (5, "not there"),
     "convert model empty": (2, "--overwrite"),
     "convert model new --dtype int3": (2, "float32 (fp32, "),
-    "convert model new.gguf --to gguf --dtype fp64": (2, "float64"),
+    "convert model new.gguf --dtype fp64": (2, "float64"),
     "generate /nowhere/at/all --prompt x": (3, "not there"),
     "generate empty --prompt x": (3, "neither model.safetensors"),
     "generate model --prompt x --temperature -1": (2, "temperature"),

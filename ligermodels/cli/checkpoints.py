@@ -42,12 +42,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--allow-pickle", action="store_true", help="also read pickled weights, as plain tensors only")
     option("--json", action="store_true", help="print the report as JSON")
     option("--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without")
-    option(
-        "--rope-factor",
-        metavar="X",
-        type=float,
-        help="of Meta's use_scaled_rope, for a model size that Meta has not published (8 in Llama 3.1)",
-    )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], **texts: Any) -> argparse.ArgumentParser:
         parser = commands.add_parser(
@@ -82,17 +76,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     option = parser.add_argument
     option("src", metavar="SRC", help=source)
-    option("dst", metavar="DST", nargs="?", help="folder to write, or GGUF file if the name ends in .gguf")
     option(
-        "--to",
-        choices=["hf", "dcp", "gguf"],
-        help="layout: Hugging Face, torch distributed checkpoint, or GGUF for llama.cpp (gguf for a DST.gguf, else hf)",
+        "dst", metavar="DST", nargs="?", help="folder to write, or GGUF file for llama.cpp if the name ends in .gguf"
     )
     option("--name", metavar="TEXT", help="name of the model in a GGUF file (that of the repository or folder SRC)")
     option("--dtype", type=dtype, default="auto", metavar="DTYPE", help="cast to bf16, float32, ... (no cast)")
-    shards = parser.add_mutually_exclusive_group()
-    shards.add_argument("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
-    shards.add_argument("--like", action="store_true", help="shard as SRC is sharded")
+    option("--max-shard-size", metavar="SIZE", help="of a file, such as 5GB or 500MiB (5GB)")
     option("--adapter", metavar="DIR", help="LoRA adapter to merge into SRC, in PEFT's format")
     option("--revision", **revision)
     option(
@@ -145,8 +134,7 @@ def _verify(args: argparse.Namespace) -> int:
         check_source(src)
     from ligermodels.conversion import verify
 
-    reading = {name: getattr(args, name) for name in ("allow_pickle", "config", "rope_factor")}
-    report = verify(args.a, args.b, level=args.level, **reading)
+    report = verify(args.a, args.b, level=args.level, allow_pickle=args.allow_pickle, config=args.config)
     _report(report, args, "compared")
     return 0 if report.ok else 1
 
@@ -191,7 +179,7 @@ def _inspect(args: argparse.Namespace) -> int:
     check_source(args.src)
     from ligermodels.conversion import inspect
 
-    names = ("revision", "local_files_only", "allow_pickle", "config", "rope_factor")
+    names = ("revision", "local_files_only", "allow_pickle", "config")
     found = inspect(args.src, **{name: getattr(args, name) for name in names})
     if args.json:
         print(json.dumps(found.to_json(), indent=2))

@@ -2,7 +2,7 @@
 
 source           `Source`: an open checkpoint under Hugging Face's names; `View`: checked against its model
 layouts          detects the layout of a folder and opens it; original (Meta, Mistral), distributed and merging
-                 (LoRA) are its sources, tokenizer_files the tokenizers of Meta and Mistral
+                 (LoRA) are its sources
 options          the options of convert
 pipeline         convert
 comparison       verify

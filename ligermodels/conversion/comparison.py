@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from ligermodels.checkpoint import hub, weights
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.conversion.layouts import layout_of, open_source, takes_config
+from ligermodels.conversion.layouts import open_source, takes_config
 from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.source import View
 from ligermodels.errors import InputError
@@ -59,7 +59,6 @@ def verify(
     level: Level = "logits",
     allow_pickle: bool = False,
     config: str | Path | None = None,
-    rope_factor: float | None = None,
     progress: bool = True,
 ) -> Report:
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
@@ -68,19 +67,16 @@ def verify(
         generation_config.json. "bytes" also compares every bit; two dtypes are compared after a cast. "logits" also
         runs both models on the same prompts, in fp32 on the CPU, one after the other, so memory holds one model in
         fp32. Where a cast is the only difference, the logits are measured and are no mismatch.
-    config, rope_factor: as in `Options`, for those of the two that have no config or are Meta's files.
+    config: as in `Options`, for those of the two that have no config.
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
     folders = [hub.resolve(one, allow_pickle=allow_pickle) for one in (a, b)]
     if config and not any(map(takes_config, folders)):
         raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
-    if rope_factor is not None and not any(layout_of(folder) == "meta" for folder in folders):
-        raise InputError(f"--rope-factor is for Meta's files, and neither {a} nor {b} holds some")
 
     def view(folder: Path) -> View:
         its = config if takes_config(folder) else None
-        factor = rope_factor if layout_of(folder) == "meta" else None
-        return View(open_source(folder, allow_pickle=allow_pickle, config=its, rope_factor=factor))
+        return View(open_source(folder, allow_pickle=allow_pickle, config=its))
 
     one, other = map(view, folders)
     size = sum(info.nbytes for info in one.headers.values())

@@ -1,9 +1,8 @@
-"""The model in a PyTorch distributed checkpoint, read and written; checkpoint/dcp.py reads and writes the files."""
+"""The model in a PyTorch distributed checkpoint; checkpoint/dcp.py reads the files."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.dcp import Reader, Writer, cause, one_process
+from ligermodels.checkpoint.dcp import Reader, cause, one_process
 from ligermodels.checkpoint.files import companion_files, config_files, read_json
 from ligermodels.conversion.source import Source, model_on_meta
 from ligermodels.errors import CheckpointError
@@ -81,26 +80,3 @@ class DcpSource(Source):
                 "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
             )
         return found
-
-
-def write_dcp(source: Source, folder: Path) -> None:
-    """Writes `source` as a distributed checkpoint under its names, one tensor at a time, one file per tensor.
-
-    `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names.
-    Raises OSError, and what reading raises.
-    """
-
-    class Planner(dcp.DefaultSavePlanner):
-        """Plans with meta tensors; a tensor is read when it is written."""
-
-        def lookup_object(self, index: Any) -> Any:
-            return source.read(index.fqn)
-
-    state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in source.headers.items()}
-    # One file per tensor, since torch keeps the tensors of a file until it is complete.
-    writer = Writer(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
-    try:
-        with one_process():
-            dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-    except CheckpointException as error:
-        raise cause(error) from error

@@ -66,11 +66,10 @@ def inspect(
     local_files_only: bool = False,
     allow_pickle: bool = False,
     config: str | Path | None = None,
-    rope_factor: float | None = None,
 ) -> Inspection:
     """Describes `src`, a folder, a GGUF file or a repository of the Hub, whose weights are not fetched.
 
-    Without allow_pickle, Meta's files are described from params.json alone. config, rope_factor: as in `Options`.
+    Without allow_pickle, Meta's files are described from params.json alone. config: as in `Options`.
     The only weights that are read are the head and the embedding of Meta's files, to see whether they are tied.
     Raises CheckpointError, ConfigError, InputError, HubError. Weights that do not fit their config are a `problem`.
     """
@@ -84,8 +83,8 @@ def inspect(
     sizes = {path.name: path.stat().st_size for path in weight_paths(folder) if path.is_file()}
     layout = layout_of(folder)
     if layout == "adapter":
-        if config is not None or rope_factor is not None:
-            raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
+        if config is not None:
+            raise InputError(f"{src} holds an adapter; --config is for models")
         return _of_adapter(str(src), folder, sizes, allow_pickle)
     if layout == "meta" and not allow_pickle:
         return Inspection(
@@ -98,9 +97,9 @@ def inspect(
             tokenizer=_tokenizer(folder),
         )
     given = Path(os.path.expanduser(config)) if config is not None else None
-    source = open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor)
+    source = open_source(folder, allow_pickle=allow_pickle, config=given)
     flags = ["--allow-pickle"] * (layout == "meta")
-    for flag, value in (("--revision", revision), ("--config", config), ("--rope-factor", rope_factor)):
+    for flag, value in (("--revision", revision), ("--config", config)):
         flags += [flag, str(value)] if value is not None else []
     return _of_model(source, layout, str(src), sizes, given or folder, flags, revision)
 

@@ -63,13 +63,12 @@ def open_source(
     *,
     allow_pickle: bool = False,
     config: str | Path | None = None,
-    rope_factor: float | None = None,
     adapter: str | Path | None = None,
 ) -> Source:
     """The checkpoint in `folder`, of any layout.
 
     config: the folder of config.json and tokenizer, if `folder` has none; see `takes_config`.
-    rope_factor: see `MetaSource`. adapter: a LoRA adapter to merge. Raises CheckpointError, InputError.
+    adapter: a LoRA adapter to merge. Raises CheckpointError, InputError.
     """
     layout = layout_of(folder)
     config, adapter = (Path(os.path.expanduser(path)) if path else None for path in (config, adapter))
@@ -80,11 +79,9 @@ def open_source(
         )
     if config is not None and not takes_config(folder):
         raise InputError(f"--config is for weights without one; {folder} has its own configuration")
-    if rope_factor is not None and layout != "meta":
-        raise InputError(f"--rope-factor is for Meta's files; {folder} has its own configuration")
     source: Source
     if layout == "meta":
-        source = MetaSource(folder, allow_pickle=allow_pickle, rope_factor=rope_factor)
+        source = MetaSource(folder, allow_pickle=allow_pickle)
     elif layout == "mistral":
         source = MistralSource(folder)
     elif layout == "dcp":
@@ -121,7 +118,7 @@ class FolderSource(Source):
         self._config_folder = config_folder or folder
         self.config = read_json(self._config_folder / "config.json")
         self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
-        self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
+        self.source, self.headers = self._reader.source, self._reader.headers
         self.is_pickled = getattr(self._reader, "single", None) == PICKLES
         self.types: dict[str, str] = getattr(self._reader, "types", {})
 

@@ -48,7 +48,7 @@ class MergedSource(Source):
     """
 
     def __init__(self, base: View, adapter_folder: Path, *, allow_pickle: bool = False):
-        self.base, self.folder, self.places = base, adapter_folder, base.places
+        self.base, self.folder = base, adapter_folder
         self.source = f"{base.source} + {adapter_folder}"
         self.config = dict(base.config)
         self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))

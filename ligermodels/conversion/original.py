@@ -10,8 +10,8 @@ Meta: consolidated.00.pth ... NN.pth.
 - Each .pth is one tensor-parallel rank. wq, wk, wv, w1, w3 and output are cut by rows, wo and w2 by columns; norms are
   in every file. tok_embeddings is cut by columns in Llama 2 and by rows in Llama 3: its shape says which.
 - An output.weight that is absent, or equals tok_embeddings.weight bit for bit, is a tied head (3.2-1B and 3B).
-- The factor of `use_scaled_rope` is the argument `rope_factor`, or a field `rope_scaling_factor` that a user has added,
-  or the one that config.json has on the Hub for this `dim` (Meta's model.py has 8 for all).
+- The factor of `use_scaled_rope` is a field `rope_scaling_factor` that a user has added, or the one that config.json
+  has on the Hub for this `dim` (Meta's model.py has 8 for all).
 - Without a config.json, max_position_embeddings is 131072 with scaled rope, 8192 for a rope_theta of 500000 (Llama 3),
   16384 for another above 10000 (Code Llama), else 4096 (Llama 2).
 - Llama 3's tokenizer.model is tiktoken's text: tokenizer.json is made from it, and it is kept as
@@ -29,7 +29,6 @@ of mistralai/mistral-inference; the conversion scripts for llama, mistral and mi
 """
 
 import contextlib
-import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -43,11 +42,13 @@ from ligermodels.arch.llama import LlamaConfig
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.files import companion_files, pickles_refused, read_json
+from ligermodels.checkpoint.files import companion_files, json_bytes, pickles_refused, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.conversion.source import Source
-from ligermodels.conversion.tokenizer_files import hugging_face_files
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, TokenizerError
+from ligermodels.text import saving
+from ligermodels.text.backend import Backend
+from ligermodels.text.files import call_settings, read_files
 from ligermodels.text.ranks import is_tiktoken
 
 PARAMS = "params.json"
@@ -136,7 +137,7 @@ class _OriginalSource(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         found: dict[str, bytes | Path] = {**companion_files(self.folder)}
-        found |= hugging_face_files(self.folder, self.config["vocab_size"])
+        found |= _tokenizer_files(self.folder, self.config["vocab_size"])
         if (path := self.folder / "generation_config.json").is_file():
             found[path.name] = path
         path = self.folder / "tokenizer.model"
@@ -184,12 +185,11 @@ class MetaSource(_OriginalSource):
     """Meta's files under Hugging Face's names.
 
     allow_pickle: .pth files are pickles; they are read as plain tensors, and only if this is True.
-    rope_factor: of `use_scaled_rope`, for a `dim` that is not in ROPE_FACTORS.
     Files are mapped: `read` allocates only where ranks are joined or rows permuted.
     Raises CheckpointError for files that are missing, damaged, or of two checkpoints.
     """
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
+    def __init__(self, folder: Path, *, allow_pickle: bool = False):
         files = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d\d\.pth", path.name))
         if lost := [n for n in range(max(1, len(files))) if folder / f"consolidated.{n:02}.pth" not in files]:
             raise CheckpointError(
@@ -206,7 +206,7 @@ class MetaSource(_OriginalSource):
         self.headers = headers = {name: self._info(theirs) for name, theirs in self._names.items()}
         if self._is_tied():
             del headers["lm_head.weight"]
-        theta, scaling = float(params.get("rope_theta") or 10000.0), self._rope_scaling(rope_factor)
+        theta, scaling = float(params.get("rope_theta") or 10000.0), self._rope_scaling()
         longest = 8192 if theta == _LLAMA3_THETA else 16384 if theta > 10000.0 else 4096
         ids = _TOKEN_IDS.get(headers["model.embed_tokens.weight"].shape[0])
         self._set_config(
@@ -270,20 +270,16 @@ class MetaSource(_OriginalSource):
         common = min(map(len, starts))
         return same_bits(starts[0][:common], starts[1][:common]) and same_bits(self.read(head), self.read(table))
 
-    def _rope_scaling(self, factor: float | None) -> dict[str, Any] | None:
+    def _rope_scaling(self) -> dict[str, Any] | None:
         """rope_scaling of config.json."""
         path, dim = self.folder / PARAMS, self.params["dim"]
         if not self.params.get("use_scaled_rope"):
-            if factor is not None:
-                raise InputError(f"rope_factor={factor} was given, and {path} does not use scaled rope; leave it out")
             return None
-        if factor is not None and not 1 <= factor < math.inf:
-            raise InputError(f"rope_factor={factor}: expected a number of at least 1, such as 8 (3.1) or 32 (3.2)")
-        factor = factor or self.params.get("rope_scaling_factor") or ROPE_FACTORS.get(dim)
+        factor = self.params.get("rope_scaling_factor") or ROPE_FACTORS.get(dim)
         if factor is None:
             raise CheckpointError(
                 f"{path} has use_scaled_rope without its factor, and no Llama of dim {dim} is known.\n"
-                "  Next: add rope_scaling_factor to it (3.1: 8, 3.2: 32), or pass rope_factor (--rope-factor)."
+                "  Next: add rope_scaling_factor to it (3.1: 8, 3.2: 32)."
             )
         return {"rope_type": "llama3", "factor": float(factor), **_SCALED_ROPE}
 
@@ -308,7 +304,6 @@ class MistralSource(_OriginalSource):
                     raise CheckpointError(f"{file} and {self._stored[name][0].path.name} both hold {theirs}.\n{_MIXED}")
                 self._stored[name] = opened, theirs
         self.headers = {name: opened.info(theirs) for name, (opened, theirs) in self._stored.items()}
-        self.places = {name: opened.path.name for name, (opened, _) in self._stored.items()}
         theta, window, moe = (params.get(key) for key in ("rope_theta", "sliding_window", "moe"))
         if theta is None and window is None:
             raise CheckpointError(
@@ -337,3 +332,27 @@ class MistralSource(_OriginalSource):
     def read(self, name: str) -> Tensor:
         opened, theirs = self._stored[name]
         return self._in_halves(theirs, opened.read(theirs))
+
+
+def _tokenizer_files(folder: Path, rows: int) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json, made of Meta's or Mistral's own tokenizer. rows: of the embedding.
+
+    Empty for a folder without a tokenizer, or with a tokenizer.json. generation_config.json is among them if Meta's
+    code stops at other ids than the end of a text.
+    Raises TokenizerError.
+    """
+    files = read_files(folder)
+    if files.vocabulary is None or files.vocabulary.name == "tokenizer.json":
+        return {}
+    backend = Backend(files)
+    if backend.base_vocab_size > rows:
+        raise TokenizerError(
+            f"{files.vocabulary} has {backend.base_vocab_size} ids, the model's embedding {rows} rows. Likely cause: "
+            "the tokenizer of another checkpoint."
+        )
+    complete = backend.complete(files)
+    found = saving.contents(complete, complete, backend, call_settings(files.config, folder))
+    if backend.stop_ids and not files.eos_token_ids:
+        ids = {"bos_token_id": backend.token_to_id(backend.named["bos_token"]), "eos_token_id": [*backend.stop_ids]}
+        found["generation_config.json"] = json_bytes(ids)
+    return found

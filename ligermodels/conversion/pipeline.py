@@ -4,7 +4,6 @@ The result grows in a folder beside the destination. It replaces the destination
 asked for, verified. A conversion that fails or is killed leaves the destination as it was.
 """
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,14 @@ from ligermodels.conversion.comparison import Report, compare, dtype_counts
 from ligermodels.conversion.layouts import open_source
 from ligermodels.conversion.options import KEPT, Options, check_options
 from ligermodels.conversion.source import View
-from ligermodels.errors import InputError, MismatchError
+from ligermodels.errors import MismatchError
 from ligermodels.text import Tokenizer
 
 
 def convert(src: str | Path, dst: str | Path | None, options: Options | None = None) -> Report:
-    """Converts `src`, a folder or a repository of the Hub, into the folder or GGUF file `dst`; None with `dry_run`.
+    """Converts `src`, a folder or a repository of the Hub, into `dst`; it may be None with `dry_run`.
+
+    dst: a folder in Hugging Face's layout or, if its name ends in .gguf, a GGUF file.
 
     Memory holds one tensor of the result and what it is joined or cast from, whatever the shard size.
     The report has the tensors and bytes written and, in `details`, the elements of each dtype and the name in a GGUF
@@ -32,35 +33,27 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     or the result differs from the source (`dst` is then as before), CheckpointError or ConfigError for a source that
     cannot be used, HubError (with `errno`) if the Hub, network, disk or file system refuses.
     """
-    destination, options = check_options(dst, options or Options())
+    options = options or Options()
+    destination, is_gguf = check_options(dst, options)
     folder = hub.resolve(src, revision=options.revision, allow_pickle=options.allow_pickle)
-    source = open_source(
-        folder,
-        allow_pickle=options.allow_pickle,
-        config=options.config,
-        rope_factor=options.rope_factor,
-        adapter=options.adapter,
-    )
+    reading = dict(allow_pickle=options.allow_pickle, config=options.config, adapter=options.adapter)
+    source = open_source(folder, **reading)  # type: ignore[arg-type]
     name = dtype_name(options.dtype, KEPT)
     dtype = None if name in KEPT else getattr(torch, name)
     # A GGUF file has no images, and is cast by its writer: norms and biases stay fp32.
-    is_gguf = options.to == "gguf"
-    view = View(source, memory=options.to == "dcp", dtype=None if is_gguf else dtype, text_alone=is_gguf)
+    view = View(source, dtype=None if is_gguf else dtype, text_alone=is_gguf)
     target, headers = None, view.headers
-    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": options.to}
+    details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": "gguf" if is_gguf else "hf"}
     write: Callable[[Path], object]
     if is_gguf:
         label = options.name or model_name(src, options.adapter)
         target = GgufTarget(view, Tokenizer.from_folder, dtype=dtype, name=label)
         headers, write, details["name"] = target.headers, target.write, target.name
-    elif options.to == "hf":
-        shards = _shards(view, options)
+    else:
+        size = "5GB" if options.max_shard_size is None else options.max_shard_size
+        shards = saving.split_into_shards(view.headers, saving.num_bytes(size))
         tensors = (view.read(name) for names in shards for name in names)
         write, details["files"] = lambda folder: saving.write_shards(folder, headers, tensors, shards), len(shards)
-    else:
-        from ligermodels.conversion.distributed import write_dcp  # imports torch.distributed: half a second
-
-        write = functools.partial(write_dcp, view)
     nbytes = sum(info.nbytes for info in headers.values())
     report = Report(str(src), None if dst is None else str(dst), len(headers), nbytes)
     report.details = details | {"dtypes": dtype_counts(headers)}
@@ -85,16 +78,3 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
             lines = "\n  ".join(report.mismatches[:5])
             raise MismatchError(f"{dst} was not written, for the result differs from the source:\n  {lines}")
     return report
-
-
-def _shards(view: View, options: Options) -> list[list[str]]:
-    """The names of the tensors of each file. Raises InputError for `like` if the source cuts tensors across files."""
-    if not options.like:
-        size = "5GB" if options.max_shard_size is None else options.max_shard_size
-        return saving.split_into_shards(view.headers, saving.num_bytes(size))
-    if view.places is None:
-        raise InputError(f"--like: {view.source} cuts tensors across files; give --max-shard-size instead")
-    files: dict[str, list[str]] = {}
-    for name in view.headers:
-        files.setdefault(view.places[name], []).append(name)
-    return [saving.align(view.headers, files[file]) for file in sorted(files)]

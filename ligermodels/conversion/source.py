@@ -22,13 +22,11 @@ class Source:
 
     source: the path, for messages. headers: {tensor: dtype and shape}, known without reading it.
     config: the contents of config.json.
-    places: {tensor: its weight file}; None where a tensor is cut across files.
     """
 
     source: str
     headers: Mapping[str, TensorInfo]
     config: dict[str, Any]
-    places: Mapping[str, str] | None = None
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
@@ -42,7 +40,6 @@ class Source:
 class View(Source):
     """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given.
 
-    memory: use the names of the model in memory instead, which are transformers' as well.
     text_alone: of a model that reads images, its text, where the zoo has a class for that.
     model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
     Tied copies and names that the architecture ignores are dropped. Reading a tensor that is joined from several and
@@ -50,22 +47,18 @@ class View(Source):
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
-    def __init__(
-        self, origin: Source, *, memory: bool = False, dtype: torch.dtype | None = None, text_alone: bool = False
-    ):
+    def __init__(self, origin: Source, *, dtype: torch.dtype | None = None, text_alone: bool = False):
         self.origin, self.source, self.config = origin, origin.source, origin.config
         self.on_read: Callable[[int], object] = lambda nbytes: None
         self.model, names = model_of(origin, text_alone=text_alone)
         check_fit(origin, self.model, names)
         weights.check_tied(self.model, names, origin)
-        self._renamed = weights.Renamed(self.model, origin, names.table, {} if memory else self.model.DISK_NAMES)
+        self._renamed = weights.Renamed(self.model, origin, names.table, self.model.DISK_NAMES)
         headers = self._renamed.headers
         self.headers = {name: TensorInfo(dtype or info.dtype, info.shape) for name, info in headers.items()}
         if dtype is not None:
             name = str(dtype).removeprefix("torch.")
             self.config = {**origin.config, "dtype": name, "torch_dtype": name}
-        if origin.places is not None:  # a joined tensor counts to the file of its first part
-            self.places = {name: origin.places[self._renamed.boxes(name)[0].source] for name in self.headers}
 
     def read(self, name: str) -> Tensor:
         tensor = self._renamed.read(name).to(self.headers[name].dtype)

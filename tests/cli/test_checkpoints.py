@@ -64,11 +64,11 @@ def test_inspect_fails_where_config_and_weights_do_not_fit(folder, capsys, tmp_p
 
 
 def test_convert_and_verify(folder, capsys, tmp_path):
-    status, out, err = run(capsys, "convert", folder, tmp_path / "dcp", "--to", "dcp", "--verify", "logits")
+    status, out, err = run(capsys, "convert", folder, tmp_path / "copy", "--verify", "logits")
     assert (status, err) == (0, "") and "verified: logits" in out
-    status, out, _ = run(capsys, "verify", folder, tmp_path / "dcp")
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "copy")
     assert status == 0 and out.endswith("the same\n")
-    status, out, _ = run(capsys, "convert", tmp_path / "dcp", tmp_path / "half", "--dtype", "bf16", "--json")
+    status, out, _ = run(capsys, "convert", tmp_path / "copy", tmp_path / "half", "--dtype", "bf16", "--json")
     report = json.loads(out)
     assert status == 0 and report["ok"] and report["to"] == "hf" and report["destination"] == str(tmp_path / "half")
     assert ligermodels.load(tmp_path / "half", progress=False).dtype == torch.bfloat16
@@ -87,8 +87,7 @@ def test_convert_and_verify(folder, capsys, tmp_path):
 @pytest.mark.parametrize("argv, code, message", [
     (["convert", "MODEL", "MODEL"], 2, "--overwrite"),
     (["convert", "MODEL"], 2, "--dry-run"),
-    (["convert", "MODEL", "OUT", "--to", "gguf"], 2, "has to end in .gguf"),
-    (["convert", "MODEL", "OUT.gguf", "--to", "hf"], 2, "is the name of a GGUF file, and the layout hf is a folder"),
+    (["convert", "MODEL", "FILE"], 2, "or of a file that ends in .gguf"),
     (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),

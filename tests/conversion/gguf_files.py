@@ -80,7 +80,7 @@ def small_model(folder: Path, kind: str, family: str = "llama", rows: int | None
 def to_gguf(source: Path, target: Path, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*window.*")
-        return convert(source, target, Options(to="gguf", progress=False, **options))
+        return convert(source, target, Options(progress=False, **options))
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

@@ -3,18 +3,19 @@
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.files import json_bytes
+from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.conversion import Options, convert
 
 SIZES = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -110,7 +111,7 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
     model.save_pretrained(folders["hf"])
     model.save_pretrained(folders["sharded"], max_shard_size="4KB")
     write_own(folders["meta"], folders["hf"], "meta", ranks=2)
-    convert(folders["hf"], folders["dcp"], Options(to="dcp", progress=False))
+    write_dcp(folders["hf"], folders["dcp"])
     folders["bin"].mkdir()
     (folders["bin"] / "config.json").write_bytes((folders["hf"] / "config.json").read_bytes())
     torch.save(load_file(folders["hf"] / "model.safetensors"), folders["bin"] / "pytorch_model.bin")
@@ -120,6 +121,14 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
     write_own(folders["mistral"], folders["hf of mistral"], "mistral")
     write_adapter(folders["adapter"])
     return folders
+
+
+def write_dcp(hf: Path, folder: Path) -> None:
+    """The model of a folder as a distributed checkpoint, under the names that it has in memory."""
+    model = ARCHS[read_json(hf / "config.json")["model_type"]].from_hub(hf, progress=False)
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 
 THEIR_NAMES = {

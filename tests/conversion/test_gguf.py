@@ -329,7 +329,7 @@ def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
     sampling = ({"temperature": 0.6, "top_k": 7}, ("temperature, top_k of generation_config.json",))
     for settings, named in (sampling, ({"eos_token_id": 2, "top_p": None}, ())):
         (source / "generation_config.json").write_text(json.dumps(settings))
-        assert cli.main(["convert", str(source), str(tmp_path / "out.gguf"), "--to", "gguf", "--overwrite"]) == 0
+        assert cli.main(["convert", str(source), str(tmp_path / "out.gguf"), "--overwrite"]) == 0
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
         assert len(lines) == len(LOSSES[name] + named)
         assert all(any(message in line for line in lines) for message in LOSSES[name] + named)
@@ -387,10 +387,11 @@ def test_every_released_model_is_computed(path):
 
 def test_a_missing_package_an_unknown_family_and_options(tmp_path, model_of, monkeypatch):
     source, target = model_of("llama"), tmp_path / "out.gguf"
+    (tmp_path / "folder.gguf").mkdir()
     for place, options, message in (
         (target, {"verify": "logits"}, "run in llama.cpp"),
-        (target, {"max_shard_size": "1GB"}, "not for gguf"),
-        (tmp_path, {}, r"give its name, such as .*model\.gguf"),
+        (target, {"max_shard_size": "1GB"}, "is for folders"),
+        (tmp_path / "folder.gguf", {}, r"give its name, such as .*model\.gguf"),
     ):
         with pytest.raises(InputError, match=message):
             to_gguf(source, place, **options)

@@ -177,7 +177,7 @@ def test_templates_and_tokens_without_a_row(tmp_path):
     (source / "chat_template.jinja").write_text(CHAT)
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 1 }}")
     with pytest.warns(UserWarning, match="tokens 423 to 423 are dropped.*no rows"):
-        convert(source, tmp_path / "out.gguf", Options(to="gguf", progress=False))
+        convert(source, tmp_path / "out.gguf", Options(progress=False))
     fields = fields_of(tmp_path / "out.gguf")
     assert len(fields["tokenizer.ggml.tokens"]) == rows and fields["tokenizer.chat_templates"] == ["tool_use"]
     assert Tokenizer.from_hub(tmp_path / "out.gguf").chat_template == {"default": CHAT, "tool_use": "{{ 1 }}"}

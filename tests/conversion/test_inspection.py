@@ -53,7 +53,6 @@ def test_every_layout_says_the_same_of_its_model(folders, layout, unread):
         "sharded": len(weights),
         "meta": 2,
         "mistral": 2,
-        "dcp": 21,
     }.get(layout, 1)
     assert len(found.files) > 3 or layout != "sharded"
     says = {"tied": False, "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 48}
@@ -96,7 +95,7 @@ def test_an_adapter(folders, unread, tmp_path):
     assert not found.ok and "alora_invocation_tokens" in found.problem and found.parameters == 128
     assert found.use == f"ligermodels chat BASE --adapter {tmp_path / 'odd'}"
     with pytest.raises(InputError, match="for models"):
-        inspect(folders["adapter"], rope_factor=8.0)
+        inspect(folders["adapter"], config=folders["hf"])
 
 
 def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
@@ -104,18 +103,13 @@ def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     (tmp_path / "meta" / "params.json").write_text(json.dumps({**params, "use_scaled_rope": True}))
     status, _, err = run(capsys, "inspect", tmp_path / "meta", "--allow-pickle")
-    assert status == 3 and "--rope-factor" in err
-    argv = ["--allow-pickle", "--rope-factor", 32]
-    status, out, _ = run(capsys, "inspect", tmp_path / "meta", *argv)
-    assert status == 0 and "factor 32.0" in out and "--rope-factor 32.0" in out
-    assert run(capsys, "convert", tmp_path / "meta", tmp_path / "hf", *argv)[0] == 0
+    assert status == 3 and "add rope_scaling_factor" in err
+    params |= {"use_scaled_rope": True, "rope_scaling_factor": 32}
+    (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
+    status, out, _ = run(capsys, "inspect", tmp_path / "meta", "--allow-pickle")
+    assert status == 0 and "factor 32.0" in out
+    assert run(capsys, "convert", tmp_path / "meta", tmp_path / "hf", "--allow-pickle")[0] == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["factor"] == 32.0
-    assert run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", *argv)[0] == 0
-    status, out, _ = run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", "--allow-pickle", "--rope-factor", 8)
-    assert status == 1 and "config: rope_parameters is" in out and "values differ" not in out
-    for folder, factor in ((folders["hf"], 8), (tmp_path / "meta", 0)):
-        status, _, err = run(capsys, "inspect", folder, "--allow-pickle", "--rope-factor", factor)
-        assert status == 2 and "factor" in err
 
 
 def test_metas_files_are_described_without_their_pickles(folders, capsys, monkeypatch):

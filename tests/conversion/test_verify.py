@@ -70,10 +70,9 @@ def test_any_layout_with_any_other(layouts, a, b):
     assert report.to_json() | {"ok": True, "verified": "logits", "positions": 192} == report.to_json()
 
 
-def test_options_that_neither_takes(layouts):
-    for options in ({"config": layouts["hf"]}, {"rope_factor": 8}):
-        with pytest.raises(InputError, match="is for"):
-            verify(layouts["hf"], layouts["sharded"], **options)
+def test_a_config_that_neither_takes(layouts):
+    with pytest.raises(InputError, match="is for"):
+        verify(layouts["hf"], layouts["sharded"], config=layouts["hf"])
 
 
 def test_fields_of_the_config_are_compared(tmp_path, folder):
