@@ -11,6 +11,13 @@ except ModuleNotFoundError as error:
 from ligermodels.vision.images import load_image
 from ligermodels.vision.mllama import MllamaImageProcessor
 from ligermodels.vision.processor import ModelInputs, Processor
-from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor
+from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
-__all__ = ["MllamaImageProcessor", "ModelInputs", "Processor", "Qwen2VLImageProcessor", "load_image"]
+__all__ = [
+    "MllamaImageProcessor",
+    "ModelInputs",
+    "Processor",
+    "Qwen2VLImageProcessor",
+    "Qwen3VLVideoProcessor",
+    "load_image",
+]

@@ -1,12 +1,18 @@
 """Processors: text with placeholders and images to the inputs of a model.
 
-Qwen2-VL's placeholder is repeated once for every embedding of the tower; Llama-3.2-Vision's stays one token, with a
-cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text.
-Checked against transformers 5.23, processing_utils.ProcessorMixin and the processors of the two models.
+The placeholder of Qwen's models is repeated once for every embedding of the tower; Llama-3.2-Vision's stays one token,
+with a cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text.
+
+From Qwen3-VL on a video becomes, for every two frames, their time and a placeholder of an image's form:
+<0.2 seconds><|vision_start|><|video_pad|><|vision_end|>. They take the place of <|vision_start|><|video_pad|>
+<|vision_end|> in the text, as in the models' own code and in transformers 4.57; 5.23 leaves that outer pair of tokens.
+
+Checked against transformers 5.23, processing_utils.ProcessorMixin and the processors of the models.
 """
 
 import base64
 import itertools
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +26,19 @@ from ligermodels.checkpoint.files import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer, batch
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
-from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor
+from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-FAMILIES = {"qwen2_vl": "Qwen2VLImageProcessor", "mllama": "MllamaImageProcessor"}
+FAMILIES = {
+    "qwen2_vl": "Qwen2VLImageProcessor",
+    "qwen3_vl": "Qwen2VLImageProcessor",
+    "qwen3_5": "Qwen2VLImageProcessor",
+    "mllama": "MllamaImageProcessor",
+}
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
+
+FPS = 2.0
+"""The frames a second that Qwen3-VL is made for."""
 
 _SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
 """The keys of a message part's image or video."""
@@ -51,7 +65,8 @@ class Processor:
         ids = model.generate(**inputs.to("cuda"), max_new_tokens=99, eos_token_id=processor.tokenizer.chat_stop_ids)
 
     tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
-    video_processor: a `Qwen2VLImageProcessor` with the limits for frames, None in a family without videos.
+    video_processor: a `Qwen2VLImageProcessor` with the limits for frames, from Qwen3-VL on a `Qwen3VLVideoProcessor`;
+    None in a family without videos.
     image_token, video_token: the placeholders in a text.
     chat_template: used in place of the tokenizer's chat template.
     """
@@ -102,7 +117,8 @@ class Processor:
         template = _processor_template(folder)
         if family == "mllama":
             return cls(tokenizer, MllamaImageProcessor.from_config(image, where=where), chat_template=template)
-        frames = Qwen2VLImageProcessor.from_config(video, video=True, where=f"{where} (videos)")
+        of_videos = Qwen2VLImageProcessor if family == "qwen2_vl" else Qwen3VLVideoProcessor
+        frames = of_videos.from_config(video, video=True, where=f"{where} (videos)")
         return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, chat_template=template)
 
     def __call__(
@@ -111,6 +127,7 @@ class Processor:
         images: Any = None,
         videos: Any = None,
         *,
+        fps: float | Sequence[float] | None = None,
         padding_side: str = "left",
         add_special_tokens: bool = True,
         padding: bool = True,
@@ -118,14 +135,15 @@ class Processor:
     ) -> ModelInputs:
         """The inputs of the model for one text or a list of texts.
 
-        Returns input_ids and attention_mask, int64 [B, S]. Qwen2-VL: also pixel_values and image_grid_thw for images,
-        pixel_values_videos and video_grid_thw for videos. Llama-3.2-Vision: also pixel_values, aspect_ratio_ids,
-        aspect_ratio_mask and cross_attention_mask for images.
+        Returns input_ids and attention_mask, int64 [B, S]. Qwen's models: also pixel_values and image_grid_thw for
+        images, pixel_values_videos and video_grid_thw for videos. Llama-3.2-Vision: also pixel_values,
+        aspect_ratio_ids, aspect_ratio_mask and cross_attention_mask for images.
 
         text: with one placeholder (`image_token`, `video_token`) for each image and video.
         images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
         list, divided by the number of placeholders. An image is anything that `vision.load_image` takes.
         videos: likewise; a video is a list of frames, or an array [frames, H, W, 3], or a tensor [frames, 3, H, W].
+        fps: how many frames of a second the videos have, or of each video; default 2. Qwen3-VL and Qwen3.5 read times.
         padding_side: "left" to generate, "right" for most trainers.
         add_special_tokens: adds the checkpoint's special tokens around a text (BOS, unless the text has it; for
         Llama-3.2-Vision after the placeholders at the start).
@@ -142,6 +160,8 @@ class Processor:
             raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes images.")
         if videos is not None and self.video_processor is None:
             raise InputError("this model takes no videos. Next step: pass some frames as images.")
+        if fps is not None and not isinstance(self.video_processor, Qwen3VLVideoProcessor):
+            raise InputError("this model reads no times of frames. Next step: leave fps out.")
         rows = [self._encode(one, add_special_tokens) for one in texts]
         images = self._per_text("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
@@ -154,13 +174,17 @@ class Processor:
             return ModelInputs(inputs | pixels)
         clips = self._per_text("video", videos, rows)
         media: dict[str, Tensor] = {}
+        if any(clips) and self.video_processor is not None:
+            media |= self.video_processor.videos([clip for some in clips for clip in some])
+            grids = media["video_grid_thw"]
+            if isinstance(self.video_processor, Qwen3VLVideoProcessor):
+                rows = [self._encode(one, add_special_tokens) for one in self._with_times(texts, clips, fps)]
+                grids = grids.repeat_interleave(grids[:, 0], 0).index_fill(1, torch.tensor(0), 1)
+            rows = _repeat(rows, self._tokens["video"], self.video_processor, grids)
         if any(images):
             names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
             media |= self.image_processor([image for some in images for image in some], names)
             rows = _repeat(rows, self._tokens["image"], self.image_processor, media["image_grid_thw"])
-        if any(clips) and self.video_processor is not None:
-            media |= self.video_processor.videos([clip for some in clips for clip in some])
-            rows = _repeat(rows, self._tokens["video"], self.video_processor, media["video_grid_thw"])
         return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | media)
 
     def apply_chat_template(
@@ -169,6 +193,7 @@ class Processor:
         images: Any = None,
         videos: Any = None,
         *,
+        fps: float | Sequence[float] | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         chat_template: str | None = None,
@@ -181,7 +206,7 @@ class Processor:
 
         messages: [{"role": ..., "content": ...}]; a content is a str or a list of parts: {"type": "text", "text":
         ...}, {"type": "image", "image": image} (or url, path, base64, image_url), {"type": "video", "video":
-        frames}. images, videos: for parts without their own, such as {"type": "image"}, in order.
+        frames}. images, videos: for parts without their own, such as {"type": "image"}, in order. fps: as in a call.
         options: those of `Tokenizer.apply_chat_template`, including variables of the template.
         Raises TokenizerError where the template refuses the conversation, InputError.
         """
@@ -213,6 +238,7 @@ class Processor:
             [str(text) for text in texts],
             [chat[1] for chat in chats] if images is None else images,
             [chat[2] for chat in chats] if videos is None and any(chat[2] for chat in chats) else videos,
+            fps=fps,
             padding_side=padding_side,
         )
 
@@ -249,6 +275,24 @@ class Processor:
                 start += len(self.image_token)
             text = text[:start] + bos + text[start:]
         return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _with_times(
+        self, texts: Sequence[str], clips: list[list[Any]], fps: float | Sequence[float] | None
+    ) -> list[str]:
+        """The texts with a time and a placeholder for each patch of frames, in place of that of the video."""
+        videos = [clip for some in clips for clip in some]
+        rates = [*fps] if isinstance(fps, list | tuple) else [FPS if fps is None else fps] * len(videos)
+        if len(rates) != len(videos) or any(not isinstance(rate, int | float) or not rate > 0 for rate in rates):
+            raise InputError(f"fps must be a positive number, or one for each of {len(videos)} videos, not {fps!r}.")
+        processor: Any = self.video_processor
+        found = iter([processor.times(len(video), rate) for video, rate in zip(videos, rates, strict=True)])
+        start, end, token = "<|vision_start|>", "<|vision_end|>", str(self.video_token)
+
+        def frames(match: re.Match[str]) -> str:
+            return "".join(f"<{time:.1f} seconds>{start}{token}{end}" for time in next(found))
+
+        both = f"{re.escape(start + token + end)}|{re.escape(token)}"
+        return [re.sub(both, frames, text) for text in texts]
 
     def _per_text(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
         """The images (or videos) of each text. Raises InputError if their number is not that of the placeholders."""

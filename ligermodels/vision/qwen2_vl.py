@@ -1,20 +1,22 @@
-"""Image processor of Qwen2-VL: images and videos to rows of patches.
+"""Image processor of Qwen2-VL, Qwen3-VL and Qwen3.5: images and videos to rows of patches.
 
-- Each image is resized to multiples of 28 (patch_size * merge_size) with a number of pixels between min_pixels and
-  max_pixels; the aspect ratio stays about the same.
+- Each image is resized to multiples of patch_size * merge_size (28, from Qwen3-VL on 32) with a number of pixels
+  between min_pixels and max_pixels; the aspect ratio stays about the same.
 - A patch covers temporal_patch_size frames; an image is repeated to fill them.
 - Patches are in the order in which the tower merges them: blocks of merge_size x merge_size patches, row of blocks by
   row of blocks. The order inside a patch is channel, frame, line, column.
-- Frames of a video have their own limits, see `Qwen2VLImageProcessor.from_config`.
+- Frames of a video have their own limits, see `Qwen2VLImageProcessor.from_config`; from Qwen3-VL on the limits are of
+  all frames together, see `Qwen3VLVideoProcessor`.
 
-Checked against transformers 5.23, models/qwen2_vl/image_processing_pil_qwen2_vl.py and
-video_processing_qwen2_vl.py (frames are resized by pillow here, as in transformers up to 4.51, by torchvision there).
+Checked against transformers 5.23, models/qwen2_vl/image_processing_pil_qwen2_vl.py, and video_processing_qwen2_vl.py
+and qwen3_vl/video_processing_qwen3_vl.py (frames are resized by pillow here, as in transformers up to 4.51, by
+torchvision there).
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -33,8 +35,13 @@ _SIZES = ("patch_size", "temporal_patch_size", "merge_size", "max_video_tokens")
 _OWN = {*_SIZES, "min_pixels", "max_pixels", "size", "cap_pixels_per_frame"}
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in multiples of `factor`. Raises InputError for a ratio above 200."""
+def smart_resize(
+    height: int, width: int, factor: int, min_pixels: int, max_pixels: int, *, frames: int = 1, patched_frames: int = 1
+) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`. Raises InputError for a ratio above 200.
+
+    The limits are of all frames together; patched_frames: their number as it is compared with the limits.
+    """
     if max(height, width) > MAX_RATIO * min(height, width):
         raise InputError(
             f"{width} x {height} pixels: one side is more than {MAX_RATIO} times the other. Next step: crop it, or pad "
@@ -42,14 +49,14 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
         )
     # Python's round, to even at .5, as in transformers.
     new_height, new_width = (round(side / factor) * factor for side in (height, width))
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    if patched_frames * new_height * new_width > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
         return (
             max(factor, math.floor(height / shrink / factor) * factor),
             max(factor, math.floor(width / shrink / factor) * factor),
         )
-    if new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    if patched_frames * new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return new_height, new_width
 
@@ -62,6 +69,9 @@ class Qwen2VLImageProcessor(PixelSettings):
     by default, as in transformers 5.23.
     """
 
+    limits: ClassVar = {"image": IMAGE_LIMITS, "video": VIDEO_LIMITS}
+    own_keys: ClassVar[set[str]] = _OWN
+
     min_pixels: int = IMAGE_LIMITS[0]
     max_pixels: int = IMAGE_LIMITS[1]
     patch_size: int = 14
@@ -73,7 +83,7 @@ class Qwen2VLImageProcessor(PixelSettings):
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, video: bool = False, where: str = "preprocessor_config.json"
-    ) -> "Qwen2VLImageProcessor":
+    ) -> Self:
         """From the object in preprocessor_config.json, or in video_preprocessor_config.json with video=True.
 
         Limits are read from min_pixels and max_pixels (transformers 4), else from size (transformers 5: shortest_edge
@@ -82,9 +92,11 @@ class Qwen2VLImageProcessor(PixelSettings):
         checkpoint without a file for videos uses the file for images, with its limits, as in every version.
         Raises ConfigError.
         """
-        fields = read_settings(config, where, _OWN)
+        fields = read_settings(config, where, cls.own_keys)
         fields |= {key: integer(config, key, where) for key in _SIZES if config.get(key) is not None}
-        fields |= zip(("min_pixels", "max_pixels"), _limits(config, video, where), strict=True)
+        fields |= zip(
+            ("min_pixels", "max_pixels"), _limits(config, cls.limits["video" if video else "image"], where), strict=True
+        )
         if config.get("cap_pixels_per_frame") is not None:
             fields["cap_pixels_per_frame"] = boolean(config, "cap_pixels_per_frame", where)
         return cls(**fields)
@@ -168,7 +180,47 @@ class Qwen2VLImageProcessor(PixelSettings):
         return smart_resize(height, width, self.factor, self.min_pixels, max_pixels)
 
 
-def _limits(config: Mapping[str, Any], video: bool, where: str) -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLVideoProcessor(Qwen2VLImageProcessor):
+    """The processor for videos of Qwen3-VL and Qwen3.5; min_pixels, max_pixels: limits of all frames together.
+
+    cap_pixels_per_frame: shrinks frames to max_video_tokens tokens each, and to their share of max_pixels.
+    """
+
+    limits: ClassVar = {"video": (128 * 32 * 32, 32 * 32 * 768)}
+    own_keys: ClassVar[set[str]] = _OWN | {"do_sample_frames"}  # frames are taken as they are given
+
+    min_pixels: int = limits["video"][0]
+    max_pixels: int = limits["video"][1]
+    image_mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    patch_size: int = 16
+    max_video_tokens: int = 768
+
+    def times(self, num_frames: int, fps: float) -> list[float]:
+        """The second in the middle of each patch's frames, of frames that were taken `fps` times a second."""
+        last, length = num_frames - 1, self.temporal_patch_size
+        spans = [(first, min(first + length - 1, last)) for first in range(0, num_frames, length)]
+        return [(first / fps + end / fps) / 2 for first, end in spans]
+
+    def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        factor, length, max_pixels = self.factor, self.temporal_patch_size, self.max_pixels
+        if num_frames < length:
+            raise InputError(
+                f"a video needs {length} frames or more, not {num_frames}. Next step: pass it as an image."
+            )
+        if self.cap_pixels_per_frame:
+            share = min(self.max_video_tokens * factor**2, max_pixels // num_frames)
+            max_pixels = max(share, int(self.min_pixels * 1.05)) * num_frames
+        if min(height, width) < factor:
+            scale = max(factor / height, factor / width)
+            height, width = int(height * scale), int(width * scale)
+        patched = round(num_frames / length) * length  # to even at .5, as in transformers
+        limits = self.min_pixels, max_pixels
+        return smart_resize(height, width, factor, *limits, frames=num_frames, patched_frames=patched)
+
+
+def _limits(config: Mapping[str, Any], defaults: tuple[int, int], where: str) -> tuple[int, int]:
     size = config.get("size") or {}
     if not isinstance(size, Mapping) or (size and not {"min_pixels", "shortest_edge"} & set(size)):
         raise ConfigError(f"{where}: size must have shortest_edge and longest_edge (numbers of pixels), not {size!r}.")
@@ -177,7 +229,6 @@ def _limits(config: Mapping[str, Any], video: bool, where: str) -> tuple[int, in
         places = ((config, key), (size, key), (size, key_in_size))
         return next((integer(at, name, where) for at, name in places if at.get(name) is not None), default)
 
-    defaults = VIDEO_LIMITS if video else IMAGE_LIMITS
     least, most = limit("min_pixels", "shortest_edge", defaults[0]), limit("max_pixels", "longest_edge", defaults[1])
     if least > most:
         raise ConfigError(f"{where}: min_pixels {least:,} is above max_pixels {most:,}.")

@@ -21,6 +21,21 @@ QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "processor_class": "Qwen2VLProcessor",
 }
+QWEN3 = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
+QWEN3_VIDEO = {
+    **{key: value for key, value in QWEN3.items() if key != "image_processor_type"},
+    "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+    "video_processor_type": "Qwen3VLVideoProcessor",
+}
 MLLAMA = {
     "do_convert_rgb": True,
     "do_normalize": True,
@@ -80,6 +95,21 @@ def qwen2_vl(folder: Path, **config: Any) -> Path:
     write(folder, "chat_template.json", {"chat_template": QWEN_TEMPLATE})
     write(folder, "config.json", {"model_type": "qwen2_vl"})
     write(folder, "preprocessor_config.json", QWEN | config)
+    return folder
+
+
+def qwen3_vl(folder: Path, video: dict[str, Any] | None = None, **config: Any) -> Path:
+    """Files as on the Hub. config: changes of preprocessor_config.json; video: of the file for videos."""
+    qwen2_vl(folder)
+    write(folder, "config.json", {"model_type": "qwen3_vl"})
+    write(folder, "preprocessor_config.json", QWEN3 | config)
+    write(folder, "video_preprocessor_config.json", QWEN3_VIDEO | (video or {}))
+    return folder
+
+
+def qwen3_5(folder: Path, video: dict[str, Any] | None = None, **config: Any) -> Path:
+    qwen3_vl(folder, video, **config)
+    write(folder, "config.json", {"model_type": "qwen3_5"})
     return folder
 
 

@@ -1,5 +1,10 @@
 """Image processors against transformers' (those on pillow): sizes, grids, ids and pixels."""
 
+import ast
+import importlib.util
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +14,9 @@ from transformers.models.mllama import image_processing_pil_mllama as theirs_mll
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs_qwen
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor
+from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 from ligermodels.vision.qwen2_vl import smart_resize
-from tests.vision.folders import MLLAMA, QWEN, draw
+from tests.vision.folders import MLLAMA, QWEN, QWEN3, QWEN3_VIDEO, draw
 
 # (height, width): one pixel, thin and flat up to 1:200, around multiples of 28 and of 14, halves that round to even.
 SIZES = [
@@ -45,6 +50,7 @@ def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
         {"patch_size": 7, "merge_size": 3, "temporal_patch_size": 1, "min_pixels": 441, "max_pixels": 40000},
         {"do_rescale": False, "image_mean": [100.0, 110.0, 120.0], "image_std": [40.0, 50.0, 60.0]},
         {"do_resize": False},
+        {key: value for key, value in QWEN3.items() if "type" not in key and key != "size"},
     ],
     ids=str,
 )
@@ -83,6 +89,59 @@ def test_a_video_is_its_frames_two_by_two(count):
     for place in range(2 * times):
         assert torch.equal(rows[place // 2, :, :, place % 2], patches[min(place, count - 1)]), place
     assert torch.equal(actual["pixel_values_videos"][times * high * wide :], single["pixel_values"][: high * wide])
+
+
+def theirs_for_videos(name):
+    """A function of transformers' processor of videos, whose module cannot be imported without torchvision."""
+    [folder] = importlib.util.find_spec("transformers.models.qwen3_vl").submodule_search_locations
+    tree = ast.parse((Path(folder) / "video_processing_qwen3_vl.py").read_text())
+    found = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    names = {"math": math}
+    exec(compile(ast.Module([found], []), name, "exec"), names)
+    return names[name]
+
+
+LIMITS = [(4096, 25165824), (128 * 32 * 32, 32 * 32 * 768), (1, 32 * 32 * 4)]
+
+
+@given(st.integers(2, 800), sides, sides, st.sampled_from(LIMITS))
+@settings(max_examples=100, deadline=None)
+def test_sizes_of_frames_are_those_of_transformers(frames, height, width, limits):
+    theirs = theirs_for_videos("smart_resize")
+    processor = Qwen3VLVideoProcessor(min_pixels=limits[0], max_pixels=limits[1])
+    try:
+        expected = theirs(frames, height, width, factor=32, min_pixels=limits[0], max_pixels=limits[1])
+    except ValueError:
+        with pytest.raises(InputError, match="200 times"):
+            processor._size(frames, height, width)
+    else:
+        assert processor._size(frames, height, width) == expected
+
+
+def test_frames_within_a_cap():
+    """Of 768 tokens a frame, and an even share of the limit of the video, but the least size at any rate."""
+    theirs = theirs_for_videos("smart_resize")
+    processor = Qwen3VLVideoProcessor.from_config(QWEN3_VIDEO | {"cap_pixels_per_frame": True}, video=True)
+    for frames, most in ((4, 768 * 32 * 32), (100, 25165824 // 100), (768, 25165824 // 768), (8000, int(4096 * 1.05))):
+        options = dict(factor=32, min_pixels=4096, max_pixels=most * frames)
+        assert processor._size(frames, 1080, 1920) == theirs(frames, 1080, 1920, **options)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_video_of_qwen3_vl_is_its_frames_two_by_two(count):
+    config = QWEN3_VIDEO | {"size": {"shortest_edge": 32 * 32 * 8 * count, "longest_edge": 32 * 32 * 12 * count}}
+    ours = Qwen3VLVideoProcessor.from_config(config, video=True)
+    frames = [draw(90, 131, seed) for seed in range(count)]
+    actual, (height, width) = ours.videos([frames]), ours._size(count, 90, 131)
+    options = {**{key: value for key, value in QWEN3.items() if key != "size"}, "do_resize": False}
+    sized = [frame.resize((width, height), resample=Image.Resampling.BICUBIC) for frame in frames]
+    single = theirs_qwen.Qwen2VLImageProcessorPil(**options)(sized, return_tensors="pt")
+    high, wide, times = height // 16, width // 16, (count + 1) // 2
+    assert actual["video_grid_thw"].tolist() == [[times, high, wide]]
+    patches = single["pixel_values"].reshape(count, high * wide, 3, 2, 16 * 16)[:, :, :, 0]
+    rows = actual["pixel_values_videos"].reshape(times, high * wide, 3, 2, 16 * 16)
+    for place in range(2 * times):
+        assert torch.equal(rows[place // 2, :, :, place % 2], patches[min(place, count - 1)]), place
 
 
 def test_limits_without_any_in_the_file():
@@ -146,6 +205,7 @@ REFUSED = [
     (lambda: QWEN_DEFAULT.videos([[draw(28, 28)], []]), "video 1 has no frames"),
     (lambda: QWEN_DEFAULT.videos([[draw(28, 28), draw(28, 56)]]), r"frames of different sizes, such as \[\(28, 28\)"),
     (lambda: QWEN_DEFAULT([draw(28, 28), draw(1, 201)]), "image 1: 201 x 1 pixels: one side is more than 200 times"),
+    (lambda: Qwen3VLVideoProcessor().videos([[draw(32, 32)]]), "video 0: a video needs 2 frames or more, not 1"),
     (lambda: Qwen2VLImageProcessor(do_resize=False)([draw(30, 56)]), "do_resize false .* multiples of 28"),
     (lambda: config_of("qwen", min_pixels=0), "some/file.json.*min_pixels must be an integer of at least 1, not 0"),
     (lambda: config_of("qwen", do_center_crop=True), "do_center_crop is True, and cropping is not done"),

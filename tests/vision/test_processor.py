@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.video_utils import VideoMetadata
 
 import ligermodels
 from ligermodels.errors import ConfigError, InputError
@@ -45,9 +46,42 @@ class TheirVideos:
         return {"video_grid_thw": torch.tensor(grids)}
 
 
+class TheirQwen3(transformers.Qwen3VLProcessor):
+    def check_argument_for_proper_class(self, name, argument):
+        return type(argument)
+
+
+class TheirTimedVideos:
+    """Replaces the video processor: grids from ours, and what times are made from."""
+
+    merge_size = temporal_patch_size = 2
+
+    def __init__(self, ours):
+        self.ours = ours
+
+    def __call__(self, videos, fps=2.0, **_):
+        rates = fps if isinstance(fps, list) else [fps] * len(videos)
+        metadata = [
+            VideoMetadata(total_num_frames=len(video), fps=rate, frames_indices=list(range(len(video))))
+            for video, rate in zip(videos, rates, strict=True)
+        ]
+        return {**self.ours.videos(videos), "video_metadata": metadata}
+
+
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory):
     return folders.qwen2_vl(tmp_path_factory.mktemp("qwen"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """(ours, transformers')"""
+    size = {"shortest_edge": 1024, "longest_edge": 1024 * 12}
+    folder = folders.qwen3_vl(tmp_path_factory.mktemp("qwen3"), {"size": size}, size=size)
+    ours = Processor.from_folder(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    images, videos = Qwen2VLImageProcessorPil.from_pretrained(folder), TheirTimedVideos(ours.video_processor)
+    return ours, TheirQwen3(images, tokenizer, videos, chat_template=folders.QWEN_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +117,14 @@ def same(actual, expected, names):
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
 CLIP = "<|vision_start|><|video_pad|><|vision_end|>"
 IMAGE = "<|image|>"
+OF_QWEN = {
+    "batch": ([f"a {PAD}", f"{PAD}{PAD} are these two the same, do you think?"], [[DOG], [CAT, OWL]]),
+    "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
+    "none": (["plain", "a longer plain text"], None),
+}
 BATCHES = {
-    "qwen": {
-        "batch": ([f"a {PAD}", f"{PAD}{PAD} are these two the same, do you think?"], [[DOG], [CAT, OWL]]),
-        "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
-        "none": (["plain", "a longer plain text"], None),
-    },
+    "qwen3": OF_QWEN,
+    "qwen": OF_QWEN,
     "mllama": {
         "several": ([IMAGE + IMAGE + "The same? " + IMAGE + "No."], [[CAT, DOG, OWL]]),
         "batch": ([f"{IMAGE}a", f"Two: {IMAGE} and {IMAGE} here are they"], [[DOG], [CAT, OWL]]),
@@ -99,6 +135,7 @@ BATCHES = {
     },
 }
 PIXELS = {
+    "qwen3": ["pixel_values", "image_grid_thw"],
     "qwen": ["pixel_values", "image_grid_thw"],
     "mllama": ["pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"],
 }
@@ -110,7 +147,7 @@ def test_inputs_are_those_of_transformers(family, case, side, request):
     ours, theirs = request.getfixturevalue(family)
     text, images = BATCHES[family][case]
     actual = ours(text, images, padding_side=side)
-    if family == "qwen" and images is not None:
+    if family != "mllama" and images is not None:
         images = [image for batch in images for image in batch]
     expected = theirs(text=list(text), images=images, padding=True, padding_side=side, return_tensors="pt")
     same(actual, expected, ["input_ids", "attention_mask", *(PIXELS[family] if images is not None else [])])
@@ -133,6 +170,27 @@ def test_qwen_videos_and_images_in_one_batch(qwen):
     assert len(video_pixels) == expected["video_grid_thw"].prod(1).sum()
 
 
+@pytest.mark.parametrize("fps", [None, 1.0, [24, 0.3, 2.5]])
+def test_videos_of_qwen3_vl_have_times(qwen3, fps):
+    """Where a text has the placeholder alone, transformers puts in what it was trained with."""
+    ours, theirs = qwen3
+    text = [f"{CLIP} and {PAD}", f"{PAD}{PAD}", f"a film:{CLIP}{CLIP}!"]
+    images, videos = [[CAT], [DOG, OWL], []], [[FILM], [], [FILM[:2], FILM[1:4]]]
+    actual = ours(text, images, videos, fps=fps)
+    flat = [np.stack([np.asarray(frame) for frame in video]) for video in (FILM, FILM[:2], FILM[1:4])]
+    options = dict(padding=True, padding_side="left", return_tensors="pt", videos_kwargs={"fps": fps or 2.0})
+    alone = [one.replace(CLIP, "<|video_pad|>") for one in text]
+    expected = theirs(text=alone, images=[CAT, DOG, OWL], videos=flat, **options)
+    names = ["input_ids", "attention_mask", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"]
+    same(actual, expected, names)
+    same(ours(alone, images, videos, fps=fps), actual, names)
+    written = ours.tokenizer.decode(actual["input_ids"][0], skip_special_tokens=False)
+    if fps is None:
+        assert [part[:13] for part in written.split("<")[1:] if "seconds" in part] == [
+            "0.2 seconds>", "1.2 seconds>", "2.0 seconds>"
+        ]  # fmt: skip
+
+
 def asked(*parts):
     return [{"role": "user", "content": list(parts)}]
 
@@ -152,7 +210,7 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen", "mllama"])
+@pytest.mark.parametrize("family", ["qwen", "qwen3", "mllama"])
 @pytest.mark.parametrize("case", CHATS)
 def test_conversations_are_those_of_transformers(family, case, request):
     ours, theirs = request.getfixturevalue(family)
@@ -216,6 +274,7 @@ REFUSED = {
     "videos": (lambda qwen, _: qwen(CLIP + CLIP, None, [FILM]), r"\[2\] <\|video_pad\|>, but \[1\] videos"),
     "video file": (lambda qwen, _: qwen(CLIP, None, "film.mp4"), "Video files are not decoded"),
     "videos of mllama": (lambda _, mllama: mllama("a", None, [FILM]), "this model takes no videos"),
+    "times": (lambda qwen, _: qwen(CLIP, None, [FILM], fps=2), "reads no times of frames"),
     "bad image": (lambda qwen, _: qwen([PAD, PAD], [[CAT], ["x.png"]]), "image 0 of text 1: x.png is not there"),
     "two sources": (lambda qwen, _: qwen.apply_chat_template(TWICE), "image and path. Next step"),
     "both ways": (lambda qwen, _: qwen.apply_chat_template(CHATS["turns"], [CAT]), "the messages have images too"),
@@ -228,6 +287,12 @@ def test_what_does_not_fit(case, qwen, mllama):
     call, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         call(qwen[0], mllama[0])
+
+
+@pytest.mark.parametrize("fps", [0, "2", [1.0, 2.0]])
+def test_rates_that_are_none(qwen3, fps):
+    with pytest.raises(InputError, match="fps must be a positive number, or one for each of 1 videos"):
+        qwen3[0](CLIP, None, [FILM], fps=fps)
 
 
 @pytest.mark.parametrize("family", ["qwen", "mllama"])
