@@ -64,7 +64,7 @@ def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[
     """
     given = {key: value for key, value in config.items() if value is not None}
     for key, reason in _MUST_BE_OFF.items():
-        if given.get(key):
+        if given.get(key) and key not in own:
             raise ConfigError(f"{where}: {key} is {given[key]!r}, and {reason}. Next step: set it to false.")
     found: dict[str, Any] = {key: boolean(given, key, where) for key in _BOOLEANS if key in given}
     if "resample" in given:

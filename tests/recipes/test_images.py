@@ -21,7 +21,7 @@ from tests.recipes.runs import metrics, options_of, train
 from tests.vision import folders, test_use
 from tests.vision.test_processor import MllamaImageProcessorPil, Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
 
-FAMILIES = {"qwen2_vl": folders.QWEN_TEMPLATE, "mllama": folders.MLLAMA_TEMPLATE}
+FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "mllama")
 NAMES = ("red.png", "wide.png", "deep/tall.png")
 
 
@@ -240,7 +240,11 @@ def test_show_counts_the_tokens_of_an_image(home, encode_row):
         assert [f"<|image_pad|> x {size}" in text for size in sizes.tolist()] == [True, True]
 
 
-@pytest.mark.parametrize("home", ["qwen2_vl", pytest.param("mllama", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "home",
+    ["qwen2_vl", "qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_vl", "mllama"))],
+    indirect=True,
+)
 def test_sft_learns_what_is_on_an_image(home, capsys):
     answers = dict(zip(NAMES, ("the cat sat", "a dog", "cat"), strict=True))
     rows = [{"messages": [asked(image(image=name), "What?"), said(answer)]} for name, answer in answers.items()]

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,6 +288,36 @@ def test_what_does_not_fit(case, qwen, mllama):
     call, message = REFUSED[case]
     with pytest.raises(InputError, match=message):
         call(qwen[0], mllama[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8", "qwen3_vl_training"]
+)
+def test_released_templates_have_places_for_images(qwen3, name):
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    ours, theirs = qwen3
+    film = {"type": "video", "video": FILM}
+    chat = [*CHATS["turns"], {"role": "assistant", "content": "A bird."}, *asked(film, text("And this?"))]
+    options = dict(chat_template=template, add_generation_prompt=True, tokenize=False)
+    written = ours.apply_chat_template(chat, **options)
+    assert written == theirs.apply_chat_template(json_copy(chat), **options)
+    assert written.count(PAD) == 3 and written.count(CLIP) == 1
+    inputs = ours.apply_chat_template(chat, chat_template=template, add_generation_prompt=True)
+    assert len(inputs["image_grid_thw"]) == 3 and inputs["video_grid_thw"].tolist()[0][0] == 3
+
+
+def test_files_as_transformers_5_saves_them(qwen3, tmp_path):
+    """With `do_sample_frames`, which does nothing here: frames are taken as they are given."""
+    ours, theirs = qwen3
+    video = json.loads((ours.tokenizer.files.folder / "video_preprocessor_config.json").read_text())
+    nested = {"image_processor": theirs.image_processor.to_dict(), "processor_class": "Qwen3VLProcessor"}
+    nested["video_processor"] = video | {"do_sample_frames": True, "fps": 2, "max_frames": 768, "min_frames": 4}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5"}))
+    theirs.tokenizer.save_pretrained(tmp_path)
+    again = Processor.from_folder(tmp_path)
+    assert again.image_processor == ours.image_processor and again.video_processor == ours.video_processor
 
 
 @pytest.mark.parametrize("fps", [0, "2", [1.0, 2.0]])
