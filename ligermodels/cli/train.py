@@ -64,9 +64,8 @@ class _RecipeParser(Parser):
             add_flags(self, options)
             self.has_flags = True
         found, rest = super().parse_known_args(args, namespace)
-        unknown = [text[2:].partition("=")[0].replace("-", "_") for text in rest if text.startswith("--")]
-        if unknown:
-            self.error(other_tools.unknown(unknown, options, flags=True))
+        if unknown := [text.partition("=")[0] for text in rest if text.startswith("--")]:
+            self.error(other_tools.unknown(unknown, options))
         if rest:
             is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
             hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"

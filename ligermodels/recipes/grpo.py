@@ -3,7 +3,6 @@
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
 """
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss, sum_over_ranks
-from ligermodels.recipes.masking import IGNORED, Example
+from ligermodels.recipes.base import Metrics, sum_over_ranks
 from ligermodels.recipes.options import TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.policy import completions_batch, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
@@ -92,7 +91,6 @@ class GRPOOptions(RolloutOptions):
 
 class GRPO(Sampling):
     Options = GRPOOptions
-    _has_warned = False
     _deviation = 0.0  # the standard deviation of all rewards of a rollout
 
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
@@ -108,29 +106,12 @@ class GRPO(Sampling):
             prompt = self.process(rows[0])
         except LigermodelsError as error:
             raise InputError(f"{rows.where(0)}: {error}") from error
-        self.judge([Completion(prompt, [self.stop_ids[0]], "", truncated=False)])
+        self.rewards.judge([Completion(prompt, [self.stop_ids[0]], "", truncated=False)], chat=self.chat)
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
         return self.collate_prompts(examples)
 
     # ---- rollouts ----
-
-    def judge(self, completions: Sequence[Completion]) -> None:
-        """Sets the rewards of completions. Raises InputError."""
-        prompts = [one.prompt for one in completions]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        for taken in ("prompts", "completions", "completion_ids", "completion"):
-            columns.pop(taken, None)
-        texts: list[Any] = [one.text for one in completions]
-        if self.chat:
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        rewards = self.rewards(
-            [prompt.prompt for prompt in prompts], texts, [one.ids for one in completions], columns,
-            [prompt.where for prompt in prompts],
-        )  # fmt: skip
-        for one, values in zip(completions, rewards, strict=True):
-            one.rewards, one.reward = values, self.rewards.total(values)
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """The completions of prompts with rewards and advantages; rollout None: one of each, greedily, with rewards.
@@ -139,52 +120,20 @@ class GRPO(Sampling):
         """
         o, p, completions = self.options, self.processes, super().roll_out(prompts, rollout)
         with p.raise_on_all():
-            self.judge(completions)
+            self.rewards.judge(completions, chat=self.chat)
         if rollout is None:
             return completions
         every = [reward for part in p.gather([one.reward for one in completions]) for reward in part]
         rewards = torch.tensor(every).reshape(-1, o.num_generations)
-        advantages, tied = policy.group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
-        if p.is_main and bool(tied.all()) and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                "in this step all completions of each prompt have the same reward, so that it teaches nothing, and the "
-                "loss is 0. If steps stay so (`tied` in metrics.jsonl): the reward is constant, too hard or too easy, "
-                "or the completions are all alike. Next step: look at completions.jsonl; then another reward, other "
-                "prompts, a larger --num-generations or a higher --temperature",
-                stacklevel=2,
-            )
-        self._deviation = float(rewards.std())
-        first = p.batch_rank * len(completions)
-        for n, one in enumerate(completions, first):
-            one.advantage = float(advantages.flatten()[n])
-            one.is_tied = bool(tied[n // o.num_generations])
+        advantages, self._deviation = policy.group_advantages(rewards, o.scale).flatten(), float(rewards.std())
+        tied = (rewards == rewards[:, :1]).all(1)
+        for n, one in enumerate(completions, p.batch_rank * len(completions)):
+            one.advantage, one.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])
         return completions
 
     def batch_of(self, samples: Sequence[Completion]) -> Batch:
-        """A batch of completions after their prompts, packed or padded, with what the loss reads beside it.
-
-        places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
-        [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
-        padding.
-        """
-        dropped = [one.truncated and self.options.mask_truncated_completions for one in samples]
-        examples = [one.example for one in samples]
-        for n, example in enumerate(examples):
-            if dropped[n]:
-                examples[n] = Example(example.ids, [IGNORED] * example.size)
-        batch = super().batch_of(examples)
-        row = batch["input_ids"].shape[1]
-        starts = batch["cu_seqlens"].tolist() if self.options.packing else range(0, batch["input_ids"].numel(), row)
-        shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
-        places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-        for n, one in enumerate(samples):
-            first = starts[n] + len(one.prompt.ids) - 1  # the log probability of a token is where it is predicted
-            places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
-            mask[n, : len(one.ids)] = not dropped[n]
-        advantages = torch.tensor([one.advantage for one in samples] or [0.0])
-        counts = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
-        return batch | dict(places=places, mask=mask, advantages=advantages, counts=counts)
+        masks_truncated = self.options.mask_truncated_completions
+        return completions_batch(samples, super().batch_of, masks_truncated=masks_truncated)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)
@@ -211,42 +160,11 @@ class GRPO(Sampling):
         """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""
         if not model.training:
             return self._evaluate(model, batch, count)
-        o, metrics, counts = self.options, Metrics(), policy.Counts(*count.unbind())
-        places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
-        ref_logp = self._reference_logps(model, batch) if o.beta else None
-
-        def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
-            found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
-            logp, entropy = (values.reshape(-1)[places] for values in found)
-            # The first step of a rollout: what was sampled from is what is trained.
-            old_logp = batch.setdefault("old_logprobs", logp.detach())
-            ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
-            losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
-            tokens = mask.sum()
-            if ref_logp is not None:
-                kl = policy.kl_losses(logp, ref_logp, ratio)
-                losses = losses + o.beta * kl
-                metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
-            is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
-            metrics["clipped"] = is_clipped.sum(), tokens
-            metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
-            return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
-
-        total = next_token_loss(model, decoder_inputs(batch) | {"loss_function": loss}, counts.tokens)
-        return total, metrics
-
-    def _reference_logps(self, model: Any, batch: Batch) -> Tensor:
-        """[N, C]"""
-        found: list[Tensor] = []
-
-        def keep(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
-            logps, _ = policy.head_logprobs(x, weight, labels, temperature=self.options.temperature, **head)
-            found.append(logps.reshape(-1)[batch["places"]])
-            return logps.new_zeros(())
-
-        with self.reference(model) as reference:
-            reference(**decoder_inputs(batch), loss_function=keep)
-        return found[0]
+        reference = None
+        if self.options.beta:
+            with self.reference(model) as before:
+                reference = reference_logprobs(before, batch, self.options.temperature)
+        return policy_loss(model, batch, count, self.options, reference)
 
     def _evaluate(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Metrics]:
         completions = self.roll_out(batch["prompts"], None)

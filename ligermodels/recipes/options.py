@@ -306,7 +306,7 @@ class TrainOptions(
         """Values by the names of their fields. A key may have dashes, or be an alias."""
         names = {name: field.name for field in dataclasses.fields(cls) for name in names_of(field)}
         keys = {key: str(key).replace("-", "_") for key in values}
-        if others := [key for key in keys.values() if key not in names]:
+        if others := [str(key) for key, name in keys.items() if name not in names]:
             from ligermodels.recipes.other_tools import unknown
 
             raise InputError(unknown(others, cls))

@@ -5,7 +5,6 @@ docs/options.md shows the table; a test compares the two.
 
 import dataclasses
 import difflib
-import re
 from collections.abc import Sequence
 
 from ligermodels.recipes import RECIPES, find
@@ -126,7 +125,6 @@ OPTIONS = (
     ("gamma", "--simpo-gamma", ""),
     ("kto_chosen_weight kto_desirable_weight", "--desirable-weight", ""),
     ("kto_rejected_weight kto_undesirable_weight", "--undesirable-weight", ""),
-    ("precompute_ref_log_probs", "", "the reference is computed in each step: the adapters off, or a frozen copy"),
     ("ref_model ref_model_name_or_path reference_model", "", "the reference is MODEL as it was before the run"),
     # rollouts
     ("teacher_model teacher_model_name_or_path", "--teacher", ""),
@@ -140,42 +138,27 @@ OPTIONS = (
 """(their names; our option, with a value or none, or ""; what differs, or what to do)."""
 
 
-def unknown(names: Sequence[str], options: type[TrainOptions], *, flags: bool = False) -> str:
-    """The error for options that a recipe does not have. flags: they were given on the command line, not in a file."""
-    advice = [(_as_given(name, flags), _advice(name, options, flags)) for name in names]
+def unknown(names: Sequence[str], options: type[TrainOptions]) -> str:
+    """The error for options that a recipe does not have, as they were given: flags, or keys of a file."""
+    advice = [(name, _advice(name.removeprefix("--").replace("-", "_"), options)) for name in names]
     if len(advice) == 1:
-        return f"{options.recipe} has no option {advice[0][0]}; {advice[0][1]}"
+        return f"{options.recipe} has no option {names[0]}; {advice[0][1]}"
     return f"{options.recipe} does not have these options:" + "".join(f"\n  {name}: {text}" for name, text in advice)
 
 
-def _advice(name: str, options: type[TrainOptions], flags: bool) -> str:
+def _advice(name: str, options: type[TrainOptions]) -> str:
     if recipes := _recipes_with(name):
         return f"{recipes} it"
     for theirs, ours, note in OPTIONS:
         if name in theirs.split():
-            if not flags:  # options in the note as they stand in a file; those of other commands stay
-                note = re.sub(r"--([a-z-]+)", lambda found: _in_file(found[1]) or found[0], note)
-            if not ours:
-                return note
-            option, _, value = ours.partition(" ")
-            own = option.removeprefix("--").replace("-", "_").lower()
+            own = ours.partition(" ")[0].removeprefix("--").replace("-", "_").lower()
             use = "use" if own in fields_of(options) else _recipes_with(own)
-            return f"{use} {_as_given(own, flags, value)}" + f" ({note})" * bool(note)
+            return f"{use} {ours}" + f" ({note})" * bool(note) if ours else note
     names = sorted(name for field in dataclasses.fields(options) for name in names_of(field))
     close = difflib.get_close_matches(name, names, 1, 0.8)
     if near := close or [other for other in names if len(name) > 2 and other.startswith(name)]:
-        return f"did you mean {' or '.join(_as_given(other, flags) for other in near)}?"
+        return f"did you mean {' or '.join(map(flag, near))}?"
     return f"`ligermodels train {options.recipe} --help` lists all"
-
-
-def _as_given(name: str, flags: bool, value: str = "") -> str:
-    return f"{flag(name) if flags else name}{(' ' if flags else ': ') * bool(value)}{value}"
-
-
-def _in_file(name: str) -> str:
-    """The key of a flag, if it is an option of a recipe."""
-    key = name.replace("-", "_")
-    return key if _recipes_with(key) else ""
 
 
 def _recipes_with(name: str) -> str:

@@ -3,6 +3,7 @@
 The losses are functions of log probabilities (layers/preference.py), and the defaults TRL's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from ligermodels.layers import preference as losses
 from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
 from ligermodels.recipes.base import Metrics, mean_of, sum_over_ranks
+from ligermodels.recipes.masking import Comparison
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.reference import digest, look_up, precompute
 
 DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))
 """Loss types that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""
@@ -25,6 +28,9 @@ _SFT = "weight of the cross entropy of the chosen answers, which is added to the
 class DPOOptions(PreferenceOptions):
     recipe = "dpo"
     compares = True
+    precompute_ref_log_probs: bool = option(
+        True, "without --lora-r: compute the reference's log probabilities before the first step; off: a frozen copy"
+    )
     loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
     label_smoothing: float = option(0.0, _SMOOTHING, least=0, below=0.5)
     sft_weight: float = option(0.0, f"{_SFT} (RPO)", least=0)
@@ -32,6 +38,10 @@ class DPOOptions(PreferenceOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         losses.check_dpo(self.loss_type, self.beta, self.label_smoothing)
+
+    @property
+    def frozen_copies(self) -> int:
+        return 0 if self.precompute_ref_log_probs else super().frozen_copies
 
 
 @dataclass(kw_only=True)
@@ -69,6 +79,19 @@ class DPO(Preference):
     Options: ClassVar[type[PreferenceOptions]] = DPOOptions
     nll_prompts = False
     """The cross entropy counts the prompts too."""
+    table: dict[str, float] | None = None
+    """The log probabilities of the reference, where they are computed before the run."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if self.options.compares and not (self.options.lora_r or self.options.frozen_copies):
+            self.table = precompute(trainer)
+
+    def collate(self, examples: Sequence[Comparison]) -> Batch:
+        """Adds "digests", by which the reference's log probabilities are found."""
+        columns = zip(*(one.sequences for one in examples), strict=True)
+        digests = [digest(sequence) for column in columns for sequence in column]
+        return super().collate(examples) | {"digests": digests}
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor, *reference: Tensor) -> Tensor:
         """Losses [B] of the log probabilities of answers, and of those under the reference, 0 without one."""
@@ -84,7 +107,9 @@ class DPO(Preference):
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         o, before = self.options, None
-        if o.compares:
+        if self.table is not None:
+            before = look_up(self.table, batch)
+        elif o.compares:
             with self.reference(model) as reference:
                 before = logprobs(reference, batch).sums
         own = logprobs(model, batch, prompts=self.nll_prompts)

@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from reprlib import repr as short
@@ -41,38 +41,37 @@ class Rewards:
             functions[name if name not in functions else source] = function
         return cls(functions, weights)
 
-    def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]],
-        columns: Mapping[str, Sequence[Any]], where: Sequence[str],
-    ) -> list[dict[str, float | None]]:  # fmt: skip
-        """The numbers of each completion, by function. where: names the rows for errors, which are InputError."""
-        given = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+    def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
+        """Sets `rewards`, by function, and `reward` of each completion of `rollout`. Raises InputError."""
+        prompts = [one.prompt for one in completions]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")
+        given = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        texts: list[Any] = [one.text for one in completions]
+        if chat:
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        ids = [one.ids for one in completions]
+        given |= dict(prompts=[prompt.prompt for prompt in prompts], completions=texts, completion_ids=ids)
+        where = [prompt.where for prompt in prompts]
         numbers = {name: _numbers(name, function, given, where) for name, function in self.functions.items()}
-        values = [{name: numbers[name][n] for name in numbers} for n in range(len(where))]
-        for n, of_completion in enumerate(values):
-            if set(of_completion.values()) == {None}:
-                raise InputError(f"{where[n]}: no reward function gave its completion {short(completions[n])} a number")
-        return values
-
-    def total(self, values: Mapping[str, float | None]) -> float:
-        """The weighted sum of the numbers of one completion."""
-        pairs = zip(self.weights, values.values(), strict=True)
-        return sum(weight * value for weight, value in pairs if value is not None)
+        for n, one in enumerate(completions):
+            one.rewards = {name: numbers[name][n] for name in numbers}
+            if set(one.rewards.values()) == {None}:
+                raise InputError(f"{where[n]}: no reward function gave its completion {short(texts[n])} a number")
+            weighted = zip(self.weights, one.rewards.values(), strict=True)
+            one.reward = sum(weight * value for weight, value in weighted if value is not None)
 
 
-def _numbers(
-    name: str, function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]
-) -> list[float | None]:
+def _numbers(name: str, function: Function, given: Mapping[str, list[Any]], where: Sequence[str]) -> list[float | None]:
     """The numbers of one function, a number or None for each completion. Raises InputError."""
     try:
         returned: Any = _call(function, given)
-        is_list = isinstance(returned, Iterable) and not isinstance(returned, str | Mapping)
-        found: list[Any] = list(returned) if is_list else []
+        found = None if returned is None or isinstance(returned, str | Mapping) else list(returned)
     except Exception as error:
-        place = _place(function, given, where)
-        raise InputError(f"the reward {name} failed{_line(function, error)}{place}: {_named(error)}") from error
+        row = _failing_row(function, given, where)
+        what = f"{type(error).__name__}: {error}"
+        raise InputError(f"the reward {name} failed{_line(function, error)}{row}: {what}") from error
     own = f"the reward {name}{_line(function)} returned"
-    if not is_list:
+    if found is None:
         raise InputError(f"{own} {short(returned)}; it must return a list with a number for each completion")
     if len(found) != len(where):
         raise InputError(f"{own} {len(found)} numbers for {len(where)} completions, the first of {where[0]}")
@@ -86,7 +85,14 @@ def _numbers(
     return found
 
 
-def _place(function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> str:
+def _call(function: Function, given: Mapping[str, list[Any]]) -> Sequence[float | None]:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**given)
+    return function(**{name: values for name, values in given.items() if name in parameters})
+
+
+def _failing_row(function: Function, given: Mapping[str, list[Any]], where: Sequence[str]) -> str:
     """The row whose completion alone makes the function fail."""
     for n, row in enumerate(where):
         try:
@@ -96,30 +102,14 @@ def _place(function: Function, given: Mapping[str, Sequence[Any]], where: Sequen
     return ""
 
 
-def _call(function: Function, given: Mapping[str, Sequence[Any]]) -> Sequence[float | None]:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return function(**given)
-    return function(**{name: values for name, values in given.items() if name in parameters})
-
-
 def _line(function: Function, error: BaseException | None = None) -> str:
     """ " (FILE:LINE)": where in the function's file the error was raised, or where the function begins."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return ""
-    line = code.co_firstlineno if error is None else _last_line(error, code.co_filename) or code.co_firstlineno
-    return f" ({code.co_filename}:{line})"
-
-
-def _last_line(error: BaseException, file: str) -> int | None:
-    """The line of a file that an error came through last."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return lines[-1] if lines else None
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f" ({code.co_filename}:{(lines or [code.co_firstlineno])[-1]})"
 
 
 def _load(source: str) -> tuple[str, Function]:
@@ -135,9 +125,10 @@ def _load(source: str) -> tuple[str, Function]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        line = _last_line(error, str(file.absolute()))  # a syntax error names its own
-        place = "" if line is None else f", line {line}"
-        raise InputError(f"reward={source}: {path} cannot be imported{place}: {_named(error)}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
+        at = f", line {lines[-1]}" if lines else ""  # a syntax error names its own
+        what = f"{type(error).__name__}: {error}"
+        raise InputError(f"reward={source}: {path} cannot be imported{at}: {what}") from error
     function = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]

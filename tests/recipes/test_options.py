@@ -118,17 +118,17 @@ def test_the_rate_of_a_recipe():
 
 
 WRONG = {
-    "wieght_decay: 1": "sft has no option wieght_decay; did you mean weight_decay?",
-    "num_epochs: 2": "sft has no option num_epochs; use num_train_epochs$",
-    "load-in-4bit: true": r"sft has no option load_in_4bit; use quantize: nf4 \(with lora_r N\)$",
+    "wieght_decay: 1": "sft has no option wieght_decay; did you mean --weight-decay?",
+    "num_epochs: 2": "sft has no option num_epochs; use --num-train-epochs$",
+    "load-in-4bit: true": r"sft has no option load-in-4bit; use --quantize nf4 \(with --lora-r N\)$",
     "neftune_noise_alpha: 5": "sft has no option neftune_noise_alpha; `train` has no NEFTune$",
     "num_generations: 8": "sft has no option num_generations; grpo has it$",
-    "response_length: 8": "sft has no option response_length; distill, grpo have max_completion_length$",
+    "response_length: 8": "sft has no option response_length; distill, grpo have --max-completion-length$",
     "scratch: true": "sft has no option scratch; pretrain has it$",
     "micro_batch_size: 2\nsave_freq: 3\nstrict: false": r"sft does not have these options:\n  micro_batch_size: use "
-    r"batch_tokens \(tokens .* not rows\)\n  save_freq: use save_steps \(in steps\)\n  strict: `ligermodels train",
+    r"--batch-tokens \(tokens .* not rows\)\n  save_freq: use --save-steps \(in steps\)\n  strict: `ligermodels train",
     "recipe: dpo": "is of `train dpo`, and this is `train sft`",
-    "lr_scheduler_typ: cosine": "did you mean lr_scheduler_type?",
+    "lr_scheduler_typ: cosine": "did you mean --lr-scheduler-type?",
     "xyzzy: 1": "ligermodels train sft --help` lists all",
     "lr: fast": "learning_rate='fast': expected a number",
     "lr: -1": "learning_rate=-1: expected more than 0",
@@ -257,8 +257,7 @@ def test_the_names_of_other_tools():
         assert not option or value in ours, option
         for name in names.split():
             recipe = next(recipe for recipe in recipes if value in fields_of(recipe) or not option)
-            said = unknown([name], recipe, flags=True)
-            assert said == f"{recipe.recipe} has no option --{name.replace('_', '-')}; " + (
+            assert unknown([f"--{name}"], recipe) == f"{recipe.recipe} has no option --{name}; " + (
                 f"use {option}" + f" ({note})" * bool(note) if option else note
             )
     shown = [
@@ -294,7 +293,7 @@ COMMON = (
 OWN = {
     "sft": ("assistant_only_loss capture loss_type"),
     "pretrain": ("capture scratch"),
-    "dpo": ("beta label_smoothing loss_type sft_weight"),
+    "dpo": ("beta label_smoothing loss_type precompute_ref_log_probs sft_weight"),
     "kto": ("beta desirable_weight loss_type undesirable_weight"),
     "orpo": ("beta"),
     "cpo": ("beta label_smoothing loss_type sft_weight"),

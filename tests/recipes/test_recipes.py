@@ -36,7 +36,6 @@ RESUMED = {  # recipe, more options, the metric that the evaluations lower and b
 
 
 @pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.filterwarnings("ignore:a forward pass has", "ignore:in this step all")
 def test_a_run_resumes_with_the_same_samples_and_bits(home, teacher, tmp_path, capsys, name):
     recipe, flags, (lowered, factor), (fixed, value) = RESUMED[name]
     flags = (*flags, "--save-steps", "3", "--eval-steps", "3")

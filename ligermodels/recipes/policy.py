@@ -1,0 +1,77 @@
+"""A batch of completions with their advantages, and the losses of policies over it (layers/policy.py)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.layers import policy
+from ligermodels.recipes.base import Metrics, decoder_inputs, next_token_loss
+from ligermodels.recipes.masking import IGNORED, Example
+from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.rollout import Completion
+
+
+def completions_batch(
+    samples: Sequence[Completion], make: Callable[[Sequence[Example]], Batch], *, masks_truncated: bool
+) -> Batch:
+    """A batch of completions after their prompts, with what the loss reads beside it.
+
+    places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
+    [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
+    padding. make: packs or pads examples. masks_truncated: completions that did not end train nothing.
+    """
+    examples = [one.example for one in samples]
+    dropped = [one.truncated and masks_truncated for one in samples]
+    batch = make([Example(e.ids, [IGNORED] * e.size) if out else e for e, out in zip(examples, dropped, strict=True)])
+    row = batch["input_ids"].shape[1]
+    starts = batch["cu_seqlens"].tolist() if "cu_seqlens" in batch else range(0, batch["input_ids"].numel(), row)
+    shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
+    places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    for n, one in enumerate(samples):
+        first = starts[n] + len(one.prompt.ids) - 1  # the log probability of a token is where it is predicted
+        places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
+        mask[n, : len(one.ids)] = not dropped[n]
+    advantages = torch.tensor([one.advantage for one in samples] or [0.0])
+    counts = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
+    return batch | dict(places=places, mask=mask, advantages=advantages, counts=counts)
+
+
+def policy_loss(model: Any, batch: Batch, count: Tensor, o: Any, ref_logp: Tensor | None) -> tuple[Tensor, Metrics]:
+    """The batch's part of the loss. ref_logp [N, C]: of the reference, if the options have a beta."""
+    metrics, counts = Metrics(), policy.Counts(*count.unbind())
+    places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
+
+    def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
+        found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
+        logp, entropy = (values.reshape(-1)[places] for values in found)
+        # The first step of a rollout: what was sampled from is what is trained.
+        old_logp = batch.setdefault("old_logprobs", logp.detach())
+        ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
+        losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
+        tokens = mask.sum()
+        if ref_logp is not None:
+            kl = policy.kl_losses(logp, ref_logp, ratio)
+            losses = losses + o.beta * kl
+            metrics["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
+        is_clipped = policy.is_clipped(o.loss_type, ratio.detach(), advantages, **o.clip) & mask
+        metrics["clipped"] = is_clipped.sum(), tokens
+        metrics["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
+        return policy.reduce_losses(o.loss_type, losses, mask, counts, o.max_completion_length)
+
+    total = next_token_loss(model, decoder_inputs(batch) | {"loss_function": loss}, counts.tokens)
+    return total, metrics
+
+
+def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tensor:
+    """The log probabilities [N, C] of the completions under a model that is not trained."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
+        logps, _ = policy.head_logprobs(x, weight, labels, temperature=temperature, **head)
+        found.append(logps.reshape(-1)[batch["places"]])
+        return logps.new_zeros(())
+
+    reference(**decoder_inputs(batch), loss_function=keep)
+    return found[0]
