@@ -59,6 +59,7 @@ class CausalLM(Pretrained, TrainerInterface):
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
         self.kept_caches = KeptCaches()
+        self.mtp = None
         self.model = self.make_model(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
@@ -181,6 +182,7 @@ class CausalLM(Pretrained, TrainerInterface):
         if given is not None:
             shifted = shift_labels is not None
             targets = Targets(given, inputs.cu_seqlens, context, shifted=shifted, ignore_index=ignore_index)
+            given_count = num_items_in_batch
             if parallel is not None and num_items_in_batch is None:
                 num_items_in_batch = parallel.total(targets.labels)
             if skip_logits is not None and return_logits is None:
@@ -193,6 +195,9 @@ class CausalLM(Pretrained, TrainerInterface):
             raise InputError(
                 "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
             )
+        plain_loss = targets is not None and loss_function is None and not return_logprobs
+        if self.mtp is not None and self.mtp.loss_weight and self.training and plain_loss and inputs.cache is None:
+            options["ahead"] = self.mtp
         output = self.model(inputs, output_hidden_states=output_hidden_states, **options)
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
@@ -202,10 +207,15 @@ class CausalLM(Pretrained, TrainerInterface):
         elif targets is not None:
             with_logits = bool(wants_logits) and loss_function is None
             computed = self._loss(x, targets, num_items_in_batch, with_logits=with_logits, loss_function=loss_function)
+            if "states_ahead" in output:
+                states = output.pop("states_ahead")
+                computed["mtp_loss"] = self._mtp_loss(states, targets, inputs.cu_seqlens, given_count)
+                computed["loss"] = computed["loss"] + self.mtp.loss_weight * computed["mtp_loss"]
         elif wants_logits:
             computed["logits"] = self.logits_of(x[:, -logits_to_keep:] if logits_to_keep else x)
-        if parallel is not None and "loss" in computed:
-            computed["loss"] = parallel.data.all_reduce(computed["loss"])
+        for name in ("loss", "mtp_loss") if parallel is not None else ():
+            if name in computed:
+                computed[name] = parallel.data.all_reduce(computed[name])
         if context is not None and "logits" in computed:
             logits = context.all_gather_replicated(computed["logits"], 1)
             computed["logits"] = logits.reshape(*inputs.tokens.shape[:2], -1)
@@ -242,6 +252,15 @@ class CausalLM(Pretrained, TrainerInterface):
         logits = self.logits_of(x)
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
+
+    def _mtp_loss(
+        self, x: Tensor, targets: Targets, cu_seqlens: Tensor | None, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        """The loss of `mtp`, whose states x predict the token after the next one."""
+        ahead = Targets(targets.labels, cu_seqlens)
+        if self.parallel is not None and num_items_in_batch is None:
+            num_items_in_batch = self.parallel.total(ahead.labels)
+        return self._loss(x, ahead, num_items_in_batch, with_logits=False, loss_function=None)["loss"]
 
     def _logprobs(self, x: Tensor, targets: Targets) -> Tensor:
         """The log probability of each label, [B, S]."""

@@ -148,9 +148,11 @@ class Decoder(BaseModel):
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
         deepstack: DeepStack | None = None,
+        ahead: nn.Module | None = None,
     ) -> CausalLMOutput:
         """`forward` for checked inputs. cross: the states that cross-attention attends to. deepstack: the states of
-        image tokens that are added after the first blocks."""
+        image tokens that are added after the first blocks. ahead: a `MultiTokenPrediction`, whose states are
+        `states_ahead` of the output; those of the last token of a text mean nothing."""
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
@@ -164,6 +166,7 @@ class Decoder(BaseModel):
             tokens = context.shard(tokens, 1)
         x = self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
         shape = (*inputs.tokens.shape[:2], x.shape[-1]) if context is None else x.shape
+        embeds = x
         if self.tp is not None:
             x = self.tp.scatter(x, 1)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
@@ -183,6 +186,8 @@ class Decoder(BaseModel):
         x = self.norm(x, residual)[0]
         x = (x if self.tp is None else self.tp.all_gather(x, 1)).reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
+        if ahead is not None:
+            output["states_ahead"] = ahead(embeds.roll(-1, 1), x.view_as(embeds), batch).reshape(shape)
         if cache is not None:
             if inputs.step is None:
                 cache.advance(inputs.tokens.shape[1])

@@ -7,10 +7,12 @@ import functools
 import inspect
 import json
 import os
+import re
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from ligermodels.arch.output import GenerationConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.layers import Experts, GatedDeltaNet, GatedRMSNorm, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.processes import Processes
@@ -40,6 +42,8 @@ class Pretrained(nn.Module):
     """Tables of other layouts that can be loaded; models are saved by `DISK_NAMES`."""
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Patterns of names on disk that are not loaded."""
+    CARRIED: ClassVar[tuple[str, ...]] = ()
+    """Patterns of names that are not loaded either, and that saving copies from the checkpoint of the model."""
 
     config: Any
     generation_config: Any
@@ -51,6 +55,10 @@ class Pretrained(nn.Module):
     """The repository or folder that the model was loaded from, as given."""
     source_folder: Path | None = None
     """The folder that the model was loaded from."""
+    carried: tuple[str, ...] = ()
+    """The names in it that `CARRIED` matches."""
+    mtp: Any
+    """A layer for multi-token prediction, where training/mtp.py has added one; else None."""
 
     @classmethod
     def from_config(
@@ -156,6 +164,7 @@ class Pretrained(nn.Module):
             if config is not None and dtype == "auto":
                 dtype = _dtype_of(opened.headers) or dtype
             model = cls._on_meta(made, dtype, activation_checkpointing)
+            model.carried = tuple(name for name in opened.headers if cls.carries(name))
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
                 model.generation_config = GenerationConfig.of_file(generation)
@@ -326,6 +335,8 @@ class Pretrained(nn.Module):
         config = copy.copy(self.config)
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
+        beside = {name: x for name, x in given.items() if weights.plain_name(name).startswith("mtp.")}
+        given = {name: x for name, x in given.items() if name not in beside}
         values, metadata = config.to_hf(), None
         # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
@@ -334,8 +345,16 @@ class Pretrained(nn.Module):
         elif is_state:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
-            tensors, metadata = quantization.export(self, shapes, self.names_on_disk, quantizer)
+            mtp, self.mtp = self.mtp, None
+            try:
+                tensors, metadata = quantization.export(self, shapes, self.names_on_disk, quantizer)
+            finally:
+                self.mtp = mtp
             values["quantization_config"] = quantizer.to_dict()
+        if beside:
+            tensors.add({weights.plain_name(name): (x.detach(), ()) for name, x in beside.items()})
+        elif self.carried:
+            tensors.add({name: (x, ()) for name, x in self._read_carried().items()})
         files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
             settings = {name: value for name, value in self.generation_config.items() if value is not None}
@@ -343,6 +362,19 @@ class Pretrained(nn.Module):
         if self.source_folder is not None:
             files = {**companion_files(self.source_folder, target), **files}
         return tensors, files, metadata
+
+    def _read_carried(self) -> dict[str, Tensor]:
+        """The tensors of the checkpoint that the model came from that it does not have. Warns where they are gone."""
+        try:
+            with reading.open_checkpoint(cast(Path, self.source_folder)) as reader:
+                return {name: reader.read(name) for name in self.carried}
+        except (CheckpointError, HubError, KeyError) as error:
+            warnings.warn(
+                f"{len(self.carried)} tensors such as {self.carried[0]} are not in what is saved: they would be copied "
+                f"from {self.source_folder}, which cannot be read any more ({error})",
+                stacklevel=5,
+            )
+            return {}
 
     def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Any) -> str:
         """Saves the model and uploads it to `repo_id` ("owner/name"). Returns the URL of the commit.
@@ -371,7 +403,12 @@ class Pretrained(nn.Module):
 
     @property
     def names_on_disk(self) -> weights.Names:
-        return weights.Names(self.DISK_NAMES, self.ALSO_READ, self.IGNORE, self.tied_weights)
+        return weights.Names(self.DISK_NAMES, self.ALSO_READ, (*self.IGNORE, *self.CARRIED), self.tied_weights)
+
+    @classmethod
+    def carries(cls, name: str) -> bool:
+        """Whether a tensor of this name is not loaded, and copied when the model is saved."""
+        return any(re.search(pattern, name) for pattern in cls.CARRIED)
 
     @property
     def tied_weights(self) -> dict[str, str]:

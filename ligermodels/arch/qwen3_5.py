@@ -6,15 +6,19 @@
 - q_proj gives each head a query and a gate: the head's output is multiplied by sigmoid(gate) before o_proj.
 - Each head of q and of k is normed, and a quarter of its dims rotates (`partial_rotary_factor`, 0.25 if absent). The
   interleaved sections of M-RoPE are for images: the three positions of a text token are equal.
-- The released files also have a vision tower and a layer for multi-token prediction, `model.visual.*` and `mtp.*`. They
-  are neither read nor saved here; a warning says so. Their text is under `model.language_model.`.
+- The released files also have a vision tower, `model.visual.*`, which is neither read nor saved here; a warning says
+  so. Their text is under `model.language_model.`.
+- `mtp.*` is a layer for multi-token prediction, whose block has `self_attn`. Saving copies it from the checkpoint that
+  the model came from; `training.load_mtp` reads it, to train it and to draft with it.
 
-Not seen in a released file: `attn_output_gate` false, and `mlp_only_layers`; both are refused.
+Not seen in a released file: `attn_output_gate` false, and `mlp_only_layers`; both are refused. So are, by `load_mtp`,
+`mtp_num_hidden_layers` other than 1 and `mtp_use_dedicated_embeddings`.
 
 Source: https://github.com/QwenLM/Qwen3 (Qwen3.5); Yang et al. 2024, https://arxiv.org/abs/2412.06464.
 Checked against: models/qwen3_5/modeling_qwen3_5.py of transformers 5.23.
 """
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
 from ligermodels.errors import ConfigError
-from ligermodels.layers import Batch, GatedDeltaNet, RMSNorm
+from ligermodels.layers import Batch, GatedDeltaNet, MultiTokenPrediction, RMSNorm
 
 LAYER_TYPES = ("linear_attention", "full_attention")
 
@@ -68,8 +72,8 @@ class Qwen3_5Config(ModelConfig):
                 outer |= {"dtype", "torch_dtype"}
             config = {**{key: config[key] for key in outer if key in config}, **text, "model_type": cls.model_type}
             warnings.warn(
-                "qwen3_5: only the text model is read: the vision tower (model.visual.*) and the layer for multi-token "
-                "prediction (mtp.*) are left out, here and in what is saved",
+                "qwen3_5: only the text model is read: the vision tower (model.visual.*) is left out, here and in what "
+                "is saved",
                 stacklevel=2,
             )
         return super().from_hf(config)
@@ -131,8 +135,18 @@ class Qwen3_5(CausalLM):
     config_class = Qwen3_5Config
     block_class = Qwen3_5Block
     ALSO_READ = ({"model.{rest}": "model.language_model.{rest}"},)
-    IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.", r"^mtp\.")
+    IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.")
+    CARRIED = (r"^mtp\.",)
 
     @classmethod
     def make_model(cls, config: ModelConfig) -> Decoder:
         return Decoder(config, cls.block_class, norm=NORM)
+
+    @staticmethod
+    def make_mtp(config: Qwen3_5Config) -> MultiTokenPrediction:
+        """The layer `mtp.*`, uninitialised. Raises ConfigError for one that was never released."""
+        for name, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
+            if (given := config.extra.get(name, expected)) != expected:
+                raise ConfigError(f"{config.model_type}: {name}={given!r} is not supported; supported: {expected!r}")
+        block = Qwen3_5Block(dataclasses.replace(config, num_hidden_layers=1, layer_types=["full_attention"]), 0)
+        return MultiTokenPrediction(config.hidden_size, [block], dict(eps=config.rms_norm_eps, **NORM))

@@ -14,11 +14,10 @@ Checked against: models/qwen3_5/modeling_qwen3_5.py of transformers 5.23.
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import NestedFields
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
-from ligermodels.arch.qwen3_5 import Qwen3_5Block, Qwen3_5Config
+from ligermodels.arch.qwen3_5 import Qwen3_5, Qwen3_5Block, Qwen3_5Config
 from ligermodels.arch.qwen3_vl_tower import Qwen3VLTower, Qwen3VLVisionConfig
 from ligermodels.arch.qwen_vl import ImageTokens, QwenVL, QwenVLModel
 
@@ -64,7 +63,8 @@ class Qwen3_5VL(QwenVL):
 
     config_class = Qwen3_5VLConfig
     _no_split_modules: ClassVar = ["Qwen3_5Block", "VisionBlock"]
-    IGNORE = (*CausalLM.IGNORE, r"^mtp\.")
+    CARRIED = Qwen3_5.CARRIED
+    make_mtp = Qwen3_5.make_mtp
 
     @classmethod
     def make_model(cls, config: Qwen3_5VLConfig) -> QwenVLModel:

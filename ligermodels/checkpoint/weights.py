@@ -365,6 +365,11 @@ class Exported:
         }
         self._gathered: tuple[Any, Tensor] | None = None
 
+    def add(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]) -> None:
+        """Adds tensors that are none of the model's parameters."""
+        self.boxes = {**self.boxes, **boxes}
+        self.headers |= {name: TensorInfo(x.dtype, _box_shape(_shape(x), index)) for name, (x, index) in boxes.items()}
+
     def read(self, name: str) -> Tensor:
         tensor: Any
         tensor, index = self.boxes[name]

@@ -22,6 +22,7 @@ _REFUSED = {
     "inputs": "the prompts are the first argument",
     "medusa": "speculation is for one row; use `generate`",
     "prompt_lookup_num_tokens": "speculation is for one row; use `generate`",
+    "use_mtp": "speculation is for one row; use `generate`",
     "logits_processor": "rows have lengths of their own; use `generate`",
     "past_key_values": "the batch has a cache of its own",
     "stopping_criteria": "rows have lengths of their own; use `generate`",
@@ -130,6 +131,8 @@ def generate(
             edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a seed, are the same as
             without it, up to ties: a forward pass of several tokens rounds differently.
         medusa: heads, such as `training.load_medusa(model, folder)`, that propose one token each, verified likewise.
+        use_mtp: the model's own layer for multi-token prediction (`training.load_mtp`) proposes num_assistant_tokens
+            tokens, by default 2, verified likewise.
         return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
         are inputs of the model's forward for the prompt, such as pixel_values; unknown ones raise.

@@ -13,18 +13,29 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.layers.batch import Batch
+from ligermodels.layers.state import Cache
+
+BUCKET = 512
+"""The tokens after the prompt for which `MultiToken` has memory at first."""
+
 
 class Drafter(Protocol):
-    """count: the maximum number of tokens proposed. needs_hidden: whether `propose` reads hidden states."""
+    """count: the maximum number of tokens proposed. needs_hidden: whether `propose` reads hidden states. reads_prompt:
+    whether also those of the prompt."""
 
     count: int
     needs_hidden: bool
+    reads_prompt: bool
 
     def observe(self, token: int) -> None:
         """Takes a new token of the text."""
 
     def propose(self, hidden: Tensor) -> list[int]:
-        """The tokens after the last one. hidden: [1, H] after the token before the last; empty if not needed."""
+        """The tokens after the last one.
+
+        hidden: [N, H] after the N tokens before the last one that were not in an earlier call; empty if not needed.
+        """
 
 
 class PromptLookup:
@@ -34,7 +45,7 @@ class PromptLookup:
     not depend on the length of the text.
     """
 
-    needs_hidden = False
+    needs_hidden = reads_prompt = False
 
     def __init__(self, tokens: Sequence[int], count: int, size: int):
         self.tokens: list[int] = []
@@ -60,7 +71,7 @@ class PromptLookup:
 class Medusa:
     """heads: hidden states [1, H] -> the logits [1, V] of each of the next tokens but one."""
 
-    needs_hidden = True
+    needs_hidden, reads_prompt = True, False
 
     def __init__(self, heads: Any):
         self.heads, self.count = heads, len(heads)
@@ -69,4 +80,49 @@ class Medusa:
         pass
 
     def propose(self, hidden: Tensor) -> list[int]:
-        return torch.stack([logits.argmax(-1) for logits in self.heads(hidden)])[:, 0].tolist()
+        return torch.stack([logits.argmax(-1) for logits in self.heads(hidden[-1:])])[:, 0].tolist()
+
+
+class MultiToken:
+    """Proposes by the model's own layer for multi-token prediction, `model.mtp`, each token from the one before.
+
+    tokens: the prompt. start: the number of its tokens whose states nobody gives, since they are in a cache already.
+    """
+
+    needs_hidden = reads_prompt = True
+
+    def __init__(self, model: Any, tokens: Sequence[int], count: int, start: int = 0):
+        self.model, self.count = model, count
+        self.tokens: list[int] = list(tokens)
+        self.read = start  # tokens whose states have been read
+        embedding = model.decoder.embed_tokens.weight
+        mixer: Any = model.mtp.layers[0].self_attn
+        options = dict(kv_cache_dtype="auto", dtype=model.decoder.compute_dtype, device=embedding.device, whole=True)
+        self.cache = Cache([mixer.new_state(1, len(tokens) + BUCKET, **options)], 1)
+
+    def observe(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def propose(self, hidden: Tensor) -> list[int]:
+        begin = self.read
+        self.read += len(hidden)
+        assert self.read == len(self.tokens) - 1, "the state of each token but the last is read once"
+        known, proposed = self.cache.length + len(hidden), []
+        states, tokens = hidden, self.tokens[begin + 1 :]
+        for _ in range(self.count):
+            states = self._states(tokens, states, begin)[-1:]
+            begin += len(tokens)
+            tokens = [int(self.model.logits_of(states).argmax())]
+            proposed += tokens
+        self.cache.crop(known)
+        return proposed
+
+    def _states(self, tokens: Sequence[int], hidden: Tensor, position: int) -> Tensor:
+        """The layer's states [N, H] of N tokens from `position` on; tokens: those after each."""
+        decoder, cache = self.model.decoder, self.cache
+        ids = torch.tensor([tokens], device=hidden.device)
+        positions = torch.arange(position, position + len(tokens), device=hidden.device)[None]
+        batch = Batch(rotary={"full": decoder.rotary_emb(positions)}, past=cache.length)
+        states = self.model.mtp(decoder.embed_tokens(ids), hidden[None], batch, cache[0])[0]
+        cache.advance(len(tokens))
+        return states

@@ -26,7 +26,7 @@ UNSUPPORTED = frozenset("""
     dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty force_words_ids forced_bos_token_id
     guidance_scale negative_prompt_attention_mask negative_prompt_ids num_beam_groups num_beams output_attentions
     output_hidden_states penalty_alpha prefix_allowed_tokens_fn remove_invalid_values speculation_type synced_gpus
-    token_healing top_h use_mtp watermarking_config
+    token_healing top_h watermarking_config
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that would change the result, also in a checkpoint's generation_config.json: an error, unless
 the value is None, False, or 0 (for those in _OFF_IS_ONE: 1)."""
@@ -34,8 +34,7 @@ _OFF_IS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups"
 IGNORED = frozenset("""
     assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind assistant_tokenizer
     cache_implementation continuous_batching_config decoder_start_token_id early_stopping is_assistant labels
-    length_penalty low_memory max_cache_len num_assistant_tokens num_assistant_tokens_schedule target_lookbehind
-    trust_remote_code
+    length_penalty low_memory max_cache_len num_assistant_tokens_schedule target_lookbehind trust_remote_code
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that change nothing without those of UNSUPPORTED. Labels come with the batch of a trainer."""
 
@@ -138,6 +137,8 @@ class Options:
     )
     max_matching_ngram_size: int | None = _integer(1)
     medusa: Any = None
+    use_mtp: bool | None = None
+    num_assistant_tokens: int | None = _integer(1)
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:

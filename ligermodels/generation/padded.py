@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation import engine
-from ligermodels.generation.drafters import Drafter, Medusa, PromptLookup
+from ligermodels.generation.drafters import Drafter, Medusa, MultiToken, PromptLookup
 from ligermodels.generation.engine import Engine, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
@@ -27,6 +27,9 @@ class PaddedEngine(Engine):
         if options.prompt_lookup_num_tokens is not None:
             size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
             self.drafter = PromptLookup(prompt[0].tolist(), count, size)
+        elif options.use_mtp:
+            known = 0 if request.cache is None else request.cache.length
+            self.drafter = MultiToken(request.model, prompt[0].tolist(), int(options.num_assistant_tokens or 2), known)
         self.guesses = 0 if self.drafter is None else self.drafter.count  # at most, in a step
         self.mask: Tensor | None = None  # [B, end]
         if request.mask is not None:
@@ -51,6 +54,7 @@ class PaddedEngine(Engine):
         # [N, V] and [N, H], N >= len(tokens), after each; and the index of the one that the last token follows.
         self.tokens, self.verified = [0], 0
         self.all_logits = self.hidden = torch.empty(0)
+        self.unread: list[Tensor] = []  # hidden states of earlier tokens that the drafter has not seen
 
     @property
     def past(self) -> int:
@@ -105,8 +109,12 @@ class PaddedEngine(Engine):
                 self.cache.reset()
         if drafter is not None and not is_prompt:
             most = min(self.end - self.length - 1, rotary.tokens_left(longest), drafter.count) if past else 0
-            hidden = self.hidden[self.verified : self.verified + 1]
-            self.tokens = [last, *(drafter.propose(hidden)[: int(most)] if most else ())]
+            if drafter.needs_hidden:
+                self.unread.append(self.hidden[: self.verified + 1].clone())
+            self.tokens = [last]
+            if most:
+                hidden, self.unread = torch.cat(self.unread) if self.unread else self.hidden, []
+                self.tokens += drafter.propose(hidden)[: int(most)]
         if self.captures and past == self.length - 1 and not is_prompt:
             self._captured_step()
         else:
@@ -175,11 +183,14 @@ class PaddedEngine(Engine):
                 raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
             return {**inputs, "input_ids": None} if own else inputs
 
+        reads_prompt = is_prompt and self.drafter is not None and self.drafter.reads_prompt
         begin, chunk, end = past, self.options.prefill_chunk_size, ids.shape[1]
         if chunk is not None:
             with model.decoder.rotary_emb.of_length(longest):
                 while length - begin > chunk:
-                    model(**inputs_of(begin, begin + chunk, return_logits=False))
+                    output = model(**inputs_of(begin, begin + chunk, return_logits=False))
+                    if reads_prompt:
+                        self.unread.append(output.last_hidden_state[0])
                     begin += chunk
         count, extra = 1 + end - length, request.inputs if is_prompt or past == 0 else {}
         with_hidden = self.drafter is not None and self.drafter.needs_hidden
@@ -191,6 +202,8 @@ class PaddedEngine(Engine):
             self.virtual = self.cache.length - length
         if self.drafter is not None:
             hidden = output.last_hidden_state[0, -count:] if with_hidden else self.hidden
+            if reads_prompt:
+                self.unread.append(output.last_hidden_state[0, :-count])
             self._keep(model.logits_of(hidden) if with_hidden else output.logits[0, -count:], hidden)
             return
         self.logits = output.logits[:, -1]

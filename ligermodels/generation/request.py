@@ -149,6 +149,7 @@ class Request:
         foreign = isinstance(cache, TransformersCache), "a cache of transformers (model.new_cache makes one of ours)"
         lookup = options.prompt_lookup_num_tokens is not None, "prompt_lookup_num_tokens"
         medusa = options.medusa is not None, "medusa"
+        mtp = bool(options.use_mtp), "use_mtp"
         embeds = self.embeds is not None, "inputs_embeds"
         images = bool(self.inputs), ", ".join(sorted(self.inputs))
         padding = self.mask is not None, "padding in the prompt"
@@ -158,17 +159,27 @@ class Request:
             "keep their LoRA)"
         )  # fmt: skip
         for one, others in (
-            (no_cache, (chunks, fp8, past, lookup, medusa, images)),
+            (no_cache, (chunks, fp8, past, lookup, medusa, mtp, images)),
             (images, (chunks, embeds)),
-            (lookup, (medusa, embeds, padding, batch, foreign)),
-            (medusa, (embeds, padding, batch, foreign)),
+            (lookup, (medusa, mtp, embeds, padding, batch, foreign)),
+            (medusa, (mtp, embeds, padding, batch, foreign)),
+            (mtp, (embeds, padding, batch, foreign)),
             (chunks, (adapter,)), (fp8, (adapter,)), (past, (adapter,)), (lookup, (adapter,)), (medusa, (adapter,)),
+            (mtp, (adapter,)),
         ):  # fmt: skip
             for other in others:
                 if one[0] and other[0]:
                     raise InputError(f"{one[1]} contradicts {other[1]}; leave one of them out")
         if options.medusa is not None:
             _check_medusa(self.model, options.medusa)
+        if options.use_mtp:
+            count = options.num_assistant_tokens
+            _refuse(
+                (getattr(self.model, "mtp", None) is None,
+                 f"use_mtp: this {type(self.model).__name__} has no layer for multi-token prediction; "
+                 "training.load_mtp(model) reads the one of a checkpoint"),
+                ((count or 1) > MAX_GUESSES, f"num_assistant_tokens={count} must be at most {MAX_GUESSES}"),
+            )  # fmt: skip
         if cache is not None:
             _refuse(
                 (kind not in (None, cache.kv_cache_dtype),

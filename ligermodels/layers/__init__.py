@@ -13,6 +13,7 @@ from ligermodels.layers.head import LMHead
 from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
+from ligermodels.layers.mtp import MultiTokenPrediction
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.preference import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss, sum_per_sequence
@@ -38,6 +39,7 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
     "MoE",
+    "MultiTokenPrediction",
     "NF4Linear",
     "QuantizedLinear",
     "RMSNorm",

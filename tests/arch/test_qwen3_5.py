@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 import ligermodels
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Batch, GatedDeltaNet
 from tests.arch.suite import LOGITS, Suite, read_tensors, relative, rope, tiny_config, write_checkpoint
 
@@ -82,7 +82,7 @@ def test_the_text_of_a_model_that_reads_images(changes, tmp_path):
     ids = torch.randint(3, 90, (1, 9))
     assert torch.equal(model(ids).logits, ligermodels.load(folder, progress=False)(ids).logits)
     model.save_pretrained(tmp_path / "saved")
-    assert read_tensors(tmp_path / "saved").keys() == read_tensors(folder).keys()
+    assert read_tensors(tmp_path / "saved").keys() == read_tensors(folder).keys() | {"mtp.fc.weight"}
 
 
 @pytest.mark.parametrize("changes, message", [
@@ -102,6 +102,39 @@ def test_the_text_of_a_model_that_reads_images(changes, tmp_path):
 def test_what_is_not_computed_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         ligermodels.Qwen3_5Config.from_hf({**tiny(), **changes})
+
+
+def with_bias(tensors):
+    return {**tensors, "model.layers.0.linear_attn.conv1d.bias": torch.ones(80)}
+
+
+def of_qwen3_next(tensors):
+    """The projections of Qwen3-Next: q, k, v and z of each key head side by side, and b and a."""
+    name = "model.layers.0.linear_attn.in_proj_"
+    joint = {"qkvz": [tensors.pop(f"{name}{part}.weight") for part in ("qkv", "z")]}
+    joint["ba"] = [tensors.pop(f"{name}{part}.weight") for part in "ba"]
+    return {**tensors, **{f"{name}{part}.weight": torch.cat(found) for part, found in joint.items()}}
+
+
+@pytest.mark.parametrize("change, says", [
+    (of_qwen3_next, r"missing \(4 of \d+\): .*in_proj_(.*\n)*.*unexpected \(2\): .*in_proj_qkvz"),
+    (with_bias, r"unexpected \(1\): .*conv1d"),
+    (dict(linear_num_value_heads=2), "wrong shape"),
+    (dict(linear_num_value_heads=8, linear_value_head_dim=6), "wrong shape"),
+    (dict(linear_key_head_dim=16, linear_value_head_dim=4), "wrong shape"),
+    (dict(linear_conv_kernel_dim=3), r"conv1d.weight is \[80, 1, 4\], the model has \[80, 1, 3\]"),
+    (dict(layer_types=["full_attention", "linear_attention"]), "missing"),
+], ids=["rows of qwen3_next", "bias", "heads", "more heads", "sizes", "convolution", "order"])  # fmt: skip
+def test_weights_of_another_hybrid_are_refused(change, says, tmp_path):
+    folder = write_checkpoint(tiny(), tmp_path, norm=0.0)
+    if callable(change):
+        (file,) = folder.glob("*.safetensors")
+        save_file(change(read_tensors(folder)), file, metadata={"format": "pt"})
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=says):
+        ligermodels.load(folder, progress=False)
 
 
 def test_the_dtype_of_the_whole_is_that_of_the_text():

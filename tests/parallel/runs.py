@@ -16,7 +16,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
-from ligermodels.training import AdamW, offload
+from ligermodels.training import AdamW, add_mtp, offload
 from tests.arch import qwen2_vl, qwen3_vl
 from tests.parallel.ranks import results_of_ranks
 
@@ -44,6 +44,10 @@ FAMILIES = {
     "qwen3_5": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
         linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2,
+    ),
+    "qwen3_5_mtp": dict(
+        SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, full_attention_interval=2, tie_word_embeddings=True,
     ),
     "qwen3_5_one_key_head": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
@@ -81,6 +85,8 @@ def make(family, trained="", **changes):
     """
     config = {**FAMILIES[family], **changes}
     model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu")
+    if family.endswith("mtp"):
+        add_mtp(model, loss_weight=0.5)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -21,7 +21,8 @@ an ulp. The roundings are as many and as large, and others."""
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
-WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head")
+WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head", "qwen3_5_mtp")
+WITHOUT_CP = ("qwen3_5_mtp",)
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
@@ -43,7 +44,7 @@ def all_families(*splits, **options):
     pairs = [(family, split) for split in splits for family in FAMILIES]
     return [
         gradients(family, split, **options) for family, split in pairs
-        if not ("tp" in split and family in WITHOUT_TP)
+        if not ("tp" in split and family in WITHOUT_TP) and not ("cp" in split and family in WITHOUT_CP)
     ]  # fmt: skip
 
 
@@ -62,6 +63,7 @@ QUICK = [
     gradients("qwen3_5", "tp2", kind="packed"),
     gradients("qwen3_5", "cp2", kind="packed", recompute="block"),
     gradients("qwen3_5_one_key_head", "cp2", kind="left"),
+    gradients("qwen3_5_mtp", "fsdp2", kind="restarting"),
     gradients("mixtral", "tp2"),
     gradients("mixtral", "cp2", kind="left"),
     gradients("llama", "fsdp2", kind="few"),
@@ -121,6 +123,7 @@ REFUSED = [
     ("llama", "tp2", THREE_HEADS, r"tp=2: 3 heads and 3 key heads\. tp may be 3$"),
     ("llama", "tp2", TWELVE_HEADS, r"12 heads and 3 key heads\. tp may be 3, 6, 12$"),
     ("llama", "cp2", THREE_HEADS, r"cp=2 .* 3 heads and 3 key heads; cp may be 3$"),
+    *(("qwen3_5_mtp", split, {}, r"is not split over cp or tp: use dp_shard") for split in ("tp2", "cp2")),
     ("qwen3_5_one_key_head", "tp2", {}, r"tp=2: 1 key heads of linear attention\. use dp_shard and cp instead of tp"),
     (
         "qwen3_5",

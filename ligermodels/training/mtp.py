@@ -1,0 +1,85 @@
+"""The layer for multi-token prediction that a checkpoint has beside its model: `mtp.*` of Qwen3.5.
+
+`load_mtp` reads it as `model.mtp`. It is then trained with the model, saved with it, and drafts for it in
+`generate(use_mtp=True)`. Without `load_mtp` nothing is lost: saving copies `mtp.*` from the checkpoint of the model.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligermodels.checkpoint import reading
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import MultiTokenPrediction, RMSNorm
+
+PREFIX = "mtp."
+
+
+def add_mtp(model: Any, *, loss_weight: float = 0.1, freeze: bool = False, seed: int = 0) -> MultiTokenPrediction:
+    """Gives the model a new layer as `model.mtp`, with random weights; returns it. Call it before the model is sharded.
+
+    loss_weight: of the layer's loss in training, `loss + loss_weight * mtp_loss`; DeepSeek-V3 began with 0.3 and ended
+    with 0.1, which Megatron takes by default. freeze: only the layer is trained.
+    Raises InputError for a model that has no such layer, has it already, or is sharded or not loaded.
+    """
+    mtp = _empty(model, loss_weight)
+    draw = torch.Generator(next(mtp.parameters()).device).manual_seed(seed)
+    with torch.no_grad():
+        for module in mtp.modules():
+            if isinstance(module, RMSNorm) and module.weight is not None:
+                module.weight.fill_(1.0 - module.offset)
+            elif isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, model.config.initializer_range, generator=draw)
+                if module.bias is not None:
+                    module.bias.zero_()
+    return _attach(model, mtp, freeze)
+
+
+def load_mtp(
+    model: Any, folder: str | Path | None = None, *, loss_weight: float = 0.1, freeze: bool = False
+) -> MultiTokenPrediction:
+    """Gives the model the layer `mtp.*` of a checkpoint as `model.mtp`; returns it. Call it before sharding.
+
+    folder: by default the one that the model came from. Other arguments as in `add_mtp`.
+    Raises CheckpointError where the checkpoint has no such layer or one of another size, and InputError as `add_mtp`.
+    """
+    mtp, source = _empty(model, loss_weight), Path(folder or model.source_folder or "")
+    if folder is None and model.source_folder is None:
+        raise InputError("load_mtp: the model came from no folder; give one that has mtp.*, or call add_mtp")
+    with reading.open_checkpoint(source) as reader, torch.no_grad():
+        wanted = {PREFIX + name: parameter for name, parameter in mtp.named_parameters()}
+        found = {name: info.shape for name, info in reader.headers.items() if name.startswith(PREFIX)}
+        if wrong := sorted(
+            n for n in wanted.keys() | found.keys() if n not in wanted or found.get(n) != wanted[n].shape
+        ):
+            one = wrong[0]
+            has = f"{one} is {list(found[one])}" if one in found else f"it has no {one}"
+            expects = f"{list(wanted[one].shape)}" if one in wanted else "no such tensor"
+            raise CheckpointError(f"{source}: {has}, and the layer of this model {expects}; {len(wrong)} differ")
+        for name, parameter in wanted.items():
+            parameter.copy_(reader.read(name))
+    return _attach(model, mtp, freeze)
+
+
+def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
+    """The layer of the model, uninitialised, on the device and in the dtype of its head."""
+    if loss_weight < 0:
+        raise InputError(f"loss_weight={loss_weight} must be 0 or more")
+    make, weight = getattr(model, "make_mtp", None), model.lm_head.weight
+    if make is None:
+        raise InputError(f"{type(model).__name__} has no layer for multi-token prediction; Qwen3_5 has")
+    if model.mtp is not None or weight.is_meta or hasattr(weight, "full_tensor"):
+        raise InputError("the model has its layer for multi-token prediction already, or is sharded or not loaded")
+    with torch.device("meta"):
+        mtp: MultiTokenPrediction = make(model.config)
+    mtp.loss_weight = float(loss_weight)
+    return mtp.to(weight.dtype).to_empty(device=weight.device)
+
+
+def _attach(model: Any, mtp: MultiTokenPrediction, freeze: bool) -> MultiTokenPrediction:
+    if freeze:
+        model.requires_grad_(False)
+    model.mtp = mtp.train(model.training)
+    return mtp

@@ -1,0 +1,253 @@
+"""Qwen3.5's layer for multi-token prediction: kept, read, trained, and a drafter of `generate`."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
+
+import ligermodels
+from ligermodels.conversion import Options, convert
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.generation import engine, generate
+from ligermodels.generation.drafters import MultiToken
+from ligermodels.training import AdamW, add_mtp, load_mtp
+from tests.arch.suite import read_tensors, relative, write_checkpoint
+from tests.arch.test_qwen3_5 import tiny
+
+BOUNDS = torch.tensor([0, 9, 11, 12, 24], dtype=torch.int32)
+
+
+def mtp_tensors(config, seed=1, dtype=torch.float32):
+    """What a released file has of the layer: the names and shapes of Qwen3.6-27B's, of this size."""
+    H, I = config["hidden_size"], config["intermediate_size"]  # noqa: E741
+    heads, kv, D = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shapes = {
+        "fc.weight": (H, 2 * H), "norm.weight": (H,), "pre_fc_norm_embedding.weight": (H,),
+        "pre_fc_norm_hidden.weight": (H,), "layers.0.input_layernorm.weight": (H,),
+        "layers.0.post_attention_layernorm.weight": (H,), "layers.0.mlp.gate_proj.weight": (I, H),
+        "layers.0.mlp.up_proj.weight": (I, H), "layers.0.mlp.down_proj.weight": (H, I),
+        "layers.0.self_attn.q_proj.weight": (2 * heads * D, H), "layers.0.self_attn.k_proj.weight": (kv * D, H),
+        "layers.0.self_attn.v_proj.weight": (kv * D, H), "layers.0.self_attn.o_proj.weight": (H, heads * D),
+        "layers.0.self_attn.q_norm.weight": (D,), "layers.0.self_attn.k_norm.weight": (D,),
+    }  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+    return {f"mtp.{name}": (0.3 * torch.randn(shape, generator=draw)).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = write_checkpoint({**tiny(), "mtp_num_hidden_layers": 1}, tmp_path / "source", norm=0.0)
+    (file,) = folder.glob("*.safetensors")
+    tensors = mtp_tensors(json.loads((folder / "config.json").read_text()))
+    save_file({**read_tensors(folder), **tensors}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
+def model(folder):
+    model = ligermodels.load(folder, progress=False)
+    load_mtp(model)
+    return model
+
+
+def of_mtp(folder):
+    return {name: x for name, x in read_tensors(folder).items() if name.startswith("mtp.")}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys() and len(found) == 15
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# Kept.
+
+
+def test_a_round_trip_keeps_it(folder, tmp_path):
+    """Also in another dtype of the model, into the folder itself, and when the weights are a trainer's."""
+    expected = of_mtp(folder)
+    for options in ({}, dict(dtype=torch.bfloat16)):
+        model = ligermodels.load(folder, progress=False, **options)
+        assert not [name for name, _ in model.named_parameters() if "mtp" in name]
+        assert_same(of_mtp(model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")), expected)
+    again = ligermodels.load(tmp_path / "saved", progress=False)
+    assert_same(of_mtp(again.save_pretrained(tmp_path / "saved")), expected)
+    state = {name: x.detach().clone() for name, x in model.named_parameters()}
+    assert_same(of_mtp(model.save_pretrained(tmp_path / "state", state_dict=state)), expected)
+    convert(folder, tmp_path / "converted", Options(max_shard_size="20KB"))
+    assert_same(of_mtp(tmp_path / "converted"), expected)
+
+
+def test_a_source_that_is_gone_is_said(folder, tmp_path):
+    model = ligermodels.load(folder, progress=False)
+    shutil.rmtree(folder)
+    with pytest.warns(UserWarning, match=r"15 tensors such as mtp\..* are not in what is saved"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not of_mtp(tmp_path / "saved")
+    plain = ligermodels.load(tmp_path / "saved", progress=False)
+    with pytest.raises(CheckpointError, match=r"it has no mtp\.fc\.weight.*15 differ"):
+        load_mtp(plain)
+
+
+def test_what_is_read_is_saved(model, folder, tmp_path):
+    expected = of_mtp(folder)
+    assert_same({n: x.detach() for n, x in model.named_parameters() if n.startswith("mtp.")}, expected)
+    assert_same(of_mtp(model.save_pretrained(tmp_path / "read")), expected)
+    with torch.no_grad():
+        model.mtp.fc.weight.mul_(2)
+    assert torch.equal(
+        of_mtp(model.save_pretrained(tmp_path / "changed"))["mtp.fc.weight"], 2 * expected["mtp.fc.weight"]
+    )
+    rest = read_tensors(folder)
+    assert all(torch.equal(x, rest[n]) for n, x in read_tensors(tmp_path / "changed").items() if n != "mtp.fc.weight")
+
+
+def test_refusals(model, folder):
+    with pytest.raises(InputError, match="already"):
+        load_mtp(model)
+    with pytest.raises(InputError, match="came from no folder"):
+        load_mtp(ligermodels.Qwen3_5.from_config(tiny()))
+    with pytest.raises(InputError, match="Llama has no layer"):
+        sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+        add_mtp(ligermodels.Llama.from_config(sizes))
+    for name, value in (("mtp_num_hidden_layers", 2), ("mtp_use_dedicated_embeddings", True)):
+        with pytest.raises(ConfigError, match=f"{name}={value}"):
+            add_mtp(ligermodels.Qwen3_5.from_config({**tiny(), name: value}))
+    with pytest.raises(CheckpointError, match=r"mtp\..* is \["):
+        load_mtp(ligermodels.Qwen3_5.from_config(tiny(intermediate_size=40)), folder)
+    plain = ligermodels.load(folder, progress=False)
+    with pytest.raises(InputError, match=r"no layer for multi-token prediction; training\.load_mtp"):
+        generate(plain, torch.tensor([[5, 6]]), use_mtp=True)
+    ids = torch.tensor([[5, 6], [7, 8]])
+    for options, says in (
+        (dict(num_assistant_tokens=0), "num_assistant_tokens"), (dict(num_assistant_tokens=200), "at most"),
+        (dict(prompt_lookup_num_tokens=2), "contradicts"), ({}, "a batch of 2 rows"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=says):
+            generate(model, ids if not options else ids[:1], use_mtp=True, **options)
+
+
+# Computed.
+
+
+def states_by_transformers(model, embeds, hidden):
+    """The layer's states, by transformers' block, norms and rotation; embeds: of the next tokens."""
+    config = Qwen3_5TextConfig(**{**tiny(), "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    config._attn_implementation = "eager"
+    block, rotary = Qwen3_5DecoderLayer(config, 0), Qwen3_5TextRotaryEmbedding(config)
+    block.load_state_dict(model.mtp.layers[0].state_dict())
+
+    def norm(x, ours):
+        theirs = Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        theirs.load_state_dict(ours.state_dict())
+        return theirs(x)
+
+    mtp, length = model.mtp, hidden.shape[1]
+    x = torch.cat([norm(embeds, mtp.pre_fc_norm_embedding), norm(hidden, mtp.pre_fc_norm_hidden)], -1)
+    x = x @ mtp.fc.weight.T
+    mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+    x = block(x, position_embeddings=rotary(x, torch.arange(length)[None]), attention_mask=mask)
+    return norm(x[0] if isinstance(x, tuple) else x, mtp.norm)
+
+
+def losses_by_hand(model, ids, labels):
+    """The sums of the layer's losses and the number of its labels."""
+    hidden = model(ids, return_logits=False).last_hidden_state
+    if ids.shape[1] < 3:
+        return hidden.new_zeros(()), 0
+    states = states_by_transformers(model, model.model.embed_tokens(ids[:, 1:]), hidden[:, :-1])
+    logits, ahead = model.lm_head(states[:, :-1]), labels[:, 2:]
+    return F.cross_entropy(logits.flatten(0, 1), ahead.flatten(), reduction="sum"), (ahead != -100).sum()
+
+
+@pytest.mark.parametrize("kind", ["rows", "left padding", "packed"])
+def test_its_loss_is_that_of_the_token_after_the_next(model, kind):
+    ids = torch.randint(3, 90, (1, 24))
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.2, -100)
+    inputs, texts = {}, [(0, 24)]
+    if kind == "packed":
+        inputs, texts = dict(cu_seqlens=BOUNDS), list(zip(BOUNDS[:-1].tolist(), BOUNDS[1:].tolist(), strict=True))
+    elif kind == "left padding":
+        labels[:, :6] = -100
+        inputs, texts = dict(attention_mask=(torch.arange(24) >= 5).long()[None]), [(5, 24)]
+    parts = [losses_by_hand(model.eval(), ids[:, begin:end], labels[:, begin:end]) for begin, end in texts]
+    expected = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
+    plain = model(ids, labels=labels, **inputs).loss
+    output = model.train()(ids, labels=labels, **inputs)
+    assert relative(output.mtp_loss, expected) < 1e-5
+    assert relative(output.loss, plain + 0.1 * expected) < 1e-5
+    output.mtp_loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.mtp.parameters())
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0, "the model learns from it too"
+
+
+def test_when_it_runs(model):
+    """In training with labels alone; not with a weight of 0; frozen, only the layer learns."""
+    ids = torch.randint(3, 90, (2, 12))
+    assert model.eval()(ids, labels=ids).get("mtp_loss") is None and model.train()(ids).get("mtp_loss") is None
+    whole, num = model(ids, labels=ids).mtp_loss, torch.tensor(40.0)
+    assert relative(model(ids, labels=ids, num_items_in_batch=num).mtp_loss, whole * 20 / num) < 1e-5
+    model.mtp.loss_weight = 0.0
+    assert model(ids, labels=ids).get("mtp_loss") is None
+    model.mtp = None
+    new = add_mtp(model, loss_weight=0.5, freeze=True)
+    assert {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {"mtp"}
+    optimizer, losses = AdamW(new.parameters(), lr=0.02), []
+    for _ in range(30):
+        output = model(ids, labels=ids)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.mtp_loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# A drafter.
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["its own guesses", "right guesses"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkeypatch):
+    """Each proposal is the greedy one of the layer, which reads its own states where the model has none yet.
+
+    right: the guesses are replaced by the text, so that all are accepted.
+    """
+    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if captured else set())
+    model.requires_grad_(False)
+    ids, seen, propose = torch.randint(3, 90, (1, 9)), [], MultiToken.propose
+
+    def spy(self, hidden):
+        seen.append((list(self.tokens), propose(self, hidden)))
+        return expected[0, len(self.tokens) :][: self.count].tolist() if right else seen[-1][1]
+
+    monkeypatch.setattr(MultiToken, "propose", spy)
+    for options in ({}, dict(prefill_chunk_size=4), dict(num_assistant_tokens=3), dict(do_sample=True, seed=3)):
+        seen.clear()
+        options = {**options, "max_new_tokens": 16, "eos_token_id": ()}
+        plain = {name: value for name, value in options.items() if name != "num_assistant_tokens"}
+        expected = generate(model, ids, **plain)
+        assert torch.equal(generate(model, ids, use_mtp=True, **options), expected)
+        assert 0 < len(seen) <= (5 if right else 15)
+        for tokens, proposed in seen:
+            text = torch.tensor([tokens])
+            states, hidden = None, model(text, return_logits=False).last_hidden_state[:, :-1]
+            for token in proposed:
+                states = states_by_transformers(model, model.model.embed_tokens(text[:, 1:]), hidden)[:, -1:]
+                assert model.lm_head(states).argmax().item() == token
+                text, hidden = torch.cat([text, torch.tensor([[token]])], 1), torch.cat([hidden, states], 1)
+
+
+def test_it_drafts_after_a_cache(model):
+    """The states of the cached tokens are unknown to it; the text is the same."""
+    model.requires_grad_(False)
+    ids = torch.randint(3, 90, (1, 12))
+    cache = model.new_cache(1, 40)
+    model(ids[:, :7], past_key_values=cache)
+    options = dict(max_new_tokens=12, eos_token_id=())
+    assert torch.equal(
+        generate(model, ids, use_mtp=True, past_key_values=cache, **options), generate(model, ids, **options)
+    )
