@@ -64,7 +64,7 @@ class Qwen3_5VL(QwenVL):
     config_class = Qwen3_5VLConfig
     _no_split_modules: ClassVar = ["Qwen3_5Block", "VisionBlock"]
     CARRIED = Qwen3_5.CARRIED
-    make_mtp = Qwen3_5.make_mtp
+    make_mtp = staticmethod(Qwen3_5.make_mtp)
 
     @classmethod
     def make_model(cls, config: Qwen3_5VLConfig) -> QwenVLModel:

@@ -16,6 +16,7 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import engine, generate
 from ligermodels.generation.drafters import MultiToken
 from ligermodels.training import AdamW, add_mtp, load_mtp
+from tests.arch import qwen2_vl, qwen3_vl
 from tests.arch.suite import read_tensors, relative, write_checkpoint
 from tests.arch.test_qwen3_5 import tiny
 
@@ -251,3 +252,23 @@ def test_it_drafts_after_a_cache(model):
     assert torch.equal(
         generate(model, ids, use_mtp=True, past_key_values=cache, **options), generate(model, ids, **options)
     )
+
+
+# With images.
+
+
+def test_the_model_with_images_keeps_it_and_drafts(tmp_path):
+    config = qwen3_vl.qwen3_5(initializer_range=0.2)
+    made = ligermodels.Qwen3_5VL.from_config(config, dtype=torch.float32)
+    add_mtp(made, seed=4)
+    model = ligermodels.load(made.save_pretrained(tmp_path / "images"), progress=False)
+    expected, ids = of_mtp(tmp_path / "images"), torch.randint(3, 90, (1, 9))
+    assert_same(of_mtp(model.save_pretrained(tmp_path / "saved")), expected)
+    load_mtp(model)
+    assert_same(of_mtp(model.save_pretrained(tmp_path / "read")), expected)
+    options = dict(max_new_tokens=12, eos_token_id=())
+    inputs = qwen2_vl.inputs([[3, ("image", (1, 2, 3)), 5]], config)
+    inputs.pop("attention_mask", None)
+    for given in (dict(input_ids=ids), inputs):
+        assert torch.equal(generate(model, use_mtp=True, **given, **options), generate(model, **given, **options))
+    assert model.train()(**inputs, labels=inputs["input_ids"]).mtp_loss > 0
