@@ -64,8 +64,8 @@ class Sizes:
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
         inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
-        blocks, attention = model.decoder.layers, (heads + 2 * kv_heads) + heads
-        mixers = sum(_saved_by_mixer(block, attention) for block in blocks)
+        blocks = model.decoder.layers
+        mixers = sum(_saved_by_mixer(block, heads, kv_heads) for block in blocks)
         outside = 2 * config.hidden_size + mixers // len(blocks)
         parameters = sum(p.numel() for p in model.parameters())
         return cls(
@@ -81,16 +81,20 @@ class Sizes:
         )
 
 
-def _saved_by_mixer(block: nn.Module, attention: int) -> int:
-    """Elements that the mixer of a block saves per token. attention: those of attention, without a gate of its output.
+def _saved_by_mixer(block: nn.Module, heads: int, kv_heads: int) -> int:
+    """Elements that the mixer of a block saves per token. heads, kv_heads: dims of all heads of q, and of k.
 
+    Attention saves q, k and v, and its output, which o_proj reads; with norms of q and k also their inputs, and q and k
+    after the rotation; with a gate of its output the gate, its sigmoid and the product.
     A Gated DeltaNet saves the inputs of its convolution, of the delta rule and of the norm, z, and out_proj's input.
     """
+    attention = (heads + 2 * kv_heads) + heads
     for module in block.modules():
         if isinstance(module, GatedDeltaNet):
             return 2 * sum(module.sizes) + 3 * module.sizes[2]
-        if isinstance(module, Attention) and module.output_gate:
-            return attention + 2 * module.num_heads * module.head_dim
+        if isinstance(module, Attention):
+            normed = 2 * (heads + kv_heads) * (module.q_norm is not None)
+            return attention + normed + 3 * heads * module.output_gate
     return attention
 
 

@@ -272,7 +272,7 @@ def test_a_hybrid_is_estimated_by_its_mixers():
     adapters = memory.adapter_parameters(sketch, options_of("sft", lora_r=16))
     setting = memory.Setting("bf16-masters", "none", tokens=16384, accumulates=False)
     found = memory.estimate(memory.Sizes.of(sketch, trained=adapters), setting).total / memory.GIB
-    assert 0.94 * 79.8 < found < 79.8
+    assert 0.97 * 79.8 < found < 1.03 * 79.8
 
 
 def test_what_fits_is_chosen_and_advised():
