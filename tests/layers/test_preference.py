@@ -197,7 +197,7 @@ def test_a_completion_without_tokens_has_no_policy_gradient(kind):
     losses = policy.token_losses(kind, logp, ratio, torch.tensor([1.0, -1.0]).double(), low=0.2, high=5.0)
     loss = policy.reduce_losses(kind, losses.expand(2, 3), mask, policy.Counts(2 * ones, 2 * ones, ones), 3)
     (slope,) = torch.autograd.grad(loss, logp)
-    assert loss.isfinite() and slope[0, :2].all() and not slope[0, 2] and not slope[1].any()
+    assert ratio.isfinite().all() and loss.isfinite() and slope[0, :2].all() and not slope[0, 2] and not slope[1].any()
 
 
 ONES = torch.ones(6)
