@@ -92,7 +92,12 @@ def test_commands_that_only_print(commands, light, folders):
         assert f"status {status}" in output and words in output, f"{command}: {output}"
 
 
-TORCH = "import torch, ligermodels\n"
+PACKAGE = """
+import sys, ligermodels
+assert not {"transformers", "triton", "tokenizers", "sentencepiece", "jinja2", "PIL", "gguf"} & set(sys.modules)
+"""
+WITHOUT = "import sys\nsys.modules['triton'] = sys.modules['transformers'] = None\n"
+"""Importing them raises ImportError."""
 TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, pad_token_id=0, rope_theta=1e4)  # fmt: skip
 QWEN2_VL = dict(TEXT, model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2]),
@@ -112,15 +117,20 @@ MLLAMA = dict(model_type="mllama", vision_config=TOWER,
 @pytest.mark.parametrize(
     "code, absent",
     [
-        ("import ligermodels\nligermodels.Tokenizer.from_hub('model').encode('the')", HEAVY),
+        (PACKAGE + "ligermodels.Tokenizer.from_hub('model').encode('the')", HEAVY),
         ("import ligermodels.layers, ligermodels.training, ligermodels.conversion.pipeline", WITH_TORCH),
         (running("inspect model") + running("generate model --prompt the --max-new-tokens 2 --device cpu"), WITH_TORCH),
-        (TORCH + f"""
-ligermodels.load('model').generate(torch.ones(1, 3).long(), max_new_tokens=2)
+        (WITHOUT + f"""
+import torch, ligermodels
+model, ids = ligermodels.load('model'), torch.ones(1, 3).long()
+model(ids, labels=ids).loss.backward()
+assert all(p.grad.isfinite().all() for p in model.parameters())
+model.generate(ids, max_new_tokens=2)
 configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}, "qwen3_vl": {QWEN3_VL}, "qwen3_5": {QWEN3_5}}}
 for model_type, arch in ligermodels.ARCHS.items():
     for device in ("meta", "cpu"):
-        arch.from_config(configs.get(model_type, dict({TEXT}, model_type=model_type)), device=device)""", WITH_TORCH),
+        arch.from_config(configs.get(model_type, dict({TEXT}, model_type=model_type)), device=device)""",
+         WITH_TORCH - {"transformers", "triton"}),
     ],
     ids=["tokenizer", "imports", "commands", "every architecture"],
 )  # fmt: skip
