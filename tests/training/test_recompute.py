@@ -248,6 +248,7 @@ class TestMemory:
         assert len({id(view.storage) for view in packed}) == 3
         del memory, views
         assert_same(list(map(offload._unpack, packed)), expected)
+        assert all(view.storage.on_device is None for view in packed), "what has been read is left to the reader"
 
 
 class TestSettings:
