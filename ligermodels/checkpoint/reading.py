@@ -130,8 +130,8 @@ class FolderReader:
     """The tensors of model.safetensors or pytorch_model.bin, or of the shards that its index names.
 
     A context manager and a `weights.Reader`. headers: {name: TensorInfo} in file order, without the prefixes of
-    wrappers. places: {name: file}. metadata: of the first file. is_mapped: every tensor is mapped separately, so that
-    writing to it leaves the others and the file unchanged. Tensors that an index does not name are ignored.
+    wrappers. metadata: of the first file. is_mapped: every tensor is mapped separately, so that writing to it leaves
+    the others and the file unchanged. Tensors that an index does not name are ignored.
     Raises CheckpointError for an index or file that is missing, damaged or of another kind, and for a folder that is
     replaced at the same time; HubError for one that cannot be read.
     """
@@ -144,34 +144,34 @@ class FolderReader:
         self.folder = Path(folder)
         self.source = str(folder)
         self.headers: dict[str, TensorInfo] = {}
-        self.places: dict[str, str] = {}
-        self._stored: dict[str, str] = {}
+        self._stored: dict[str, tuple[Any, str]] = {}  # the file of a tensor, and its name there
         with unreplaced(self.folder):
             files, weight_map = weight_files(self.folder, self.single)
-            self._files: dict[str, Any] = {file: self.open_file(self.folder / file, self.folder) for file in files}
-        for file, opened in self._files.items():
+            opened_files = {file: self.open_file(self.folder / file, self.folder) for file in files}
+        for file, opened in opened_files.items():
             for name in opened.names:
                 if weight_map is not None and weight_map.get(name) != file:
                     continue
                 plain = plain_name(name)
                 if plain in self._stored:
-                    both = f"{name} and {self._stored[plain]}"
+                    both = f"{name} and {self._stored[plain][1]}"
                     raise CheckpointError(f"{self.folder / file} holds {both}, which are one name; keep the right one")
-                self._stored[plain], self.places[plain], self.headers[plain] = name, file, opened.info(name)
+                self._stored[plain], self.headers[plain] = (opened, name), opened.info(name)
         for name, file in (weight_map or {}).items():
-            if self._stored.get(plain_name(name)) != name:
+            if self._stored.get(plain_name(name)) != (opened_files[file], name):
                 raise CheckpointError(f"{self.folder / file} lacks {name}, which its index names; fetch both again")
-        self.metadata: dict[str, str] = self._files[files[0]].metadata
+        self.metadata: dict[str, str] = opened_files[files[0]].metadata
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible. It must not be written to."""
-        return self._files[self.places[name]].read(self._stored[name])
+        opened, stored = self._stored[name]
+        return opened.read(stored)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._files.clear()
+        self._stored.clear()
 
 
 class SafetensorsReader(FolderReader):
@@ -183,7 +183,8 @@ class SafetensorsReader(FolderReader):
 
     def locate(self, name: str) -> Stored:
         """The file and offset of the tensor."""
-        return self._files[self.places[name]].locate(self._stored[name])
+        opened, stored = self._stored[name]
+        return opened.locate(stored)
 
 
 def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> "FolderReader | GgufReader":

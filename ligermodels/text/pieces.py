@@ -14,11 +14,18 @@ orders them by score (runs of spaces). Checked against SentencePiece 0.2 and Lla
 """
 
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.checkpoint.gguf.tokenizer import CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, protobuf_fields
+from ligermodels.checkpoint.gguf.tokenizer import (
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    USER_DEFINED,
+    protobuf_fields,
+    special_tokens_around,
+)
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import Converted, TokenizerFiles, read_bytes
 
@@ -85,19 +92,6 @@ def _convert(data: bytes, files: TokenizerFiles) -> Converted:
     # A token without an id is refused where all named tokens are checked.
     made.post_processor = special_tokens_around({end: pair for end, pair in ids.items() if pair[1] is not None})
     return Converted(made, named)
-
-
-def special_tokens_around(ends: Mapping[str, tuple[str, int]]) -> Any:
-    """The post-processor that adds BOS before a text and EOS after it.
-
-    ends: {"bos": (token, id), "eos": (token, id)} of those that are added.
-    """
-    from tokenizers import processors
-
-    before, after = ([end] if end in ends else [] for end in ("bos", "eos"))
-    one, other = ([*before, text, *after] for text in ("$A", "$B:1"))
-    tokens = [{"id": end, "ids": [index], "tokens": [token]} for end, (token, index) in ends.items()]
-    return processors.TemplateProcessing(single=one, pair=one + other, special_tokens=tokens)
 
 
 def _model(trainer: dict[int, Any], entries: list[dict[int, Any]], texts: list[str], types: list[int]) -> Any:

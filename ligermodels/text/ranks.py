@@ -23,10 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ligermodels.checkpoint.gguf.tokenizer import LLAMA_3_PATTERN
+from ligermodels.checkpoint.gguf.tokenizer import LLAMA_3_PATTERN, special_tokens_around
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import Converted, TokenizerFiles, read_bytes, read_text
-from ligermodels.text.pieces import special_tokens_around
 
 
 def _reserved(numbers: Iterable[int]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from ligermodels.text.backend import Backend, Encoded
 from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplate, ChatTemplates
 from ligermodels.text.files import TokenizerFiles, call_settings, read_files, read_text
-from ligermodels.text.function_schema import function_schema
 from ligermodels.text.vocabulary import NAMES, Vocabulary
 
 if TYPE_CHECKING:
@@ -311,7 +310,7 @@ class Tokenizer(Vocabulary):
         self,
         conversation: Any,
         *,
-        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         chat_template: str | None = None,
@@ -333,7 +332,7 @@ class Tokenizer(Vocabulary):
         conversation: [{"role": ..., "content": ...}, ...]. Keys that are None are dropped. A content may be a list of
         parts, {"type": "text", "text": ...}; their texts are joined for a template that does not print parts.
         `reasoning_content`, `reasoning` and `thinking` are the same.
-        tools: JSON schemas, or functions with type hints and a docstring (`function_schema`).
+        tools: JSON schemas; `transformers.utils.get_json_schema` makes one of a Python function.
         chat_template: the name of one of the checkpoint's templates, or a template's text; by default "tool_use" if
         there are tools and it exists, else "default". No special tokens are added around the text, because the
         template writes its own BOS.
@@ -434,13 +433,16 @@ class Tokenizer(Vocabulary):
 
 
 def _schemas(tools: Any) -> list[Mapping[str, Any]]:
-    """The JSON schemas of tools that are schemas or functions."""
+    """The tools, which must be JSON schemas."""
     if not isinstance(tools, list | tuple):
-        raise InputError(f"tools must be a list of JSON schemas (dicts) and Python functions, not {short(tools)}.")
+        raise InputError(f"tools must be a list of JSON schemas (dicts), not {short(tools)}.")
     for tool in tools:
-        if not (isinstance(tool, Mapping) or inspect.isfunction(tool) or inspect.ismethod(tool)):
-            raise InputError(f"a tool is a JSON schema (a dict) or a Python function, not {short(tool)}.")
-    return [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+        if not isinstance(tool, Mapping):
+            raise InputError(
+                f"a tool is a JSON schema (a dict), not {short(tool)}. Next step: transformers.utils.get_json_schema "
+                "makes one of a Python function with type hints and a docstring."
+            )
+    return list(tools)
 
 
 def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:

@@ -105,16 +105,21 @@ CONVERSATIONS = {
 }
 
 
-def find(what: str, count: int = 1):
-    """
-    Finds things.
-
-    Args:
-        what: The thing to find
-        count: How many
-    """
-
-
+FIND = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": "Finds things.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "what": {"type": "string", "description": "The thing to find"},
+                "count": {"type": "integer", "description": "How many"},
+            },
+            "required": ["what"],
+        },
+    },
+}
 WEATHER = {
     "type": "function",
     "function": {"name": "weather", "description": "é <b>", "parameters": {"type": "object", "properties": {}}},
@@ -122,7 +127,7 @@ WEATHER = {
 OPTIONS = [
     {},
     {"add_generation_prompt": True},
-    {"tools": [find, WEATHER]},
+    {"tools": [FIND, WEATHER]},
     {"tools": []},
     {"continue_final_message": True},
 ]

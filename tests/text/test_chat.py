@@ -354,7 +354,7 @@ SPANNED = [{"role": "assistant", "content": f"a{sandbox.SPAN_END}b"}]
         ({"conversation": [CONVERSATIONS["system"], [USER]], "return_tensors": "pt"}, "rows of different lengths"),
         ({"tools": CALL}, "tools must be a list"),
         ({"tools": [len]}, "a tool is a JSON schema .* not <built-in function len>"),
-        ({"tools": [lambda a: a]}, "has no docstring"),
+        ({"tools": [lambda a: a]}, "get_json_schema makes one"),
         ({"return_assistant_tokens_mask": True}, "return_dict=True"),
         ({"chat_template": "{# {% generation %} #}", **MASK}, r"has no {% generation %}.*TRL"),
         ({"chat_template": FILTERED, **MASK}, "changes the text"),

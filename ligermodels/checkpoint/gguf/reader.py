@@ -200,7 +200,6 @@ class GgufReader:
             self._stored |= {name.format(i): part for i, part in enumerate(parts)} if experts else {name: stored}
         self.types = {name: stored.type for name, stored in self._stored.items()}
         self.headers = self._headers()
-        self.places = dict.fromkeys(self.headers, path.name)
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:

@@ -151,7 +151,7 @@ def _byte_level(
     metadata: Mapping[str, Any], tokens: list[str], added: Mapping[int, Any], config: Mapping[str, Any], where: str
 ) -> bytes:
     """tokenizer.json. Raises TokenizerError for a pre-tokenizer that is not supported."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = _pre(metadata)
     known = {name: key for key, name in reversed(PRE_TOKENIZERS.items())}
@@ -174,14 +174,24 @@ def _byte_level(
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=by_regex)
     made.pre_tokenizer = pre_tokenizers.Sequence([*steps, byte_level])
     made.decoder = decoders.ByteLevel()
-    named = [name for name in ("bos", "eos") if config[f"add_{name}_token"]]
-    special = [{"id": n, "ids": [tokens.index(config[f"{n}_token"])], "tokens": [config[f"{n}_token"]]} for n in named]
-    around = ["bos"] * ("bos" in named), ["eos"] * ("eos" in named)
-    one, other = ([*around[0], part, *around[1]] for part in ("$A", "$B:1"))
-    made.post_processor = processors.TemplateProcessing(single=one, pair=one + other, special_tokens=special)
+    named = {end: config[f"{end}_token"] for end in ("bos", "eos") if config[f"add_{end}_token"]}
+    made.post_processor = special_tokens_around({end: (token, vocab[token]) for end, token in named.items()})
     made.add_special_tokens([AddedToken(**token) for token in added.values() if token["special"]])
     made.add_tokens([AddedToken(**token) for token in added.values() if not token["special"]])
     return made.to_str().encode()
+
+
+def special_tokens_around(ends: Mapping[str, tuple[str, int]]) -> Any:
+    """The post-processor that adds BOS before a text and EOS after it.
+
+    ends: {"bos": (token, id), "eos": (token, id)} of those that are added.
+    """
+    from tokenizers import processors
+
+    before, after = ([end] if end in ends else [] for end in ("bos", "eos"))
+    one, other = ([*before, text, *after] for text in ("$A", "$B:1"))
+    tokens = [{"id": end, "ids": [index], "tokens": [token]} for end, (token, index) in ends.items()]
+    return processors.TemplateProcessing(single=one, pair=one + other, special_tokens=tokens)
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> bytes:
