@@ -48,6 +48,8 @@ def with_large_weights(model):
             parameter.normal_(0.0, 0.3 if "norm" not in name else 0.1)
             if "norm" in name and not model.config.model_type.startswith("gemma"):
                 parameter.add_(1.0)
+        if hasattr(model.config, "image_token_id"):  # which no text may have
+            model.lm_head.weight[[model.config.image_token_id, model.config.video_token_id]] = 0.0
     return model.requires_grad_(False).eval()
 
 

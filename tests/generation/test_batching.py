@@ -9,7 +9,7 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import continuous, engine, generate, generate_many, generate_many_iter
-from tests.arch import llama_vision, qwen2_vl
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl
 from tests.generation import models
 from tests.generation.models import family, with_large_weights
 from tests.tiny import FAMILIES
@@ -69,10 +69,9 @@ def test_every_family_writes_what_it_writes_alone(name, device, steps):
 
 
 def test_text_alone_in_models_that_read_images(device):
-    qwen = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
-    vision = with_large_weights(ligermodels.LlamaVision.from_config(llama_vision.tiny())).to(device)
-    for model in (qwen, vision):
-        texts = prompts(LENGTHS[:6])
+    for config in (qwen2_vl.windowed(), qwen3_vl.qwen3_vl(), qwen3_vl.qwen3_5(), llama_vision.tiny()):
+        model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config)).to(device)
+        texts = [text.clamp(max=qwen2_vl.IMAGE - 1) for text in prompts(LENGTHS[:6])]
         options = dict(max_new_tokens=12, eos_token_id=stop_ids(model, texts, 12))
         assert_equal(generate_many(model, texts, batch_size=2, **options), alone(model, texts, **options))
         with pytest.raises(InputError, match="reads text alone: leave pixel_values out"):

@@ -15,7 +15,7 @@ import ligermodels
 from ligermodels.generation import engine, generate, generate_iter, generate_many
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
-from tests.arch import llama_vision, qwen2_vl
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl
 from tests.generation.models import family, llama, padded, prompt, with_large_weights
 from tests.tiny import FAMILIES
 
@@ -47,13 +47,15 @@ def test_every_family_writes_the_same(name, device, steps):
     assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=recomputed, **own)
 
 
-def test_images_of_qwen2_vl(device, steps):
-    model = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
+@pytest.mark.parametrize("build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_5])
+def test_images_of_qwen(build, device, steps):
+    config = build()
+    model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config)).to(device)
     image, video = ("image", (1, 2, 3)), ("video", (2, 1, 2))
     for rows in ([[3, image, 4]], [[1, image, 6]], [[3, image, 4], [5], [2, video, 1]]):  # the graph has seen others
-        batch = {name: x if "grid" in name else x.to(device) for name, x in qwen2_vl.inputs(rows).items()}
+        batch = {name: x if "grid" in name else x.to(device) for name, x in qwen2_vl.inputs(rows, config).items()}
         assert_same_ids(model, steps, batch.pop("input_ids"), **batch)
-        assert_same_ids(model, steps, prompt(length=7).to(device))
+        assert_same_ids(model, steps, prompt(length=7).clamp(max=qwen2_vl.IMAGE - 1).to(device))
 
 
 def test_images_of_llama_vision(device, steps):

@@ -15,7 +15,7 @@ from ligermodels.generation import engine, generate, generate_iter
 from ligermodels.generation.drafters import PromptLookup
 from ligermodels.generation.padded import PaddedEngine
 from ligermodels.training import add_medusa
-from tests.arch import llama_vision, qwen2_vl
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl
 from tests.generation.models import VOCAB, family, llama, prompt, with_large_weights
 
 K = 2
@@ -100,12 +100,18 @@ def test_frequencies_that_change_with_the_length_end_the_guesses(rope, device, s
     assert torch.equal(found, expected)
 
 
-def test_images(device, steps, guess):
-    model = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
-    batch = {k: v if "grid" in k else v.to(device) for k, v in qwen2_vl.inputs([[3, ("image", (1, 2, 3)), 4]]).items()}
+@pytest.mark.parametrize("build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_5])
+def test_images_of_qwen(build, device, steps, guess):
+    config = build()
+    model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config)).to(device)
+    made = qwen2_vl.inputs([[3, ("image", (1, 2, 3)), 4]], config)
+    batch = {name: x if "grid" in name else x.to(device) for name, x in made.items()}
     batch.pop("attention_mask", None)
     assert_same_ids(model, steps, guess, batch.pop("input_ids"), **batch)
     assert_same_ids(model, steps, guess, prompt(1, 7).to(device))
+
+
+def test_images_of_llama_vision(device, steps, guess):
     config = llama_vision.tiny()
     model = with_large_weights(ligermodels.LlamaVision.from_config(config)).to(device)
     ids, _, inputs = llama_vision.images(config, [[(2, 3)]], length=12)
