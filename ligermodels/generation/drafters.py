@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.generation.request import Request
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.state import Cache
 
@@ -36,6 +37,20 @@ class Drafter(Protocol):
 
         hidden: [N, H] after the N tokens before the last one that were not in an earlier call; empty if not needed.
         """
+
+
+def drafter_of(request: Request) -> Drafter | None:
+    """The drafter that a call asks for."""
+    options, prompt = request.options, request.input_ids[0]
+    if options.medusa is not None:
+        return Medusa(options.medusa)
+    if options.prompt_lookup_num_tokens is not None:
+        size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
+        return PromptLookup(prompt.tolist(), count, size)
+    if options.use_mtp:
+        known = 0 if request.cache is None else request.cache.length
+        return MultiToken(request.model, prompt.tolist(), int(options.num_assistant_tokens or 2), known)
+    return None
 
 
 class PromptLookup:

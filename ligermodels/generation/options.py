@@ -14,6 +14,8 @@ DEFAULT_NEW_TOKENS = 20
 MAX_GUESSES = 128
 """The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
 
+DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
+"""The options that choose a drafter."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 OFF = {
     "temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),

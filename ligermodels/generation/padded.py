@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation import engine
-from ligermodels.generation.drafters import Drafter, Medusa, MultiToken, PromptLookup
+from ligermodels.generation.drafters import drafter_of
 from ligermodels.generation.engine import Engine, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
@@ -23,13 +23,7 @@ class PaddedEngine(Engine):
         options, prompt, copies = request.options, request.input_ids, request.copies
         rows, self.start = len(prompt) * copies, prompt.shape[1]
         self.end = self.start + request.max_new_tokens
-        self.drafter: Drafter | None = None if options.medusa is None else Medusa(options.medusa)
-        if options.prompt_lookup_num_tokens is not None:
-            size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
-            self.drafter = PromptLookup(prompt[0].tolist(), count, size)
-        elif options.use_mtp:
-            known = 0 if request.cache is None else request.cache.length
-            self.drafter = MultiToken(request.model, prompt[0].tolist(), int(options.num_assistant_tokens or 2), known)
+        self.drafter = drafter_of(request)
         self.guesses = 0 if self.drafter is None else self.drafter.count  # at most, in a step
         self.mask: Tensor | None = None  # [B, end]
         if request.mask is not None:

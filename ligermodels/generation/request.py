@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, did_you_mean
-from ligermodels.generation.options import KNOWN_NAMES, MAX_GUESSES, OPTION_NAMES, Options
+from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, MAX_GUESSES, OPTION_NAMES, Options
 from ligermodels.generation.stopping import StoppingCriterion
 from ligermodels.layers.state import Cache, TransformersCache, as_cache
 
@@ -147,9 +147,7 @@ class Request:
         fp8 = kind == "fp8", "kv_cache_dtype='fp8'"
         past = cache is not None, "past_key_values"
         foreign = isinstance(cache, TransformersCache), "a cache of transformers (model.new_cache makes one of ours)"
-        lookup = options.prompt_lookup_num_tokens is not None, "prompt_lookup_num_tokens"
-        medusa = options.medusa is not None, "medusa"
-        mtp = bool(options.use_mtp), "use_mtp"
+        drafters = [(getattr(options, name) not in (None, False), name) for name in DRAFTERS]
         embeds = self.embeds is not None, "inputs_embeds"
         images = bool(self.inputs), ", ".join(sorted(self.inputs))
         padding = self.mask is not None, "padding in the prompt"
@@ -159,14 +157,11 @@ class Request:
             "keep their LoRA)"
         )  # fmt: skip
         for one, others in (
-            (no_cache, (chunks, fp8, past, lookup, medusa, mtp, images)),
+            (no_cache, (chunks, fp8, past, *drafters, images)),
             (images, (chunks, embeds)),
-            (lookup, (medusa, mtp, embeds, padding, batch, foreign)),
-            (medusa, (mtp, embeds, padding, batch, foreign)),
-            (mtp, (embeds, padding, batch, foreign)),
-            (chunks, (adapter,)), (fp8, (adapter,)), (past, (adapter,)), (lookup, (adapter,)), (medusa, (adapter,)),
-            (mtp, (adapter,)),
-        ):  # fmt: skip
+            *((one, (*drafters[i + 1 :], embeds, padding, batch, foreign)) for i, one in enumerate(drafters)),
+            *((one, (adapter,)) for one in (chunks, fp8, past, *drafters)),
+        ):
             for other in others:
                 if one[0] and other[0]:
                     raise InputError(f"{one[1]} contradicts {other[1]}; leave one of them out")
