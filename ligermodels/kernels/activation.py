@@ -3,7 +3,8 @@
     quick_gelu(x) = x * sigmoid(1.702 x)      gelu(x) = x * (1 + erf(x / sqrt(2))) / 2      gelu_tanh: by tanh instead
 
 What differs from an activation of torch: `activation_linear` is fc2(act(x)) that saves x alone. It is `glu_linear`
-without a gate, on the kernels of glu.py: half of the saved activations of the two apart, for 2 bytes more per element.
+without a gate, on the kernels of glu.py: it saves half of what the two ops save one by one, for 2 bytes more per
+element.
 
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6 (8 where act(x) is left).
 Math in fp32 (fp64 for fp64), one rounding.

@@ -182,10 +182,6 @@ def saved(folders, tmp_path_factory):
     return {"plain": folders["qwen2"], **made}
 
 
-def lose(name):
-    return lambda tensors, header: [tensors.pop(found) for found in list(tensors) if found.startswith(name)]
-
-
 def test_a_damaged_quantised_weight_is_named(saved, tmp_path):
     tensors = load_file(saved["int8"] / "model.safetensors")
     header = safe_open(saved["int8"] / "model.safetensors", "pt").metadata()
