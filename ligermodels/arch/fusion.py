@@ -15,7 +15,7 @@ from torch import nn
 
 from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
 from ligermodels.kernels.attention import engine
-from ligermodels.kernels.linear import joint
+from ligermodels.kernels.joint import joint
 from ligermodels.kernels.operand import LinearOperand, LowBitWeight, choose
 from ligermodels.layers import (
     MLP,
@@ -130,13 +130,8 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     reasons = {name: o.text for name, o in found.items() if o is not None and not (gathered and o.kind == "weight")}
     if not reasons:
         operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
-        if _chosen(operands[: len(inputs)]) == "formula" or _chosen(operands[len(inputs) :]) == "formula":
-            return (
-                part,
-                "each by itself, by PyTorch",
-                False,
-                "a weight or bias of a layer with LoRA or few bits is trained",
-            )
+        if "formula" in (_chosen(operands[: len(inputs)]), _chosen(operands[len(inputs) :])):
+            return part, "each by itself, by PyTorch", False, "autocast casts their input or weights"
         why = _why_not_joint(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
@@ -159,8 +154,9 @@ def _chosen(operands: Sequence[LinearOperand]) -> str | None:
     if not operands:
         return None
     weight = operands[0].weight
+    dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
     with torch.enable_grad():
-        return choose(torch.empty(2, weight.shape[1], device=weight.device).requires_grad_(), operands)
+        return choose(torch.empty(2, weight.shape[1], dtype=dtype, device=weight.device).requires_grad_(), operands)
 
 
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:

@@ -96,7 +96,9 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     leaf = target(weight)
     if leaf is None or not (dy.dtype == x.dtype == leaf.dtype):
         product = dy.t() @ x
-        return product.to(weight.dtype) if leaf is None else accumulate_grad(weight, product)
+        if leaf is not None:
+            return accumulate_grad(weight, product)
+        return product if product.dtype == weight.dtype else product.to(weight.dtype)
     total = torch.empty_like(leaf) if leaf.grad is None else leaf.grad
     accumulate(total, dy, x, leaf.grad is None)
     leaf.grad = total

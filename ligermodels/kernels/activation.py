@@ -52,7 +52,7 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     width = check_glu("activation_linear", "x", x, activation)
-    weight, bias, _ = check("activation_linear", "x", x, width, LinearOperand(weight, bias))
+    ((weight, bias, _),) = check("activation_linear", "x", x, width, [LinearOperand(weight, bias)])
     if not use_triton(x):
         return activation_linear_reference(x, weight, bias, activation=activation)
     return apply_glu_linear(x, None, weight, bias, False, activation)

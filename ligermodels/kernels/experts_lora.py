@@ -25,7 +25,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
-from ligermodels.kernels.lora import lora_linear_reference
+from ligermodels.kernels.linear import linears_reference
 from ligermodels.kernels.low_bit import dequantized, flatten_weights, unflatten_weights
 from ligermodels.kernels.operand import Adapter, LinearOperand, LowBitWeight, autocast_dtype, check_grouped
 
@@ -38,7 +38,7 @@ def experts_lora_reference(
         here = experts == expert
         rows = torch.where(here.any(-1, keepdim=True), x, 0)  # rows of other experts are zero, and so are their outputs
         first, last = layers
-        out = lora_linear_reference(glu(lora_linear_reference(rows, [first]), activation=activation), [last])
+        out = linears_reference(glu(linears_reference(rows, [first]), activation=activation), [last])
         y = y + out * (weights * here).sum(-1, keepdim=True)
     return y.to(x.dtype)
 
@@ -121,7 +121,7 @@ def _linear(x: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
         return y
     h = x
     for factor in (adapter.a, adapter.b):
-        h = _Grouped.apply(h, offsets, [None], factor.to(x.dtype).contiguous())
+        h = _Grouped.apply(h, offsets, 1, factor.to(x.dtype).contiguous())
     return torch.add(y, h, alpha=adapter.scale)
 
 

@@ -22,10 +22,10 @@ takes one more matmul with the first weight. Element-wise bytes: as in glu.py.
 Source: as glu.py. Recomputation: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
 
+import contextlib
 import functools
-import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,22 +35,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows, slices
-from ligermodels.kernels._gradients import accumulate, accumulate_grad
 from ligermodels.kernels._recompute import handle_of, may_overwrite
-from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
+from ligermodels.kernels._triton import once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.gemv import gemv, gemv_glu
-from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference
-from ligermodels.kernels.linear import (
-    as_one_layer,
-    bias_gradients,
-    cat_linear,
-    input_gradient,
-    joint_matmul,
-    matmul,
-    weight_gradients,
-)
-from ligermodels.kernels.lora import lora_mlp, lora_mlp_reference
+from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
+from ligermodels.kernels.joint import as_one_layer, rows_of
+from ligermodels.kernels.linear import Layers, linears_reference, needs_x
+from ligermodels.kernels.low_bit import dequantized
 from ligermodels.kernels.operand import Adapters, LinearOperand, Weight, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.quantized import quantized_glu, quantized_linear
 
@@ -77,9 +69,15 @@ def mlp_reference(
 def _reference(
     x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str
 ) -> Tensor:
-    z = cat_linear(x, [w for w, _, _ in first], [b for _, b, _ in first])
+    z = linears_reference(x, first)
     h = (glu_reference if gated else activate_reference)(z, activation=activation)
-    return F.linear(h, last.weight, last.bias)
+    return linears_reference(h, [last])
+
+
+def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str) -> Tensor:
+    """For torch.compile, which cannot trace `_MLP`; of dense layers."""
+    gate, *up = [F.linear(x, weight, bias) for weight, bias, _ in first]
+    return apply_glu_linear(gate, up[0] if up else None, last.weight, last.bias, gated and not up, activation)
 
 
 def _several(tensors: Any) -> tuple:
@@ -87,144 +85,126 @@ def _several(tensors: Any) -> tuple:
     return (tensors,) if isinstance(tensors, Weight) else tuple(tensors)
 
 
-class _Gradients:
-    """dy^T x, the gradients of the weights [N_i, K] that need one, from dy [T, sum N_i] and x [T, K]; summed in fp32 if
-    there are several chunks, in one buffer if all weights need one."""
-
-    def __init__(self, weights: Sequence[Tensor], needs: Sequence[bool], several: bool):
-        self.weights, self.needs, self.several = weights, needs, several
-        self.found: list[Tensor | None] = [None] * len(weights)
-        self.sums: list[tuple[slice, Tensor]] = []
-
-    def add(self, dy: Tensor, x: Tensor) -> None:
-        if not self.several:
-            self.found = weight_gradients(self.weights, self.needs, dy, x)
-            return
-        first = not self.sums
-        if first:
-            ends = [0, *itertools.accumulate(w.shape[0] for w in self.weights)]
-            columns = [slice(*span) for span, need in zip(itertools.pairwise(ends), self.needs, strict=True) if need]
-            dtype = torch.promote_types(self.weights[0].dtype, torch.float32)
-            for part in [slice(0, ends[-1])] if all(self.needs) else columns:
-                total = torch.empty(part.stop - part.start, x.shape[1], dtype=dtype, device=x.device)
-                self.sums.append((part, total))
-        for part, total in self.sums:
-            accumulate(total, dy[:, part], x, first)
-
-    def take(self) -> list[Tensor | None]:
-        """The gradient of each weight, or None where it was added to .grad."""
-        if not self.sums:
-            return self.found
-        totals = [total for _, total in self.sums]
-        if all(self.needs):
-            totals = list(totals[0].split([w.shape[0] for w in self.weights]))
-        self.sums, left = [], iter(totals)
-        return [accumulate_grad(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
-
-
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; first: `count` weights w1, together [F, H] or, gated, [2F, H], then the bias b1 of each, or None;
-    w2: [N, F]; z: x w1^T + b1 -> y [..., N].
+    """x: [..., H]; first, last: layers [F, H], or gated [2F, H] in all, and [N, F]; z: the first's of x -> y [..., N].
 
     handle: x's, or None. rows: tokens per chunk, of which z is recomputed; None: z is given and saved.
-    Run eagerly, it returns empty memory that `_apply` fills after everything is saved: see GLULinear in glu.py.
+    leaves: of the first layers, then of the last.
+    It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
+    adapters, which exists only then, is recomputed.
     """
 
     @staticmethod
-    def forward(ctx, x, z, handle, gated, activation, rows, w2, b2, count, *first):
-        need_x, need_w2, _, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
-        reads_z = need_x or need_w2 or any(need_w1) or any(need_b1)
-        make_x, inputs = (None, (x,)) if handle is None else handle
-        if not (any(need_w1) or (reads_z and z is None)):
-            make_x, inputs = None, ()
-        ctx.save_for_backward(w2, z if reads_z else None, *first, *inputs)
-        ctx.options = make_x, gated, activation, rows, count
-        if torch.compiler.is_compiling():
-            return F.linear(glu_forward(z, None, gated, activation), w2, b2)
-        return x.new_empty((*x.shape[:-1], w2.shape[0]))
+    def forward(ctx, x, z, handle, first, last, gated, activation, rows, *leaves):
+        need_x, needs, count = ctx.needs_input_grad[0], ctx.needs_input_grad[8:], first.number_of_leaves
+        need_first = needs[:count]
+        reads_z = need_x or True in need_first or needs_x(needs[count:], len(last.weights))
+        make_x, made_of = (None, (x,)) if handle is None else handle
+        if not (needs_x(need_first, len(first.weights)) or (reads_z and z is None)):
+            make_x, made_of = None, ()
+        w1, rest1 = first.flatten(biases=z is None)
+        w2, rest2 = last.flatten(biases=False)
+        ctx.save_for_backward(z if reads_z else None, *w1, *w2, *made_of)
+        ctx.options = make_x, gated, activation, rows, count, rest1, rest2
+        return x.new_empty((*x.shape[:-1], last.weights[0].shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, gated, activation, rows, count = ctx.options
-        w2, saved, *rest = ctx.saved_tensors
-        w1, b1, inputs = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        need_x, need_w2, need_b2, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
-        hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
-        need_z = need_x or any(need_w1) or any(need_b1)
-        shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
-        chunks = slices(len(dy), rows) if need_z or need_w2 else []
+        make_x, gated, activation, rows, count, rest1, rest2 = ctx.options
+        need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
+        tensors, lead, dy = iter(ctx.saved_tensors), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
+        chunks, saved = slices(len(dy), rows), next(tensors)
         several = len(chunks) > 1
+        first = Layers.unflatten(tensors, rest1, dy.dtype, needs[:count], several=several)
+        last = Layers.unflatten(tensors, rest2, dy.dtype, needs[count:], several=several)
+        made_of = list(tensors)
+        need_z = need_x or True in needs[:count]
+        if not (need_z or last.need_x):
+            chunks = []
+        hidden, width = first.weights[0].shape[1], sum(rows_of(first.weights))
         overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
-        of_w1, of_w2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
         x: Any = None
-        dx, db1, workspace = x, x, x
-        if inputs:
-            x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, hidden)
+        x_chunk, dx, z, dz, workspace = x, x, x, x, x
+        if made_of:
+            x = (made_of[0] if make_x is None else make_x(*made_of)).reshape(-1, hidden)
         if need_x and (several or make_x is not None):
-            dx = x.new_empty(x.shape) if make_x is None else x
+            dx = x.new_empty(x.shape) if make_x is None else x  # of each chunk, x is read before dx is written
         if chunks and rows is not None:
-            workspace = w2.new_empty(min(rows, len(dy)), width)
-        for chunk in chunks:
-            dy_chunk = dy[chunk]
-            if workspace is None:
-                z = saved.reshape(-1, width)
-            else:
-                z = matmul(x[chunk], w1, b1, out=workspace[: len(dy_chunk)])
-            needs = dict(need_x=need_z, need_h=need_w2)
-            dz, _, h = glu_linear_backward(dy_chunk, z, None, w2, gated, activation, overwrite=overwrite, **needs)
-            if need_w2:
-                of_w2.add(dy_chunk, h)
-            del h
-            if any(need_w1):
-                of_w1.add(dz, x[chunk])
-            if any(need_b1):
-                part = dz.sum(0, dtype=accumulator(dz.dtype) if several else None)
-                db1 = part if db1 is None else db1 + part
-            if need_x:
-                part = input_gradient(dz, w1, out=None if dx is None else dx[chunk])
-                dx = part if dx is None else dx
-        if several:
-            del workspace, z, dz  # before the sums are rounded, which is a peak
-        dw1, dw2 = of_w1.take(), of_w2.take()
-        db1 = [None] * count if db1 is None else bias_gradients(db1.to(w2.dtype), w1, need_b1)
-        db2 = dy.sum(0) if need_b2 else None
-        dx = None if dx is None else dx.view(shape)
-        return dx, None, None, None, None, None, *dw2, db2, None, *dw1, *db1
+            workspace = dy.new_empty(min(rows, len(dy)), width)
+        with _for_chunks(first, last, dy.dtype) if several else contextlib.nullcontext():
+            for chunk in chunks:
+                dy_chunk, inner = dy[chunk], None
+                if x is not None:
+                    x_chunk = x[chunk]
+                if workspace is not None:
+                    z, inner = first.run(x_chunk, out=workspace[: len(dy_chunk)])
+                elif saved is not None:
+                    z = saved.reshape(-1, width)
+                d_inner = last.inner_gradient(dy_chunk)
+                if need_z:
+                    h = last.input_gradient(dy_chunk, d_inner)  # dh, until the kernel leaves h in its place
+                    dz, _ = glu_backward(h, z, None, gated, activation, emit=last.need_x, overwrite=overwrite)
+                elif last.need_x:
+                    h = glu_forward(z, None, gated, activation)
+                if last.need_x:
+                    last.add_gradients(dy_chunk, h, None, d_inner)
+                if not need_z:
+                    continue
+                del h
+                d_inner = first.inner_gradient(dz)
+                first.add_gradients(dz, x_chunk, inner, d_inner)
+                first.add_bias_gradients(dz)
+                if need_x:
+                    part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
+                    dx = part if dx is None else dx
+        del workspace, z, dz  # before sums of several chunks are rounded, which is a peak
+        last.several = False
+        last.add_bias_gradients(dy)
+        dx = None if dx is None else dx.view(*lead, hidden)
+        return dx, *[None] * 7, *first.take(dy.dtype), *last.take(dy.dtype)
 
 
-def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, tuple[bool, ...], tuple[bool, ...]]:
-    """ctx.needs_input_grad of _MLP: x's, w2's, b2's, each w1's, each b1's."""
-    return needs[0], needs[6], needs[7], needs[9 : 9 + count], needs[9 + count :]
+@contextlib.contextmanager
+def _for_chunks(first: Layers, last: Layers, dtype: torch.dtype) -> Iterator[None]:
+    """Dequantises weights of few bits once for several chunks.
+
+    Dequantising costs 2.5 bytes per weight, a matmul of T tokens 2 T operations per weight: on an H200 dequantising
+    takes 200 / T of the matmul's time, 2 % for the default chunks of 9000 tokens of an 8B, and more than 100 % for 128
+    tokens. The weights of such an MLP take 352 MB in 16 bits, less than the workspaces. With a single chunk each weight
+    is dequantised where it is read, into the memory of the previous one.
+    """
+    with dequantized([*first.weights, *last.weights], dtype) as (*w1, w2):
+        first.weights, last.weights = w1, [w2]
+        yield
 
 
-def _apply(
+def _run(
     x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    w1, b1 = [w for w, _, _ in first], [b for _, b, _ in first]
-    w2, b2, _ = last
+    """On the Triton kernels. rows: as of `_MLP`."""
+    inner, outer = Layers.of(first, x.dtype), Layers.of([last], x.dtype)
+    leaves, z = inner.leaves + outer.leaves, None
     with torch.no_grad():
-        z = joint_matmul(x, w1, b1) if rows is None else None
-    if z is not None and not torch.is_grad_enabled():
-        return F.linear(glu_forward(z, None, gated, activation), w2, b2)
-    y = _MLP.apply(x, z, handle_of(x), gated, activation, rows, w2, b2, len(w1), *w1, *b1)
-    if not torch.compiler.is_compiling():
-        with torch.no_grad():
-            _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, gated, activation, rows)
+        if rows is None:
+            z = inner.run(x)[0]
+    if torch.is_grad_enabled():
+        y = _MLP.apply(x, z, handle_of(x), inner, outer, gated, activation, rows, *leaves)
+    elif z is not None:
+        return outer.run(glu_forward(z, None, gated, activation))[0]
+    else:
+        y = x.new_empty((*x.shape[:-1], last.weight.shape[0]))
+    with torch.no_grad():
+        out = y.detach().view(-1, y.shape[-1])
+        if z is not None:
+            outer.run(glu_forward(z.view(-1, z.shape[-1]), None, gated, activation), out)
+            return y
+        x = x.reshape(-1, x.shape[-1])
+        with _for_chunks(inner, outer, x.dtype) if rows < len(x) else contextlib.nullcontext():  # type: ignore[operator]
+            for chunk in slices(len(x), rows):
+                outer.run(glu_forward(inner.run(x[chunk])[0], None, gated, activation), out[chunk])
     return y
-
-
-def _write(
-    y: Tensor, x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None,
-    z: Tensor | None, gated: bool, activation: str, rows: int | None,
-) -> None:  # fmt: skip
-    if z is not None:
-        matmul(glu_forward(z.view(-1, z.shape[-1]), None, gated, activation), [w2], [b2], out=y)
-        return
-    x = x.reshape(-1, x.shape[-1])
-    for chunk in slices(len(x), rows):
-        matmul(glu_forward(matmul(x[chunk], w1, b1), None, gated, activation), [w2], [b2], out=y[chunk])
 
 
 def mlp_of(
@@ -236,22 +216,22 @@ def mlp_of(
     how = choose_mlp(x, first, last, gated=gated)
     if how == "gemv":  # unchecked, since decoding is bound by the host
         return _gemv_mlp(x, first, last, activation)
-    inner = sum(operator.index(one.weight.shape[0]) for one in first)
+    inner = operator.index(sum(rows_of([one.weight for one in first])))
     if inner == 0 or (gated and inner % 2) or workspace_bytes <= 0:
         raise InputError(
             f"{where}: {layers[0]}weight has {first[0].weight.shape[0]} rows and workspace_bytes is {workspace_bytes}; "
             f"expected {'an even number of' if gated and len(first) == 1 else 'some'} rows and a positive number of "
             "bytes."
         )
-    first = [check(where, "x", x, hidden, one, layer) for one, layer in zip(first, layers, strict=False)]
-    last = check(where, "x", x, inner // 2 if gated else inner, last, layers[-1])
-    x = x.to(autocast_dtype(x) or x.dtype)
+    first = check(where, "x", x, hidden, first, layers)
+    (last,) = check(where, "x", x, inner // 2 if gated else inner, [last], layers[-1:])
+    if (cast := autocast_dtype(x)) is not None:
+        x = x.to(cast)
     if how == "bits":
         return _quantized_mlp(x, first, last, activation)
-    frozen = any(one.is_frozen for one in (*first, last))
-    op = (lora_mlp if frozen else _apply) if how != "formula" else lora_mlp_reference if frozen else _reference
+    op: Any = {"op": _run, "traced": _traced, "formula": _reference}[how]
     run: Any = functools.partial(op, gated=gated, activation=activation)
-    if recompute and how != "formula" and not torch.compiler.is_compiling():
+    if recompute and how == "op":
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one_chunk = tokens * row_bytes <= 2 * workspace_bytes  # two would save little memory for the time of fp32 sums
         return run(x, first, last, rows=tokens if one_chunk else chunk_rows(tokens, row_bytes, workspace_bytes))

@@ -263,7 +263,7 @@ def glu_linear(
     """
     width = check_glu("glu_linear", "gate_up", gate_up, activation, joint=up is None)
     _check_up("glu_linear", gate_up, up)
-    weight, bias, _ = check("glu_linear", "gate_up", gate_up, width, LinearOperand(weight, bias))
+    ((weight, bias, _),) = check("glu_linear", "gate_up", gate_up, width, [LinearOperand(weight, bias)])
     if not use_triton(gate_up):
         return glu_linear_reference(gate_up, weight, bias, activation=activation, up=up)
     return apply_glu_linear(gate_up, up, weight, bias, up is None, activation)

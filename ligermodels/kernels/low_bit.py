@@ -21,7 +21,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._triton import is_capturing, once_differentiable
-from ligermodels.kernels.operand import LowBitWeight, Weight, autocast_dtype
+from ligermodels.kernels.operand import LowBitWeight, Weight, autocast_dtype, has_bits
 
 
 def output_for(
@@ -53,7 +53,7 @@ def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.Abs
     before the next kernel of the stream writes it. During CUDA graph capture, and on devices other than the CPU and
     CUDA, the block allocates its memory.
     """
-    if not any(isinstance(weight, LowBitWeight) for weight in weights):
+    if not has_bits(weights):
         return contextlib.nullcontext(weights)
     return _dequantized(weights, dtype)
 
@@ -98,30 +98,27 @@ def release_buffers() -> None:
     _FREE.clear()
 
 
-def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Any]]:
+def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], Any]:
     """The tensors of all weights, for ctx.save_for_backward, and the rest that `unflatten_weights` needs."""
+    if not has_bits(weights):
+        return list(weights), len(weights)  # type: ignore[arg-type]
     tensors: list[Tensor | None] = []
     rest: list[Any] = []
     for weight in weights:
-        if isinstance(weight, Tensor):
-            tensors.append(weight)
-            rest.append(None)
-            continue
-        own, options = weight.flatten()
+        own, options = ((weight,), None) if isinstance(weight, Tensor) else weight.flatten()
         tensors += own
         rest.append((type(weight), len(own), options))
     return tensors, rest
 
 
-def unflatten_weights(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weight]:
+def unflatten_weights(tensors: Iterator[Any], rest: Any) -> list[Weight]:
     """The weights again, from the rest and the next of `tensors`, which `flatten_weights` returned."""
+    if isinstance(rest, int):
+        return list(itertools.islice(tensors, rest))
     found: list[Weight] = []
-    for known in rest:
-        if known is None:
-            found.append(next(tensors))
-            continue
-        kind, count, options = known
-        found.append(kind.unflatten(list(itertools.islice(tensors, count)), options))
+    for kind, count, options in rest:
+        own = list(itertools.islice(tensors, count))
+        found.append(own[0] if options is None else kind.unflatten(own, options))
     return found
 
 

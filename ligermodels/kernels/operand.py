@@ -58,6 +58,14 @@ class LowBitWeight:
 Weight = Tensor | LowBitWeight
 
 
+def has_bits(weights: Sequence[Weight]) -> bool:
+    """True if a weight is of few bits."""
+    for weight in weights:  # noqa: SIM110  # a generator would take the host four times as long
+        if not isinstance(weight, Tensor):
+            return True
+    return False
+
+
 class Adapter(NamedTuple):
     """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]; both floating point, of any dtype."""
 
@@ -71,7 +79,7 @@ Adapters = Sequence[Adapter | None]
 
 
 class LinearOperand(NamedTuple):
-    """A linear layer [N, K] for an op; bias: [N]. Weight and bias of layers with an adapter or few bits are frozen."""
+    """A linear layer [N, K] for an op; bias: [N]."""
 
     weight: Any  # a tensor or a LowBitWeight
     bias: Tensor | None = None
@@ -86,10 +94,9 @@ class LinearOperand(NamedTuple):
 def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
     """How linear layers of one input x [..., K] run; operands: one or more, which `check` accepts.
 
-    "formula": PyTorch's own, one layer after the other, where torch must see each: see `_needs_torch`, and frozen
-        layers whose weight or bias requires a gradient.
-    "frozen": one autograd.Function for layers with adapters or few bits, which gives gradients of x and the adapters.
-    "op": one autograd.Function for dense layers. A single one needs it to recompute x, or to add to .grad in place.
+    "formula": PyTorch's own, one layer after the other, where torch must see each: see `_needs_torch`.
+    "op": one autograd.Function, where something needs a gradient. A single dense layer needs it only to recompute x, or
+        to add to .grad in place; else autograd sees its F.linear.
     Else nothing needs a gradient, or autograd sees a single F.linear, and `kernel_of` says which kernel runs.
     """
     if len(operands) == 1 and not operands[0].is_frozen:
@@ -100,46 +107,40 @@ def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
         return "op" if saves and not _needs_torch(x, operands) else kernel_of(x, (weight,), (bias,))
     if _needs_torch(x, operands):
         return "formula"
-    if torch.is_grad_enabled():
-        trains = _train(operands)
-        if any(operand.is_frozen for operand in operands):
-            if trains:
-                return "formula"
-            if x.requires_grad or any(c and (c.a.requires_grad or c.b.requires_grad) for _, _, c in operands):
-                return "frozen"
-        elif trains or x.requires_grad:
-            return "op"
+    if torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands)):
+        return "op"
     return kernel_of(x, [w for w, _, _ in operands], [b for _, b, _ in operands])
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
     """How an MLP runs: layers `first` of x [..., K], an activation, and the layer `last`.
 
-    "gemv" and "bits": the gated kernels for one row without a gradient; "formula": PyTorch's own; "frozen" and "op": an
-    autograd.Function as in `choose`, which also serves calls without gradients.
+    "gemv" and "bits": the gated kernels for one row without a gradient; "formula": PyTorch's own, without Triton and in
+    transforms, and under torch.compile with adapters or few bits; "op": one autograd.Function, or without gradients
+    what it computes; "traced": under torch.compile, the op of activation and last layer after F.linear.
     """
-    if gated and not (last.adapter or any(operand.adapter for operand in first)):
-        kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
-        if kernel != "matmul" and x.numel() == x.shape[-1]:
-            inner = sum(w.shape[0] for w, _, _ in first)
-            of_one_kind = kernel == "gemv" or len({w.kind for w, _, _ in first}) == 1
-            of_last = kernel_of(x, (last.weight,), (last.bias,), columns=inner // 2)
-            if inner % 2 == 0 and of_one_kind and of_last == kernel:
-                return kernel
     layers = (*first, last)
-    frozen = any(operand.is_frozen for operand in layers)
-    if not use_triton(x):
-        return "formula"
-    if not frozen:
-        return "op"
-    if torch.compiler.is_compiling() or in_transform():
-        return "formula"
-    return "formula" if torch.is_grad_enabled() and _train(layers) else "frozen"
+    if gated and x.numel() == x.shape[-1] and not any(adapter for _, _, adapter in layers):
+        kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
+        inner = sum(w.shape[0] for w, _, _ in first)
+        of_last = kernel_of(x, (last.weight,), (last.bias,), columns=inner // 2)
+        of_one_kind = kernel != "bits" or len({w.kind for w, _, _ in first}) == 1
+        if kernel == of_last != "matmul" and of_one_kind and inner % 2 == 0:
+            return kernel
+    if torch.compiler.is_compiling():
+        dense = use_triton(x) and not any(operand.is_frozen for operand in layers)
+        return "traced" if dense else "formula"
+    return "op" if use_triton(x) and not in_transform() else "formula"
 
 
-def _train(operands: Sequence[LinearOperand]) -> bool:
-    """True if a weight or a bias requires a gradient."""
-    return any(w.requires_grad or (b is not None and b.requires_grad) for w, b, _ in operands)
+def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
+    """True if a weight, a bias or an adapter requires a gradient."""
+    for weight, bias, adapter in operands:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            return True
+        if adapter is not None and (adapter.a.requires_grad or adapter.b.requires_grad):
+            return True
+    return False
 
 
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], *, columns: int | None = None) -> str:
@@ -213,45 +214,60 @@ def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast would cast x in F.linear, or None."""
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
-    return torch.get_autocast_dtype(x.device.type)
+    return torch.get_autocast_dtype(kind)
 
 
-def check(where: str, name: str, x: Tensor, width: int, operand: LinearOperand, layer: str = "") -> LinearOperand:
-    """The operand of a layer of `width` inputs, whose shapes, dtypes and devices fit x [..., K].
+def check(
+    where: str, name: str, x: Tensor, width: int, operands: Sequence[LinearOperand], layers: Sequence[str] = ()
+) -> Sequence[LinearOperand]:  # fmt: skip
+    """The operands of layers of `width` inputs, whose shapes, dtypes and devices fit x [..., K].
 
     Under autocast weight and bias are cast as by F.linear; of few bits only the bias, to x's dtype. Strides are free.
-    layer: prefix of the names of weight and bias in an error. Raises InputError.
+    layers: prefixes of the names of weight and bias in an error. Raises InputError.
     """
-    weight, bias, adapter = operand
-    if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
-        raise InputError(
-            f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
-            f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
-        raise InputError(
-            f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
-        )
-    if adapter is not None:
-        a, b, _ = adapter
-        if a.shape[1:] != (width,) or b.shape != (weight.shape[0], a.shape[0]) or not a.device == b.device == x.device:
+    dtype, device, cast = x.dtype, x.device, autocast_dtype(x)
+    changed = None
+    for i, (weight, bias, adapter) in enumerate(operands):
+        shape = weight.shape
+        if len(shape) != 2 or shape[1] != width or weight.device != device:
             raise InputError(
-                f"{where}: {layer}adapter has A of {describe(a)} and B of {describe(b)}; expected (r, {width}) and "
-                f"({weight.shape[0]}, r) on {x.device}."
+                f"{where}: {_layer(layers, i)}weight {tuple(shape)} on {weight.device} does not take {name} "
+                f"{tuple(x.shape)} on {device}; expected [N, {width}] there. Are the layers before and after of one "
+                "intermediate_size?"
             )
-    cast = autocast_dtype(x)
-    if isinstance(weight, LowBitWeight):
-        return operand if bias is None else LinearOperand(weight, bias.to(cast or x.dtype), adapter)
-    if cast is not None:
-        return LinearOperand(weight.to(cast), None if bias is None else bias.to(cast), adapter)
-    if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
-        raise InputError(
-            f"{where}: {name} is {x.dtype}, {layer}weight {weight.dtype}, {layer}bias "
-            f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
-        )
-    return operand
+        if bias is not None and (bias.shape != shape[:1] or bias.device != device):
+            raise InputError(
+                f"{where}: {_layer(layers, i)}bias has {describe(bias)}; expected ({shape[0]},) on {device}."
+            )
+        if adapter is not None:
+            a, b, _ = adapter
+            if a.shape[1:] != (width,) or b.shape != (shape[0], a.shape[0]) or not a.device == b.device == device:
+                raise InputError(
+                    f"{where}: {_layer(layers, i)}adapter has A of {describe(a)} and B of {describe(b)}; expected "
+                    f"(r, {width}) and ({shape[0]}, r) on {device}."
+                )
+        if isinstance(weight, LowBitWeight):
+            if bias is None or bias.dtype == (cast or dtype):
+                continue
+        elif cast is None:
+            if dtype != weight.dtype or (bias is not None and bias.dtype != dtype):
+                raise InputError(
+                    f"{where}: {name} is {dtype}, {_layer(layers, i)}weight {weight.dtype}, {_layer(layers, i)}bias "
+                    f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
+                )
+            continue
+        else:
+            weight = weight.to(cast)
+        changed = list(operands) if changed is None else changed
+        changed[i] = LinearOperand(weight, None if bias is None else bias.to(cast or dtype), adapter)
+    return operands if changed is None else changed
+
+
+def _layer(layers: Sequence[str], i: int) -> str:
+    return layers[i] if layers else ""
 
 
 def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], operand: LinearOperand) -> LinearOperand:

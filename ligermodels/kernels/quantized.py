@@ -45,7 +45,7 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
-from ligermodels.kernels.linear import as_one_layer, joint
+from ligermodels.kernels.joint import as_one_layer, joint
 from ligermodels.kernels.low_bit import output_for
 from ligermodels.kernels.operand import LowBitWeight
 

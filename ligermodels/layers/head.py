@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
-from ligermodels.kernels.linear import linear_or_gemv
+from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
@@ -148,7 +148,7 @@ class LMHead(nn.Module):
                 )
             return self._sharded(x, weight, labels, self.tp, softcap, workspace_bytes=workspace_bytes, **options)
         if labels is None:
-            return capped(linear_or_gemv(x, weight, self.bias), softcap)
+            return capped(matmul(x, [weight], [self.bias]), softcap)
         options |= {"bias": self.bias, "softcap": softcap, "workspace_bytes": workspace_bytes}
         if return_logprobs:
             return linear_logprobs(x, weight, labels, **options)
@@ -164,7 +164,7 @@ class LMHead(nn.Module):
             check_count(options["num_items_in_batch"])
         weight, bias = local_shard(weight, tp), local_shard(self.bias, tp)
         if labels is None:
-            return tp.all_gather_replicated(capped(linear_or_gemv(x, weight, bias), softcap), -1)
+            return tp.all_gather_replicated(capped(matmul(x, [weight], [bias]), softcap), -1)
         return vocab_parallel_cross_entropy(
             x, weight, labels, bias=bias, group=tp.group, first_id=tp.rank * len(weight), softcap=softcap, **options
         )

@@ -16,8 +16,8 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.linear import make_joint
-from ligermodels.kernels.lora import lora_linear
+from ligermodels.kernels.joint import make_joint
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
@@ -199,7 +199,7 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 
 def run_linear(module: nn.Module, x: Tensor, operands: Sequence[LinearOperand] | None) -> Tensor:
     """module(x), as one op of `operands` where there are some."""
-    return module(x) if operands is None else lora_linear(x, operands)
+    return module(x) if operands is None else linears(x, operands)
 
 
 def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
@@ -208,7 +208,7 @@ def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
     The caller may overwrite them if there are several.
     """
     operands = operands_of(modules)
-    return None if operands is None else lora_linear(x, operands)
+    return None if operands is None else linears(x, operands)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -218,7 +218,7 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     if len(operands) < 2 or torch.compiler.is_compiling():
         outputs = zip(modules, found, strict=True)
         return [run_linear(module, x, one) for module, one in outputs]
-    parts = iter(lora_linear(x, operands).split([one.weight.shape[0] for one in operands], dim=-1))
+    parts = iter(linears(x, operands).split([one.weight.shape[0] for one in operands], dim=-1))
     return [module(x) if one is None else next(parts) for module, one in zip(modules, found, strict=True)]
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ligermodels import InputError
 from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, quantize_nf4
-from ligermodels.kernels.linear import make_joint
-from ligermodels.kernels.lora import lora_linear
+from ligermodels.kernels.joint import make_joint
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.kernels.rms_norm import add_rms_norm
@@ -89,7 +89,7 @@ def test_layers_side_by_side(device, poison, dtype, kind, which):
     sizes = [(OUT, HIDDEN), (OUT // 2, HIDDEN), (OUT, HIDDEN)]
     weights, biases, adapters = make(device, dtype, sizes, WHICH[which], kind=kind)
     x = torch.randn(2, 5, HIDDEN, device=device).to(dtype).requires_grad_()
-    y = lora_linear(x, layers(weights, biases, adapters))
+    y = linears(x, layers(weights, biases, adapters))
     dy = torch.randn_like(y)
     found = torch.autograd.grad(y, [x, *leaves(adapters)], dy)
     copies = exact(adapters)
@@ -99,7 +99,7 @@ def test_layers_side_by_side(device, poison, dtype, kind, which):
     for one, other in zip((y, *found), (y64, *expected), strict=True):
         close(one, other, dtype)
     with torch.no_grad():
-        close(lora_linear(x, layers(weights, biases, adapters)), y64, dtype)
+        close(linears(x, layers(weights, biases, adapters)), y64, dtype)
 
 
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
@@ -131,6 +131,39 @@ def test_mlp(device, poison, kind, gated, which, mode, need_x):
         close(one, other, dtype)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["joint", "separate", "mixed"])
+@pytest.mark.parametrize("op", ["layers", "mlp"])
+def test_weights_and_biases_are_trained_beside_adapters_and_few_bits(device, poison, op, kind, mode):
+    """Of layers with an adapter, of others, and the bias of a weight of 4 bits; and only one of all of them."""
+    dtype, sizes = torch.float64, [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER if op == "mlp" else HIDDEN)]
+    weights, biases, adapters = make(device, dtype, sizes, (1, 0, 1), kind=kind)
+    biases = [nn.Parameter(bias.to(dtype)) for bias in biases]
+    dense_weights = [weight.requires_grad_() for weight in weights if isinstance(weight, torch.Tensor)]
+    x = torch.randn(CHUNK + 3, HIDDEN, device=device, dtype=dtype).requires_grad_()
+    parameters = [*dense_weights, *biases, *leaves(adapters)]
+
+    def run():
+        if op == "layers":
+            return linears(x, layers(weights, biases, adapters))
+        return gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+
+    def expected():
+        z = [formula(x, *one) for one in zip(weights[:2], biases, adapters, strict=False)]
+        last = F.silu(z[0]) * z[1] if op == "mlp" else x
+        y = formula(last, weights[2], biases[2], adapters[2])
+        return y if op == "mlp" else torch.cat([*z, y], -1)
+
+    for trained in ([x, *parameters], parameters, *([one] for one in (dense_weights[0], biases[0], biases[2]))):
+        for parameter in (x, *parameters):
+            parameter.requires_grad_(any(parameter is one for one in trained))
+        y, y64 = run(), expected()
+        dy = torch.randn_like(y)
+        found, wanted = (torch.autograd.grad(one, trained, dy) for one in (y, y64))
+        for one, other in zip((y, *found), (y64, *wanted), strict=True):
+            close(one, other, dtype)
+
+
 @pytest.mark.parametrize("kind", ["joint", "nf4"])
 def test_what_is_saved(device, kind):
     """After a norm: its inputs, and H; of an MLP gate and up too, unless they are recomputed. No copy of x, no h, and
@@ -145,7 +178,7 @@ def test_what_is_saved(device, kind):
             [weight] if kind == "joint" else [t for t in (weight.packed, *weight.state) if isinstance(t, torch.Tensor)]
         )
     y, total = add_rms_norm(x, residual, norm)
-    _, saved = saved_by(lambda: lora_linear(y, layers(weights[:2], biases, adapters)), *given, total)
+    _, saved = saved_by(lambda: linears(y, layers(weights[:2], biases, adapters)), *given, total)
     assert sorted(tuple(t.shape) for t in saved if t.dim() > 1) == [(63, R + R + 1)]
 
     def op(**mode):
@@ -163,13 +196,13 @@ def test_in_how_many_matmuls(device, kind):
     weights, biases, adapters = make(device, torch.float32, sizes, (1, 1), kind=kind, ranks=(R, R))
     x = torch.randn(50, HIDDEN, device=device).requires_grad_()
     with Seen() as seen:
-        y = lora_linear(x, layers(weights, [None, None], adapters))
+        y = linears(x, layers(weights, [None, None], adapters))
         y.backward(torch.ones_like(y))
     assert [one for one in seen.matmuls if HIDDEN in one] == [
         (50, HIDDEN, 2 * OUT), (50, HIDDEN, 2 * R), (2 * R, 50, HIDDEN), (50, 2 * OUT, HIDDEN), (50, 2 * R, HIDDEN),
     ]  # fmt: skip
     with Seen() as seen, torch.no_grad():
-        lora_linear(x, layers(weights, biases, adapters))
+        linears(x, layers(weights, biases, adapters))
     assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which are separate
 
 
@@ -196,7 +229,7 @@ def test_operands_that_do_not_fit_are_refused(case):
     down = torch.randn(HIDDEN, OUT)
     for other in (right, right._replace(adapter=adapter)):
         with pytest.raises(InputError, match=r"weight|bias|adapter"):
-            lora_linear(x.requires_grad_(), [other, wrong])
+            linears(x.requires_grad_(), [other, wrong])
     with pytest.raises(InputError):
         gated_mlp(x, (right.weight, wrong.weight), down, (right.bias, wrong.bias), adapters=(None, wrong.adapter, None))
 
@@ -215,7 +248,7 @@ def test_strides_are_free(device, adapted, grad, rows):
     layers = [LinearOperand(strided(OUT, HIDDEN), strided(OUT), adapter) for _ in range(2)]
     x = strided(rows, HIDDEN).requires_grad_(grad)
     expected = torch.cat([formula(x.double(), *one[:2], exact([adapter])[0]) for one in layers], -1)
-    close(lora_linear(x, layers), expected, torch.float32)
+    close(linears(x, layers), expected, torch.float32)
 
 
 def test_four_bits_under_autocast(device):
@@ -228,7 +261,7 @@ def test_four_bits_under_autocast(device):
         torch.manual_seed(3)
         x = torch.randn(CHUNK + 4, HIDDEN, device=device).requires_grad_()
         with torch.autocast(device, torch.float16):
-            y = lora_linear(x, layers(used[:2], biases, adapters))
+            y = linears(x, layers(used[:2], biases, adapters))
             z = gated_mlp(x, used[:2], used[2], biases[:2], biases[2], adapters=adapters, **MODES["tiles"])
         results.append((y, z, *torch.autograd.grad(y.float().sum() + z.float().sum(), [x, *leaves(adapters)])))
     for one, other in zip(*results, strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import gated_mlp, mlp
-from ligermodels.kernels.linear import make_joint
+from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels import CHUNK
 from tests.kernels.seen import Seen, saved_by

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from ligermodels.kernels import gated_mlp, gated_mlp_reference, gemv, quantized
 from ligermodels.kernels._math import ACTIVATIONS
-from ligermodels.kernels.lora import lora_linear
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand, choose_mlp, kernel_of
 from ligermodels.kernels.quantized import (
     FORMATS,
@@ -116,12 +116,12 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
         monkeypatch.setattr(where, "launch", lambda *a, real=real, **k: launches.append(a[0]) or real(*a, **k))
     for given, count in ((parts, 2), (joint, 1)):
         launches.clear()
-        assert_close(lora_linear(x, list(map(LinearOperand, given))), wanted, torch.float32, device)
+        assert_close(linears(x, list(map(LinearOperand, given))), wanted, torch.float32, device)
         assert len(launches) == count
     wanted[:, :6] += biases[0]
     gaps = biases[0].repeat_interleave(2)[::2]  # with gaps between its numbers
     for bias in (biases[0], gaps):
-        assert_close(lora_linear(x, list(map(LinearOperand, joint, [bias, None]))), wanted, torch.float32, device)
+        assert_close(linears(x, list(map(LinearOperand, joint, [bias, None]))), wanted, torch.float32, device)
 
 
 @pytest.mark.parametrize("rows", [1, 70])
@@ -147,7 +147,7 @@ def test_what_it_takes(device):
         assert kernel_of(other, [weight], [None]) == "matmul"
     assert kernel_of(x, [weight, dequantize(weight)], [None, None]) == "matmul"
     (gate_up,) = weights(device, "int8", [256], 128)
-    for rows, kernel in ((1, "bits"), (2, "frozen")):
+    for rows, kernel in ((1, "bits"), (2, "op")):
         assert choose_mlp(x[:rows], [LinearOperand(gate_up)], LinearOperand(weight), gated=True) == kernel
     with torch.autocast(device, torch.bfloat16):
         assert kernel_of(x, [weight], [None]) == "matmul"

@@ -1,0 +1,95 @@
+"""Tensors side by side in one storage, which one matmul reads as one matrix.
+
+Decoding takes 25 to 35 % longer with one matmul for each weight (docs/ablations.md).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def joint(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors [N_i, ...] as one view [sum N_i, ...] of their memory; None if they are not joint.
+
+    Joint: each tensor starts where the previous one ends in one storage; all are contiguous, of one dtype, and of one
+    shape apart from N_i. Always None under torch.compile, and for subclasses and meta tensors. The view has no gradient
+    and must not outlive the call, since FSDP frees and refills storages.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    first, end, rows = tensors[0], -1, 0
+    rest, dtype = first.shape[1:], first.dtype
+    for t in tensors:
+        if type(t) not in _PLAIN or t.layout is not torch.strided or not t.is_contiguous() or t.dtype != dtype:
+            return None
+        shape, start = t.shape, t.data_ptr()
+        if (end >= 0 and start != end) or shape[1:] != rest:
+            return None
+        end = start + t.nbytes
+        rows += shape[0]
+    if first.is_meta:
+        return None
+    if len(tensors) == 1:
+        return first.detach()
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # two storages may be neighbours in memory
+        return None
+    # first.stride(0) may be anything if first has one row.
+    return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
+
+
+def make_joint(parameters: Sequence[nn.Parameter]) -> None:
+    """Moves the parameters [N_i, ...] into one storage, so that they are `joint`, without changing a bit of them.
+
+    The parameter objects stay, with their gradients and optimizer states. Nothing happens where they are joint already,
+    or cannot be: where one is not exactly an nn.Parameter, is on meta, is mapped from a file, shares its storage with
+    another tensor, or differs from the others in dtype, device or the dims after the first.
+    """
+    first = parameters[0]
+    if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
+        return
+    if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1 or not first.dim():
+        return
+    if any(p.numel() == 0 or (p.device.type == "cpu" and _is_foreign(p)) for p in parameters):
+        return
+    left: dict[int, int] = {}  # bytes of each storage that belong to no parameter
+    for p in parameters:
+        storage = p.untyped_storage()
+        left[storage._cdata] = left.get(storage._cdata, storage.nbytes()) - p.nbytes
+    if any(left.values()) or joint(parameters) is not None:
+        return
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
+        whole = torch.cat([p.data for p in parameters])
+        for p, part in zip(parameters, whole.split(rows_of(parameters)), strict=True):
+            p.data = part
+
+
+def _is_foreign(x: Tensor) -> bool:
+    """True for CPU memory that is shared with other processes or not allocated by torch, as that of a mapped file."""
+    return x.is_shared() or not x.untyped_storage().resizable()
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """`joint`, or the tensor itself, of any layout, where there is only one."""
+    return tensors[0] if len(tensors) == 1 else joint(tensors)
+
+
+def rows_of(weights: Sequence[Any]) -> list[int]:
+    return [w.shape[0] for w in weights]
+
+
+def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+    """(weight, bias) of one linear layer equal to all of these; None where the weights are not joint."""
+    weight = as_one(weights)
+    if weight is None or len(weights) == 1:
+        return None if weight is None else (weight, biases[0])
+    if all(b is None for b in biases):
+        return weight, None
+    if any(b is None for b in biases):
+        return None
+    bias = joint(biases)  # type: ignore[arg-type]
+    return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
