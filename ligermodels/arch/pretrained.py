@@ -133,8 +133,8 @@ class Pretrained(nn.Module):
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`. Modules on "disk" stay in the
             checkpoint's files, and each forward reads them; `offload_folder` is not needed, and ignored.
-        quantization_config: "nf4" quantises the linear modules to 4 bits, frozen, for LoRA; "int8", "fp8" and "int4"
-            are for inference; a config of bitsandbytes or torchao selects that library. See
+        quantization_config: "nf4" quantises linear modules and experts to 4 bits, frozen, for LoRA; "int8", "fp8" and
+            "int4" are for inference; a config of bitsandbytes or torchao selects that library. See
             `quantization.quantizer_of`. Modules are quantised as they are read; with bitsandbytes the default device is
             the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
@@ -185,7 +185,7 @@ class Pretrained(nn.Module):
                 weights.load(model, names, reader, adopt=reader.is_mapped, leave=on_disk, **load_options)
             else:
                 if place is None:
-                    load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
+                    load_options["devices"] = placement.devices(plan, quantization.quantised_names(model, quantizer))
                 load_options["from_quantized"] = saved_with is not None
                 quantization.load(model, names, reader, quantizer, **load_options)
         if place is None:

@@ -1,4 +1,4 @@
-"""Loads models with quantised linear modules, and saves those whose method has a format on disk.
+"""Loads models with quantised linear modules and experts, and saves those whose method has a format on disk.
 
 Modules are quantised one by one, as a checkpoint is read. The head, which is not an `nn.Linear` here, is not quantised.
 quantizers.py converts a module.
@@ -8,16 +8,18 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.quantizers import NF4, BitsAndBytes, Parts, Quantizer, TorchAO, WeightOnly, is_of_torchao
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.layers.moe import Experts
 
 OURS = ("nf4", "int8", "fp8", "int4")
 METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
@@ -90,23 +92,56 @@ def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
     """accelerate's arguments for the memory of the weights of `model`; empty if none is quantised."""
     if quantizer is None:
         return {}
-    chosen = linears(model, quantizer)
-    plain = {name: tensor.dtype for name, tensor in model.named_parameters() if name.rpartition(".")[0] not in chosen}
+    chosen = quantised_names(model, quantizer)
+    plain = {name: p.dtype for name, p in model.named_parameters() if not chosen & {name, name.rpartition(".")[0]}}
     return {"dtype": quantizer.element, "special_dtypes": plain}
 
 
 def linears(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
-    """{name: module} of the linear modules to quantise.
-
-    As in transformers, an entry of `skipped` is a pattern of the beginning of a module's name, or the end of one.
-    """
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    """{name: module} of the linear modules to quantise."""
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and not any(re.match(f"(?:{key}){boundary}", name) or name.endswith(key) for key in quantizer.skipped)
+        if type(module) is nn.Linear and not _is_skipped(name, quantizer)
     }
+
+
+@dataclass
+class Stacked:
+    """A stacked weight of experts to quantise: as matrices, one after the other."""
+
+    experts: Experts
+    weight: str
+
+    def __post_init__(self) -> None:
+        parameter = getattr(self.experts, self.weight)
+        self.parts, self.dtype = self.experts.parts(self.weight), parameter.dtype
+        rows, columns = parameter.numel() // parameter.shape[-1] // self.parts, parameter.shape[-1]
+        self.matrix = nn.Linear(columns, rows, bias=False, device="meta", dtype=parameter.dtype)
+
+
+def experts(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
+    """{name: stacked weight of experts to quantise}, of a model that is not quantised."""
+    if not quantizer.quantizes_experts:
+        return {}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    return {
+        f"{name}.{weight}": Stacked(module, weight)
+        for name, module in found.items()
+        for weight in ("gate_up_proj", "down_proj")
+        if not (_is_skipped(name, quantizer) or _is_skipped(f"{name}.{weight}", quantizer))
+    }
+
+
+def quantised_names(model: nn.Module, quantizer: Quantizer) -> set[str]:
+    """The names of all that is quantised: linear modules, and stacked weights of experts."""
+    return {*linears(model, quantizer), *experts(model, quantizer)}
+
+
+def _is_skipped(name: str, quantizer: Quantizer) -> bool:
+    """As in transformers, an entry of `skipped` is a pattern of the beginning of a module's name, or the end of one."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return any(re.match(f"(?:{key}){boundary}", name) or name.endswith(key) for key in quantizer.skipped)
 
 
 def load(
@@ -120,42 +155,68 @@ def load(
     from_quantized: bool = False,
     progress: bool = True,
 ) -> None:
-    """Does `weights.load`, and quantises linear modules one by one as their weights are read.
+    """Does `weights.load`, and quantises linear modules and experts one by one as their weights are read.
 
-    devices: {linear module: its device}, `device` for the rest. Beyond the quantised modules, a device needs memory for
-    one weight. from_quantized: the checkpoint has quantised modules; those that are not quantised there stay so.
+    devices: {one of `quantised_names`: its device}, `device` for the rest. Beyond the quantised weights, a device needs
+    memory for one weight, and for the quantised experts of one layer. from_quantized: the checkpoint has quantised
+    modules; those that are not quantised there stay so.
     Raises CheckpointError, also for a weight with NaN or infinity.
     """
-    chosen = linears(model, quantizer)
     names = names.found(model, reader.headers)
+    chosen: dict[str, nn.Linear | Stacked] = {**linears(model, quantizer), **experts(model, quantizer)}
     boxes = weights.regions(model, names.table)
     if from_quantized:
-        found = _saved_parts(boxes, reader.headers)
-        saved = {name: found[name] for name in chosen if name in found}
+        saved = _saved_parts(boxes, chosen, reader)
         chosen = {name: chosen[name] for name in saved}
-        taken = {source for parts in saved.values() for source in parts.values()}
+        taken = {source for modules in saved.values() for parts in modules for source in parts.values()}
     else:
         weights.check(model, names, reader.headers, reader.source)
-        taken = {box.source for box in boxes if box.param.rpartition(".")[0] in chosen}
+        taken = {box.source for box in boxes if chosen.keys() & {box.param, box.param.rpartition(".")[0]}}
         ours = weights.Renamed(model, reader, names.table, {})
-    for name in chosen:
-        model.set_submodule(name, nn.Module())  # until the others are loaded
+    for name, target in chosen.items():  # until the others are loaded
+        if isinstance(target, Stacked):
+            delattr(target.experts, target.weight)
+        else:
+            model.set_submodule(name, nn.Module())
     quantized = f"^({'|'.join(map(re.escape, taken))})$"
     others = dataclasses.replace(names, ignore=(*names.ignore, quantized))
     weights.load(model, others, reader, device=device, progress=progress)
-    for name, linear in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
+    for name, target in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
         place = device if devices is None else devices[name]
+        linear = target.matrix if isinstance(target, Stacked) else target
         if from_quantized:
-            read = {part: reader.read(source).to(place, copy=True) for part, source in saved[name].items()}
-            made = _restored(quantizer, linear, read, name, reader)
+            read = ({part: reader.read(source).to(place, copy=True) for part, source in m.items()} for m in saved[name])
+            made = [_restored(quantizer, linear, parts, name, reader) for parts in read]
         else:
-            values = [ours.read(f"{name}.{key}").to(linear.weight.dtype) for key, _ in linear.named_parameters()]
-            if not all(torch.stack(value.aminmax()).isfinite().all() for value in values):
-                raise CheckpointError(f"{reader.source}: {name} holds NaN or infinity and cannot be quantised")
-            made = quantizer.convert(linear, values[0], values[1] if len(values) > 1 else None, place)
-        model.set_submodule(name, made)
+            matrices = _matrices(ours, name, target)
+            made = [_converted(quantizer, linear, values, place, name, reader) for values in matrices]
+        if isinstance(target, Stacked):
+            try:
+                target.experts.set_quantized(target.weight, made)  # type: ignore[arg-type]
+            except InputError as error:
+                raise InputError(f'{name}: {error}; or leave it as it is: skip_modules=["experts"]') from error
+        else:
+            model.set_submodule(name, made[0])
     quantizer.finish(model)
     mark(model, quantizer)
+
+
+def _matrices(ours: weights.Renamed, name: str, target: nn.Linear | Stacked) -> Iterator[list[Tensor]]:
+    """[weight], or [weight, bias], of each matrix of a target, read under our names."""
+    if not isinstance(target, Stacked):
+        yield [ours.read(f"{name}.{key}").to(target.weight.dtype) for key, _ in target.named_parameters()]
+        return
+    for whole in ours.read_boxes(name):
+        for matrix in whole.flatten(0, -2).split(target.matrix.out_features):
+            yield [matrix.to(target.dtype)]
+
+
+def _converted(
+    quantizer: Quantizer, linear: nn.Linear, values: list[Tensor], place: torch.device, name: str, reader: Any
+) -> nn.Module:
+    if not all(torch.stack(value.aminmax()).isfinite().all() for value in values):
+        raise CheckpointError(f"{reader.source}: {name} holds NaN or infinity and cannot be quantised")
+    return quantizer.convert(linear, values[0], values[1] if len(values) > 1 else None, place)
 
 
 def mark(model: Any, quantizer: Quantizer) -> None:
@@ -174,17 +235,26 @@ def export(
 
     shapes: the same model before it was quantised, on meta; its quantised modules are removed.
     """
-    chosen = {name: model.get_submodule(name) for name in linears(shapes, quantizer)}
-    chosen = {name: module for name, module in chosen.items() if quantizer.is_quantized(module)}
-    place = {box.param: box.source.rpartition(".")[0] for box in weights.regions(shapes, names.table)}
+    targets: dict[str, nn.Linear | Stacked] = {**linears(shapes, quantizer), **experts(shapes, quantizer)}
+    chosen = {name: module for name in targets if quantizer.is_quantized(module := _at(model, name))}
+    places: dict[str, list[str]] = {}
+    for box in weights.regions(shapes, names.table):
+        places.setdefault(box.param.removesuffix(".weight"), []).append(box.source)
     state = {name: tensor for name, tensor in model.named_parameters() if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
     quantized: dict[str, Any] = {}
     for name, module in chosen.items():
-        parts, described = quantizer.parts(module, name)
-        quantized |= {f"{place[f'{name}.weight']}.{part}": (tensor, ()) for part, tensor in parts.items()}
-        metadata |= described
-        shapes.set_submodule(name, nn.Module())
+        target = targets[name]
+        if isinstance(target, Stacked):
+            modules = _split(name, module, target, places[name])
+            delattr(target.experts, target.weight)
+        else:
+            modules = [module]
+            shapes.set_submodule(name, nn.Module())
+        for source, part in zip(places[name], modules, strict=True):
+            parts, described = quantizer.parts(part, name)
+            quantized |= {f"{source.removesuffix('.weight')}.{key}": (tensor, ()) for key, tensor in parts.items()}
+            metadata |= described
     if len(metadata) > 1:  # torchao's, which names the plain tensors too
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in state}
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
@@ -192,15 +262,53 @@ def export(
     return weights.Exported({**plain.boxes, **quantized}), metadata
 
 
-def _saved_parts(boxes: Iterable[weights.Region], names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """{linear module that is quantised on disk: {part: name on disk}}."""
-    modules = {box.source.removesuffix(".weight"): box.param.removesuffix(".weight") for box in boxes}
-    found: dict[str, dict[str, str]] = {}
-    for name in names:
+def _at(model: nn.Module, name: str) -> Any:
+    """The module or parameter of this name."""
+    owner, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(owner), last)
+
+
+def _split(name: str, module: Any, target: Stacked, sources: Sequence[str]) -> list[nn.Module]:
+    """The quantised matrices of a stacked weight as modules. Raises CheckpointError."""
+    if any(hasattr(tensor, "full_tensor") for tensor in module.parameters()):
+        raise CheckpointError(f"{name} is quantised and sharded: save the adapters, or the model before parallelize")
+    if len(sources) != target.parts or not all(source.endswith(".weight") for source in sources):
+        raise CheckpointError(
+            f"{name} is one tensor on disk, {sources[0]}, for which there is no quantised format: load the model with "
+            'skip_modules=["experts"]'
+        )
+    return [type(module).from_operand(one) for one in module.operand.split(target.parts)]
+
+
+def _saved_parts(
+    boxes: Iterable[weights.Region], chosen: Mapping[str, nn.Linear | Stacked], reader: Any
+) -> dict[str, list[dict[str, str]]]:
+    """{what is quantised on disk: [{part: name on disk}] of each of its matrices}. Raises CheckpointError."""
+    sources: dict[str, list[str]] = {}
+    for box in boxes:
+        sources.setdefault(box.param.removesuffix(".weight"), []).append(box.source.removesuffix(".weight"))
+    modules = {source for found in sources.values() for source in found}
+    parts: dict[str, dict[str, str]] = {}
+    for name in reader.headers:
         stored = name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
         if stored in modules:
-            found.setdefault(modules[stored], {})[name.removeprefix(f"{stored}.")] = name
-    return {name: parts for name, parts in found.items() if parts.keys() - {"weight", "bias"}}
+            parts.setdefault(stored, {})[name.removeprefix(f"{stored}.")] = name
+    parts = {stored: found for stored, found in parts.items() if found.keys() - {"weight", "bias"}}
+    saved: dict[str, list[dict[str, str]]] = {}
+    for name, names in sources.items():
+        found = [parts[source] for source in names if source in parts]
+        if not found or name.endswith(".bias"):
+            continue
+        target = chosen.get(name)
+        wanted = target.parts if isinstance(target, Stacked) else 1
+        if target is None or len(found) != wanted:
+            raise CheckpointError(
+                f"{reader.source}: {len(found)} of the {len(names)} matrices of {name} are quantised, "
+                + ("which is not supported: all or none" if target else "and this quantisation leaves it as it is")
+                + ('; pass quantization_config="nf4"' if "bitsandbytes__nf4" in " ".join(found[0]) else "")
+            )
+        saved[name] = found
+    return saved
 
 
 def _restored(quantizer: Quantizer, linear: nn.Linear, parts: Parts, name: str, reader: Any) -> nn.Module:

@@ -41,6 +41,8 @@ class Quantizer:
     is_qat_trainable: ClassVar[bool] = False
     flags: Mapping[str, bool] = {}
     """Attributes by which other tools recognise such a model."""
+    quantizes_experts: ClassVar[bool] = False
+    """Whether it quantises stacked experts as well, each matrix by itself."""
     skip_field: ClassVar[str] = "skip_modules"
     """The field that names modules to leave as they are."""
 
@@ -263,13 +265,15 @@ class TorchAO(Quantizer):
 class NF4(Quantizer):
     """`NF4Linear` modules: 4 bits per weight, trainable under adapters without bitsandbytes, in its format on disk.
 
-    Embedding, head, norms, routers and joint experts are not quantised.
+    Embedding, head, norms and routers are not quantised. Experts are, one by one: on disk they are as bitsandbytes
+    writes a linear module each, which transformers 5 does not read; skip_modules=["experts"] leaves them as they are.
     double: quantise absmax too, 4.127 bits per weight instead of 4.5.
     skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     compute_dtype: for bitsandbytes, in config.json. Here a layer computes in the dtype of its input.
     """
 
     quant_method = "nf4"
+    quantizes_experts = True
 
     double: bool = True
     skip_modules: list[str] | None = None
@@ -364,11 +368,12 @@ class NF4(Quantizer):
 class WeightOnly(Quantizer):
     """`QuantizedLinear` modules with weights in int8, fp8 or int4, for inference. There is no format on disk.
 
-    Embedding, head, norms, routers and joint experts are not quantised.
+    Embedding, head, norms and routers are not quantised. Experts are dequantised at each forward, all of a layer.
     quant_method: "int8", "fp8" or "int4". skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     """
 
     is_trainable = False
+    quantizes_experts = True
 
     quant_method: str  # type: ignore[misc]  # a ClassVar in the other classes
     skip_modules: list[str] | None = None

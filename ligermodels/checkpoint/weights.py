@@ -409,6 +409,10 @@ class Renamed:
         boxes = self._stored[self._wanted[name].param]
         return [box for box in boxes if box.index == self._wanted[name].index] or boxes
 
+    def read_boxes(self, name: str) -> Iterator[Tensor]:
+        """The tensors on disk that `name` is read from, one by one, in the order of its rows."""
+        return (self._reader.read(box.source) for box in self.boxes(name))
+
     def read(self, name: str) -> Tensor:
         """A tensor that is a part of one on disk, or joined from several, takes the memory of all of it."""
         region, boxes = self._wanted[name], self.boxes(name)

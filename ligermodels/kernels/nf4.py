@@ -9,6 +9,9 @@ blocks of 256 around its mean, by a code of 256 values with finer steps near zer
 
     absmax[b] = nested_code[absmax8[b]] * nested_absmax[b // 256] + offset
 
+A weight may be several parts, one after the other, that were quantised each by itself, as those of stacked experts are
+on disk: `NF4Weight.stack`. Blocks of 256 then begin anew in each part, which has an offset of its own.
+
 Bits per weight: 4 + 32 / 64 = 4.5, and 4 + 8 / 64 + 32 / (64 * 256) = 4.127 with double quantisation. One kernel
 dequantises weight and absmax: 2.52 bytes per weight in 16 bits, the minimum. Math in fp32, one rounding to the output.
 
@@ -35,7 +38,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
 from ligermodels.kernels.low_bit import output_for
-from ligermodels.kernels.operand import LowBitWeight
+from ligermodels.kernels.operand import LowBitWeight, grouped_shape
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -58,6 +61,7 @@ class NF4State(NamedTuple):
     absmax: fp32 [B] of B blocks; uint8 [B] with double quantisation. code: fp32 [16].
     shape, dtype: of the weight that was quantised. block: weights per block.
     nested_absmax fp32 [ceil(B / 256)], nested_code fp32 [256], offset fp32 []: with double quantisation, else None.
+    Of P parts: nested_absmax [P ceil(B / P / 256)], offset [P].
     """
 
     absmax: Tensor
@@ -114,9 +118,12 @@ def absmax_of(state: NF4State) -> Tensor:
     """absmax in fp32 [B], dequantised if need be."""
     if state.nested_absmax is None or state.nested_code is None or state.offset is None:
         return state.absmax
-    values = state.nested_code[state.absmax.int()]
-    blocks = _blocks(values, NESTED_BLOCK) * state.nested_absmax[:, None]
-    return blocks.view(-1)[: values.numel()] + state.offset
+    count, found = state.offset.numel(), []
+    parts = zip(state.absmax.view(count, -1), state.nested_absmax.view(count, -1), state.offset.view(-1), strict=True)
+    for absmax, nested, offset in parts:
+        blocks = _blocks(state.nested_code[absmax.int()], NESTED_BLOCK) * nested[:, None]
+        found.append(blocks.view(-1)[: absmax.numel()] + offset)
+    return torch.cat(found)
 
 
 def dequantize_nf4_reference(packed: Tensor, state: NF4State, dtype: torch.dtype | None = None) -> Tensor:
@@ -150,18 +157,26 @@ def _quantize_kernel(
 @triton.jit
 def _dequantize_kernel(
     out_ptr, packed_ptr, code_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, offset_ptr, n, n_bytes, zero,
-    NESTED_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    part_blocks, NESTED_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """PARTS: there are several parts, each of part_blocks blocks."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows * BLOCK < n
     absmax = tl.load(absmax_ptr + rows, mask=inside, other=0)
     if nested_absmax_ptr is not None:
-        nested = tl.load(nested_absmax_ptr + rows // NESTED_BLOCK, mask=inside, other=0.0)
+        if PARTS:
+            part = rows // part_blocks
+            at_nested = part * tl.cdiv(part_blocks, NESTED_BLOCK) + rows % part_blocks // NESTED_BLOCK
+            offset = tl.load(offset_ptr + part, mask=inside, other=0.0)
+        else:
+            at_nested = rows // NESTED_BLOCK
+            offset = tl.load(offset_ptr)
+        nested = tl.load(nested_absmax_ptr + at_nested, mask=inside, other=0.0)
         scaled = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested
         # xor with 0, an argument, keeps the compiler from fusing multiplication and addition: the reference rounds
         # twice.
         scaled = (scaled.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
-        absmax = scaled + tl.load(offset_ptr)
+        absmax = scaled + offset
     byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
     packed = tl.load(packed_ptr + byte, mask=byte < n_bytes, other=0).to(tl.int32)
     w = tl.interleave(tl.load(code_ptr + (packed >> 4)), tl.load(code_ptr + (packed & 15))) * absmax[:, None]
@@ -229,9 +244,11 @@ def dequantize_nf4(
     if not use_triton(packed):
         return out.copy_(dequantize_nf4_reference(packed, state, out.dtype))
     grid, rows = _grid(n, state.block)
+    parts = 1 if state.offset is None else state.offset.numel()
     launch(
         _dequantize_kernel, grid, out, packed.contiguous(), state.code, state.absmax, state.nested_absmax,
-        state.nested_code, state.offset, n, cdiv(n, 2), 0, NESTED_BLOCK, state.block, rows, num_warps=4,
+        state.nested_code, state.offset, n, cdiv(n, 2), 0, state.absmax.numel() // parts, NESTED_BLOCK, state.block,
+        rows, parts > 1, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -262,3 +279,37 @@ class NF4Weight(LowBitWeight):
     def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
         packed, absmax, code, *nested = tensors
         return cls(packed, NF4State(absmax, code, *options, *nested))
+
+    def in_groups(self, groups: int) -> Self:
+        return type(self)(self.packed, self.state._replace(shape=grouped_shape(self.shape, groups)))
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        """Raises InputError unless all are of one shape, block size and kind of absmax, and end with a block."""
+        first = weights[0].state
+        n, double = math.prod(first.shape), first.offset is not None
+        known = {(w.state.shape, w.state.block, w.state.offset is not None, w.state.dtype) for w in weights}
+        if len(known) > 1 or n % first.block:
+            raise InputError(
+                f"weights {tuple(first.shape)} with blocks of {first.block} cannot be one stack in 4 bits: expected "
+                "weights of one kind, and a number of elements that the block divides"
+            )
+        shape = len(weights) * first.shape[0], *first.shape[1:]
+        state = first._replace(shape=shape, absmax=torch.cat([w.state.absmax for w in weights]))
+        if double:
+            nested: Any = [(w.state.nested_absmax, w.state.offset.view(1)) for w in weights]  # type: ignore[union-attr]
+            nested_absmax, offset = map(torch.cat, zip(*nested, strict=True))
+            state = state._replace(nested_absmax=nested_absmax, offset=offset)
+        return cls(torch.cat([w.packed for w in weights]), state)
+
+    def split(self, parts: int) -> list[Self]:
+        """The parts [N / parts, K] of a `stack` of as many."""
+        state, nothing = self.state, [None] * parts
+        shape = state.shape[0] // parts, *state.shape[1:]
+        nested = nothing if state.nested_absmax is None else state.nested_absmax.chunk(parts)
+        offsets = nothing if state.offset is None else state.offset.view(-1).unbind()
+        each = zip(self.packed.chunk(parts), state.absmax.chunk(parts), nested, offsets, strict=True)
+        return [
+            type(self)(packed, state._replace(absmax=absmax, shape=shape, nested_absmax=one, offset=offset))
+            for packed, absmax, one, offset in each
+        ]

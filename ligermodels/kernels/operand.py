@@ -46,6 +46,15 @@ class LowBitWeight:
         the weight that was quantised."""
         raise NotImplementedError
 
+    def in_groups(self, groups: int) -> Self:
+        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory."""
+        raise NotImplementedError
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        """The weights [N, K] one after the other, each quantised by itself, as one weight of all their rows."""
+        raise NotImplementedError
+
     def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """(tensors, options), from which `unflatten` makes the weight again."""
         raise NotImplementedError
@@ -56,6 +65,11 @@ class LowBitWeight:
 
 
 Weight = Tensor | LowBitWeight
+
+
+def grouped_shape(shape: Sequence[int], groups: int) -> tuple[int, ...]:
+    """[E, N / E, K] of [N, K]."""
+    return groups, shape[0] // groups, *shape[1:]
 
 
 def has_bits(weights: Sequence[Weight]) -> bool:

@@ -21,7 +21,7 @@ Without autograd; `frozen_linear` of low_bit.py has the gradient of x.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -47,7 +47,7 @@ from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
 from ligermodels.kernels.joint import as_one_layer, joint
 from ligermodels.kernels.low_bit import output_for
-from ligermodels.kernels.operand import LowBitWeight
+from ligermodels.kernels.operand import LowBitWeight, grouped_shape
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
@@ -78,7 +78,8 @@ class QuantizedWeight(LowBitWeight):
     """A weight [N, K] of one of FORMATS.
 
     int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
-    groups, where columns past K may have any value. dtype: of the weight that was quantised.
+    groups, where columns past K may have any value. dtype: of the weight that was quantised. layers: where the rows are
+    those of a group of E layers, E; the shape is then [E, N / E, K].
     """
 
     max_rows: ClassVar[int] = 64
@@ -87,10 +88,12 @@ class QuantizedWeight(LowBitWeight):
     scale: Tensor
     columns: int
     dtype: torch.dtype
+    layers: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.packed.shape[0], self.columns
+        shape = self.packed.shape[0], self.columns
+        return shape if self.layers is None else grouped_shape(shape, self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -100,12 +103,20 @@ class QuantizedWeight(LowBitWeight):
         return dequantize(self, dtype, out)
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        return (self.packed, self.scale), (self.kind, self.columns, self.dtype)
+        return (self.packed, self.scale), (self.kind, self.columns, self.dtype, self.layers)
 
     @classmethod
     def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
         kind, *rest = options
         return cls(kind, *tensors, *rest)
+
+    def in_groups(self, groups: int) -> Self:
+        return replace(self, layers=groups)
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        packed, scale = torch.cat([w.packed for w in weights]), torch.cat([w.scale for w in weights])
+        return replace(weights[0], packed=packed, scale=scale)
 
     def halves(self) -> tuple["QuantizedWeight", "QuantizedWeight"]:
         """The upper and the lower half of the rows."""
@@ -175,7 +186,7 @@ def dequantize_reference(weight: QuantizedWeight, dtype: torch.dtype | None = No
         values = (values * weight.scale.float()[:, :, None, None]).flatten(1)[:, : weight.columns]
     else:
         values = weight.packed.float() * weight.scale[:, None]
-    return values.to(dtype or weight.dtype)
+    return values.to(dtype or weight.dtype).view(weight.shape)
 
 
 @triton.jit
@@ -202,16 +213,15 @@ def _dequantize_kernel(
 def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
     """The weight [N, K], rounded once to `dtype`; default: out's dtype, or that of the weight that was quantised.
 
-    out: contiguous [N, K], where the result is written. Raises InputError where it does not fit.
+    out: contiguous, of the weight's shape, where the result is written. Raises InputError where it does not fit.
     """
-    n, k = weight.shape
-    out = output_for("dequantize", out, dtype, (n, k), weight.dtype, weight.device)
+    out = output_for("dequantize", out, dtype, weight.shape, weight.dtype, weight.device)
     if not use_triton(out) or out.dtype == torch.float64:
         return out.copy_(dequantize_reference(weight, out.dtype))
-    words = weight.packed.shape[1]
+    rows, words = weight.packed.shape
     launch(
-        _dequantize_kernel, (n, cdiv(words, 1024)), out, weight.packed, weight.scale, k, words, weight.kind == "int4",
-        WORDS, 1024, num_warps=4,
+        _dequantize_kernel, (rows, cdiv(words, 1024)), out, weight.packed, weight.scale, weight.columns, words,
+        weight.kind == "int4", WORDS, 1024, num_warps=4,
     )  # fmt: skip
     return out
 

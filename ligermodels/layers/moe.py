@@ -1,7 +1,7 @@
 """Mixture of experts: router, experts, and the load balancing loss."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.experts_lora import experts_lora
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
-from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.layers.lora import Factor
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
+from ligermodels.layers.quantized import LowBitLinear
 
 
 class Experts(nn.Module):
@@ -44,24 +44,34 @@ class Experts(nn.Module):
     def operand(self, name: str) -> LinearOperand:
         """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""
         weight: Any = getattr(self, name)
-        if isinstance(weight, NF4Linear):
-            shape = self.num_experts, weight.out_features // self.num_experts, weight.in_features
-            weight = NF4Weight(weight.weight, weight.state._replace(shape=shape))
+        if isinstance(weight, LowBitLinear):
+            weight = weight.operand.in_groups(self.num_experts)
         adapter = getattr(self, f"{name}_adapter", None)
         return LinearOperand(weight, None, None if adapter is None else adapter.factors)
 
-    def quantize_nf4(self) -> None:
-        """Freezes the weights in 4 bits, in place: gate_up_proj and down_proj become NF4Linear modules of their rows.
+    def parts(self, name: str) -> int:
+        """How many matrices "gate_up_proj" or "down_proj" consists of; each is quantised by itself."""
+        return self.num_experts * (2 if name == "gate_up_proj" else 1)
 
-        Raises InputError where `quantize_nf4` does, and for weights that are sharded.
+    def quantize(self, convert: Callable[[Tensor], LowBitLinear] = NF4Linear.from_weight) -> None:
+        """Freezes the weights in few bits, in place: gate_up_proj and down_proj become one LowBitLinear of their rows.
+
+        convert: quantises one matrix [N, K]. Raises InputError where it does, and for weights that are sharded.
         """
         if self.tp is not None or any(type(p) is not nn.Parameter for p in (self.gate_up_proj, self.down_proj)):
-            raise InputError("Experts.quantize_nf4: the weights are sharded or quantised already; call it before")
-        rows = [weight.detach().flatten(0, 1) for weight in (self.gate_up_proj, self.down_proj)]
-        made = [NF4Linear.from_weight(weight) for weight in rows]  # of both, before one is replaced
-        for name, module in zip(("gate_up_proj", "down_proj"), made, strict=True):
-            delattr(self, name)
-            self.add_module(name, module)
+            raise InputError("Experts.quantize: the weights are sharded or quantised already; call it before")
+        made = {}
+        for name in ("gate_up_proj", "down_proj"):
+            rows = getattr(self, name).detach().flatten(0, 1)
+            made[name] = [convert(part) for part in rows.chunk(self.parts(name))]
+        for name, modules in made.items():  # after all were made, since one may be refused
+            self.set_quantized(name, modules)
+
+    def set_quantized(self, name: str, modules: Sequence[LowBitLinear]) -> None:
+        """Replaces "gate_up_proj" or "down_proj" by its quantised `parts`, in the order of their rows."""
+        stacked = type(modules[0]).stack(modules)
+        self._parameters.pop(name, None)
+        self.add_module(name, stacked)
 
     def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
         """Gives "gate_up_proj" or "down_proj" an adapter of zeros, and freezes all weights."""
@@ -75,8 +85,8 @@ class Experts(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """True if there are adapters, or weights of 4 bits."""
-        return bool(self.adapters) or isinstance(self.gate_up_proj, NF4Linear)
+        """True if there are adapters, or weights of few bits."""
+        return bool(self.adapters) or any(isinstance(w, LowBitLinear) for w in (self.gate_up_proj, self.down_proj))
 
     @property
     def adapters(self) -> dict[str, "ExpertsAdapter"]:
@@ -88,7 +98,7 @@ class Experts(nn.Module):
         if self.is_frozen:
             if self.tp is not None:
                 raise InputError(
-                    "experts with adapters or of 4 bits cannot run under tensor parallel: use a mesh without tp"
+                    "experts with adapters or of few bits cannot run under tensor parallel: use a mesh without tp"
                 )
             layers = self.operand("gate_up_proj"), self.operand("down_proj")
             return experts_lora(x, weights, experts, *layers, activation=self.activation, recompute=recompute)

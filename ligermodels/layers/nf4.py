@@ -24,7 +24,8 @@ class NF4Linear(LowBitLinear):
 
     weight: frozen parameter, uint8 [ceil(N K / 2), 1]. absmax: with `double`, frozen parameter, uint8 [B] for B blocks
     of `block` weights; else buffer, fp32 [B]. quant_map, and with `double` nested_absmax, nested_quant_map and
-    nested_offset: buffers, fp32, which casts of the model leave alone. bias: frozen parameter or None.
+    nested_offset: buffers, fp32, which casts of the model leave alone; of a `stack`, one nested_offset for each part.
+    bias: frozen parameter or None.
     FSDP2 shards the byte parameters as any frozen ones, gathers them at a quarter of bf16's traffic, and its mixed
     precision leaves them alone. The values are random until `from_weight` or a state dict sets them.
     """
@@ -73,11 +74,11 @@ class NF4Linear(LowBitLinear):
         Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
         """
         cls._check(weight, bias)
-        return cls.from_quantized(*quantize_nf4(weight, block=block, double=double), bias)
+        return cls.from_operand(NF4Weight(*quantize_nf4(weight, block=block, double=double)), bias)
 
     @classmethod
-    def from_quantized(cls, packed: Tensor, state: NF4State, bias: Tensor | None = None) -> Self:
-        """The layer of the results of `quantize_nf4`, over the same memory."""
+    def from_operand(cls, operand: NF4Weight, bias: Tensor | None = None) -> Self:
+        packed, state = operand.packed, operand.state
         rows, columns = state.shape
         double = state.nested_absmax is not None
         with torch.device("meta"):

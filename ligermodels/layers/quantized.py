@@ -5,6 +5,7 @@
 x is not saved. Attention and MLPs run several such layers as one op (linear.py).
 """
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels.low_bit import frozen_linear
-from ligermodels.kernels.operand import LowBitWeight
 from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
@@ -31,13 +31,24 @@ class LowBitLinear(nn.Module):
     bias: nn.Parameter | None
 
     @property
-    def operand(self) -> LowBitWeight:
-        """The weight for a fused op."""
+    def operand(self) -> Any:
+        """The weight for a fused op, a `LowBitWeight`."""
         raise NotImplementedError
+
+    @classmethod
+    def from_operand(cls, operand: Any, bias: Tensor | None = None) -> Self:
+        """The layer of a quantised weight [N, K] and a bias [N], over the same memory."""
+        raise NotImplementedError
+
+    @classmethod
+    def stack(cls, modules: "Sequence[LowBitLinear]") -> Self:
+        """The rows of all modules, which have no biases, as one module."""
+        operands = [module.operand for module in modules]
+        return cls.from_operand(type(operands[0]).stack(operands))
 
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight [N, K], by default in the dtype that it was quantised from."""
-        return self.operand.dequantize(dtype)
+        return self.operand.dequantize(dtype)  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor) -> Tensor:
         return frozen_linear(x, self.operand, self.bias)
@@ -91,10 +102,14 @@ class QuantizedLinear(LowBitLinear):
         Raises InputError for a weight that requires a gradient, has NaN or infinity, or another shape or dtype.
         """
         cls._check(weight, bias)
-        found = quantize(weight, kind)
+        return cls.from_operand(quantize(weight, kind), bias)
+
+    @classmethod
+    def from_operand(cls, operand: QuantizedWeight, bias: Tensor | None = None) -> Self:
+        rows, columns = operand.shape
         with torch.device("meta"):
-            made = cls(weight.shape[1], weight.shape[0], kind=kind, dtype=weight.dtype)
-        made.weight, made.scale = _frozen(found.packed), _frozen(found.scale)
+            made = cls(columns, rows, kind=operand.kind, dtype=operand.dtype)
+        made.weight, made.scale = _frozen(operand.packed), _frozen(operand.scale)
         made.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         return made
 

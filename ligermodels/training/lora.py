@@ -291,6 +291,11 @@ def _adapted(model: Any, where: str) -> dict[str, Adapted]:
 
 
 def _check_free(model: Any, where: str) -> None:
+    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}:
+        raise InputError(
+            f"{where}: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
+            'quantization_config="nf4", to train adapters over it'
+        )
     if any(isinstance(module, Adapted) for module in model.modules()) or _adapted_experts(model):
         raise InputError(f"{where}: {_kind(model)} has adapters already; merge_lora or a new model comes first")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
@@ -366,13 +371,8 @@ def _text_prefix(model: Any) -> str:
 
 def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
     """{name: linear module} of `targets`, in the model's order."""
-    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}:
-        raise InputError(
-            f"add_lora: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
-            'quantization_config="nf4", to train adapters over it'
-        )
     prefix = _text_prefix(model)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)}
+    linears = _linears(model)
     text = [name for name in linears if name.startswith(prefix)]
     if targets == "all-linear":
         return {name: linears[name] for name in text}
@@ -390,6 +390,13 @@ def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
             raise InputError(f"add_lora: {target!r}{is_other}; targets are linear modules: {', '.join(names)}")
         chosen |= hits
     return {name: module for name, module in linears.items() if name in chosen}
+
+
+def _linears(model: Any) -> dict[str, Any]:
+    """{name: linear module}; quantised weights of experts, which `target_parameters` names, are none."""
+    modules = dict(model.named_modules())
+    of_experts = {id(m) for one in modules.values() if isinstance(one, Experts) for m in one.modules()}
+    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | NF4Linear) and id(m) not in of_experts}
 
 
 def ending(names: Iterable[str], end: str) -> list[str]:
@@ -466,8 +473,6 @@ def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
 def _shortest(model: Any, found: Iterable[str]) -> list[str]:
     """The last parts of the names, if PEFT finds exactly these modules by them; else the names."""
     short = sorted({name.rpartition(".")[2] for name in found})
-    linears = [
-        weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)
-    ]
+    linears = [weights.plain_name(name) for name in _linears(model)]
     hits = {name for one in short for name in ending(linears, one)}
     return short if hits == set(found) else sorted(found)

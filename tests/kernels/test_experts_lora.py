@@ -8,6 +8,7 @@ from ligermodels.kernels import dequantize_nf4_reference, moe_experts_reference,
 from ligermodels.kernels.experts_lora import experts_lora
 from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.kernels.quantized import QuantizedWeight, dequantize_reference, quantize
 
 T, E, H, INNER = 13, 5, 20, 12
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -18,9 +19,12 @@ def make(device, dtype, n, k, bits, rank):
     """(the operand, the weight in fp64 without the adapter)."""
     weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
     exact = weight.double()
-    if bits == 4:
+    if bits == "nf4":
         weight = NF4Weight(*quantize_nf4(weight.float(), block=32))
         exact = dequantize_nf4_reference(weight.packed, weight.state, torch.float64)
+    elif bits != "dense":
+        weight = QuantizedWeight.stack([quantize(one.float(), bits) for one in weight]).in_groups(E)
+        exact = dequantize_reference(weight, torch.float64)
     if not rank:
         return LinearOperand(weight), exact
     a = torch.randn(E, rank, k, device=device, dtype=dtype).mul_(k**-0.5).requires_grad_()
@@ -29,7 +33,7 @@ def make(device, dtype, n, k, bits, rank):
 
 
 @pytest.mark.parametrize("recompute, dtype", [(False, torch.float64), (True, torch.float32)], ids=str)
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", ["dense", "nf4", "int8", "int4"])
 @pytest.mark.parametrize("ranks", [(3, 2), (3, 0), (0, 2), (0, 0)], ids=str)
 def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
     operands, exact = zip(
@@ -57,8 +61,8 @@ def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
 
 def test_what_does_not_fit_is_refused(device):
     (gate_up, _), (down, _) = (
-        make(device, torch.float32, 2 * INNER, H, 16, 3),
-        make(device, torch.float32, H, INNER, 16, 2),
+        make(device, torch.float32, 2 * INNER, H, "dense", 3),
+        make(device, torch.float32, H, INNER, "dense", 2),
     )
     x, (weights, experts) = torch.randn(T, H, device=device), route(torch.randn(T, E, device=device), top_k=2)
     a, b, scale = gate_up.adapter

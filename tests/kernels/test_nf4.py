@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from ligermodels.kernels.nf4 import dequantize_nf4, dequantize_nf4_reference, quantize_nf4, quantize_nf4_reference
+from ligermodels import InputError
+from ligermodels.kernels.nf4 import (
+    NF4Weight,
+    dequantize_nf4,
+    dequantize_nf4_reference,
+    quantize_nf4,
+    quantize_nf4_reference,
+)
 from tests.kernels.on_gpu import large
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -61,3 +68,27 @@ def test_more_than_2_31_weights():
     assert packed.numel() > 2**30 and torch.equal(packed[-one.numel() :], one)
     out = dequantize_nf4(packed, state)
     assert (out[-64:].float() - rows.float()).norm() < 0.11 * rows.float().norm()
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", [(4, 32), (300, 64)], ids=str)  # a part of 2 blocks, and of 300
+def test_a_stack_is_its_parts(device, poison, double, shape):
+    """Each part quantised by itself, in one launch, in whole and in groups; and split again."""
+    weights = [make(shape, torch.float32, device) * 2**i for i in range(3)]
+    parts = [NF4Weight(*quantize_nf4(weight, double=double)) for weight in weights]
+    stack, expected = NF4Weight.stack(parts), torch.cat([part.dequantize() for part in parts])
+    assert stack.shape == expected.shape and same(stack.dequantize(), expected)
+    assert same(dequantize_nf4_reference(stack.packed, stack.state), expected)
+    assert same(stack.in_groups(3).dequantize(), expected.view(3, *shape))
+    kind, (tensors, options) = type(stack), stack.flatten()
+    assert same(kind.unflatten(tensors, options).dequantize(), expected)
+    for one, part in zip(stack.split(3), parts, strict=True):
+        assert one.shape == shape and same(one.dequantize(), part.dequantize())
+        assert all(map(same, of((one.packed, *one.state)), of((part.packed, *part.state))))
+
+
+def test_what_cannot_be_stacked(device):
+    a, b = torch.randn(2, 48, device=device), torch.randn(4, 32, device=device)
+    for weights in ([a, a], [b, b[:2]]):  # blocks of 64 do not end where 96 weights end; two shapes
+        with pytest.raises(InputError, match="cannot be one stack in 4 bits"):
+            NF4Weight.stack([NF4Weight(*quantize_nf4(weight)) for weight in weights])

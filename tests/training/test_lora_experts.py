@@ -45,7 +45,7 @@ def test_only_the_adapters_are_trained_also_over_4_bits():
         model = make("mixtral")
         for module in model.modules():
             if bits == 4 and isinstance(module, Experts):
-                module.quantize_nf4()
+                module.quantize()
         plain = logits(model)
         add_lora(model, 4, targets=[], target_parameters=BOTH)
         assert torch.equal(logits(model), plain)  # B is zero
