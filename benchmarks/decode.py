@@ -50,7 +50,7 @@ from benchmarks.kernels import ceilings
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
-from ligermodels.generation import engine, generate_iter
+from ligermodels.generation import generate_iter, graphs
 from ligermodels.kernels.attention import attention
 from ligermodels.layers import Attention
 from ligermodels.layers.linear import JointProjections
@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace, record: Record) -> None:
 @contextlib.contextmanager
 def on(device: str) -> Iterator[None]:
     """Lets a CPU run the steps of a graph, uncaptured."""
-    with mock.patch.object(engine, "DEVICES", engine.DEVICES | {device}):
+    with mock.patch.object(graphs, "DEVICES", graphs.DEVICES | {device}):
         yield
 
 

@@ -16,7 +16,7 @@ import ligermodels
 from benchmarks import decode, distributed, harness, load, quantized, train_step
 from benchmarks import kernels as kernel_benchmark
 from benchmarks.train_cases import CASES, MODELS, ours
-from ligermodels.generation import engine
+from ligermodels.generation import graphs
 from ligermodels.training import lora
 
 RESULTS = sorted((harness.ROOT / "benchmarks" / "results").rglob("*.json"))
@@ -178,9 +178,9 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     code, record, _ = run(decode, *few, "--weights", "int8", "--baselines", "captured-fp8,host,hf")
     assert code == 0 and [row["baseline"] for row in record["rows"]] == ["captured-fp8", "host", "hf"]
     assert all(row["the host's"] + row["ties"] == 5 * 32 and row["wrong"] == 0 for row in record["ids"])
-    assert "cpu" not in engine.DEVICES
-    forward = engine.Step._forward
-    monkeypatch.setattr(engine.Step, "_forward", lambda self, *inputs: (forward(self, *inputs), self.logits.neg_()))
+    assert "cpu" not in graphs.DEVICES
+    forward = graphs.Step._forward
+    monkeypatch.setattr(graphs.Step, "_forward", lambda self, *inputs: (forward(self, *inputs), self.logits.neg_()))
     code, record, _ = run(decode, *few)
     assert code == 1 and "those without" in record["red"][0] and "rows" not in record
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)

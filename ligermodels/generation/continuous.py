@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.generation import engine
-from ligermodels.generation.engine import Engine, Step
+from ligermodels.generation import graphs
+from ligermodels.generation.engine import Engine
+from ligermodels.generation.graphs import Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
@@ -86,7 +87,7 @@ class ContinuousEngine(Engine):
         self.first = self.length - max(texts, default=0)
         if texts and (fills or ended):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache
-                self.captured = engine.step_of(self.cache)
+                self.captured = graphs.step_of(self.cache)
                 self.captured.begin(self.model, self.cache, self.capacity, by_host=self.by_host)
             self.place(self.captured)
         return bool(texts)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation import engine
+from ligermodels.generation import graphs
 from ligermodels.generation.drafters import drafter_of
-from ligermodels.generation.engine import Engine, Step
+from ligermodels.generation.engine import Engine
+from ligermodels.generation.graphs import Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.layers.state import TransformersCache, as_cache
@@ -118,7 +119,7 @@ class PaddedEngine(Engine):
         drafter, step = self.drafter, self.captured
         if step is None:
             with_hidden = drafter is not None and drafter.needs_hidden
-            step = self.captured = engine.step_of(self.cache, 1 + self.guesses, with_hidden=with_hidden)
+            step = self.captured = graphs.step_of(self.cache, 1 + self.guesses, with_hidden=with_hidden)
             step.begin(self.model, self.cache, self.end + self.guesses, by_host=self.by_host)
             self.place(step)
         if drafter is None:

@@ -418,7 +418,7 @@ class Cache:
         self.kv_cache_dtype = kv_cache_dtype
         self.length = 0
         self.values: dict[str, Any] = {}
-        self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/engine.py
+        self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
         self.farthest = self.last_pass = 0
 
     def __getitem__(self, layer: int) -> Any:

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 import ligermodels
 from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.generation import engine, generate
+from ligermodels.generation import generate, graphs
 from ligermodels.generation.drafters import MultiToken
 from ligermodels.training import AdamW, add_mtp, load_mtp
 from tests.arch import qwen2_vl, qwen3_vl
@@ -217,7 +217,7 @@ def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkey
 
     right: the guesses are replaced by the text, so that all are accepted.
     """
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if captured else set())
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if captured else set())
     model.requires_grad_(False)
     ids, seen, propose = torch.randint(3, 90, (1, 9)), [], MultiToken.propose
 

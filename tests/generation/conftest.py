@@ -1,6 +1,6 @@
 import pytest
 
-from ligermodels.generation import engine
+from ligermodels.generation import graphs
 
 
 @pytest.fixture(autouse=True)
@@ -12,13 +12,13 @@ def _warns_again(monkeypatch):
 @pytest.fixture
 def steps(monkeypatch):
     """Every device decodes by `Step`, as a CUDA graph on a GPU; the list has an entry for each of its runs."""
-    seen, run = [], engine.Step.run
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(engine.Step, "run", lambda self, *a: (seen.append(self), run(self, *a))[1])
+    seen, run = [], graphs.Step.run
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(graphs.Step, "run", lambda self, *a: (seen.append(self), run(self, *a))[1])
     return seen
 
 
 @pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
 def captured(request, monkeypatch):
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else set())
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if request.param else set())
     return request.param

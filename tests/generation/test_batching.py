@@ -8,7 +8,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation import continuous, engine, generate, generate_many, generate_many_iter
+from ligermodels.generation import continuous, generate, generate_many, generate_many_iter, graphs
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
 from tests.generation import models
 from tests.generation.models import family, with_large_weights
@@ -20,7 +20,7 @@ LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(continuous, "REFILL_FRACTION", 4)
-    monkeypatch.setattr(engine, "BUCKET", 1)
+    monkeypatch.setattr(graphs, "BUCKET", 1)
 
 
 def prompts(lengths=LENGTHS):

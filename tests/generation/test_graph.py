@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import ligermodels
-from ligermodels.generation import engine, generate, generate_iter, generate_many
+from ligermodels.generation import generate, generate_iter, generate_many, graphs
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
@@ -151,7 +151,7 @@ def test_caches_and_graphs_serve_later_calls(device, steps):
         seen.append((steps[0], steps[0]._graph))
         steps.clear()
     assert seen[0] == seen[2] and seen[1] == seen[3] and seen[0] != seen[1]
-    generate(model, one, max_new_tokens=engine.BUCKET)
+    generate(model, one, max_new_tokens=graphs.BUCKET)
     assert steps[0] is not seen[0][0], "another bucket"
     kept = model.kept_caches.entries
     assert len(kept) == 3
@@ -162,7 +162,7 @@ def test_caches_and_graphs_serve_later_calls(device, steps):
     assert all(cache is not given for _, cache in model.kept_caches.entries), "it is the caller's now"
     for rows in range(1, 8):
         generate(model, prompt(rows, 3).to(device), max_new_tokens=2)
-    assert len(model.kept_caches.entries) == engine.MAX_KEPT
+    assert len(model.kept_caches.entries) == graphs.MAX_KEPT
 
 
 def test_nothing_stays_alive_or_is_copied(device, steps):
@@ -284,7 +284,7 @@ def test_what_the_host_must_run_is_run_by_it_with_one_warning(change, own, reaso
 def test_a_compiled_module_is_an_obstacle():
     model = llama()
     model.decoder.layers[0]._compiled_call_impl = lambda *a: None
-    assert "is compiled by torch.compile" in engine.obstacle_to_capture(model)
+    assert "is compiled by torch.compile" in graphs.obstacle_to_capture(model)
 
 
 @pytest.mark.parametrize("call", [
@@ -292,7 +292,7 @@ def test_a_compiled_module_is_an_obstacle():
     lambda model, ids: torch.stack(generate_many(model, list(ids), max_new_tokens=20)),
 ], ids=["generate", "generate_many"])  # fmt: skip
 def test_a_step_that_cannot_be_captured_is_run_by_the_host(call, steps, monkeypatch):
-    model, ids, forward = family("gemma2"), prompt(2, 9), engine.Step._forward
+    model, ids, forward = family("gemma2"), prompt(2, 9), graphs.Step._forward
     expected = call(model, ids)
 
     def fail(self, model, cache):
@@ -300,7 +300,7 @@ def test_a_step_that_cannot_be_captured_is_run_by_the_host(call, steps, monkeypa
             raise RuntimeError("operation not permitted when stream is capturing")
         forward(self, model, cache)
 
-    monkeypatch.setattr(engine.Step, "_forward", fail)
+    monkeypatch.setattr(graphs.Step, "_forward", fail)
     steps.clear()
     with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
         assert torch.equal(call(model, ids), expected)

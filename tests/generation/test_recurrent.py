@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ligermodels
-from ligermodels.generation import engine, generate, generate_iter, generate_many
+from ligermodels.generation import generate, generate_iter, generate_many, graphs
 from ligermodels.generation.drafters import PromptLookup
 from ligermodels.layers import Attention, Batch, GatedDeltaNet, GatedMLP, RMSNorm
 from ligermodels.layers.state import Cache
@@ -106,8 +106,8 @@ def qwen3_5():
 
 @pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
 def by_graph(request, monkeypatch):
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if request.param else set())
-    monkeypatch.setattr(engine, "obstacle_to_capture", lambda model: None)  # the classes of this file
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if request.param else set())
+    monkeypatch.setattr(graphs, "obstacle_to_capture", lambda model: None)  # the classes of this file
 
 
 @pytest.fixture(params=[lambda: Hybrid.from_config(config(num_hidden_layers=3)), qwen3_5], ids=["toy", "qwen3_5"])

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import ligermodels
-from ligermodels.generation import engine, generate, generate_iter
+from ligermodels.generation import generate, generate_iter, graphs
 from ligermodels.generation.drafters import PromptLookup
 from ligermodels.generation.padded import PaddedEngine
 from ligermodels.training import add_medusa
@@ -30,7 +30,7 @@ Steps = collections.namedtuple("Steps", "all captured")
 def steps(request, monkeypatch):
     """The tokens that each step reads. Captured: with lengths on the device, and as a CUDA graph on a GPU."""
     captured = request.param == "captured"
-    monkeypatch.setattr(engine, "DEVICES", {"cpu", "cuda"} if captured else set())
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if captured else set())
     seen = Steps([], [])
 
     def spy(call, lists):

@@ -1,0 +1,210 @@
+"""A step of decoding, which on CUDA is a graph, and the caches with their graphs that a model keeps.
+
+The host launches the hundreds of kernels of a model in one call, and reads a token while the model computes the next
+logits. A `Step` reads and writes the memory of one cache, at positions that are on the device. `KeptCaches` keeps the
+caches of a model with their steps for the next call: `model.kept_caches`, freed by `model.release()`.
+
+A graph repeats the kernels of its capture, with the addresses and numbers of that time. Every call therefore checks
+what a graph cannot run, hooks and modules and weights of unknown kinds (`obstacle_to_capture`), and captures again
+where anything has changed that the capture read (`Step.begin`).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ligermodels.kernels._triton import as_if_capturing, cdiv
+from ligermodels.layers.linear import is_untouched
+from ligermodels.layers.state import Cache, RecurrentState
+
+DEVICES = {"cuda"}
+"""Types of devices that decode by `Step`. Others can, without a graph, which tests make use of."""
+BUCKET = 512
+"""The capacity of kept caches is a multiple of this number of tokens."""
+MAX_KEPT = 4
+"""The maximum number of caches that a model keeps for its next call."""
+KEPT_SHARE = 8
+"""The kept caches of a model take at most 1 / KEPT_SHARE of the GPU's memory."""
+
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+class Step:
+    """One forward pass of N tokens over `cache`: one of each row, or the next N = `tokens` of one row.
+
+    ids [N, 1]: the tokens. starts, ends: int32 [N] on the device, the column of a row's first token and the column
+    after its last, to which its new token is written; `run` counts it. After `run`, logits [N, V] and, with_hidden,
+    hidden [N, H] are those after the tokens, in memory that the next run overwrites.
+    """
+
+    def __init__(self, cache: Cache, tokens: int = 1, *, with_hidden: bool = False):
+        rows = cache.rows * tokens
+        self.tokens, self.with_hidden, self.by_host = tokens, with_hidden, False
+        with torch.inference_mode(False):  # they outlive the call
+            self.ids, self._positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=cache.device).unbind()
+            self.starts, self.ends = torch.zeros(2, rows, dtype=torch.int32, device=cache.device).unbind()
+        self.logits = self.hidden = torch.empty(0)
+        self._captured: Any = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool = False) -> None:
+        """Comes before the first run, and after anything else has changed model or cache.
+
+        length: the capacity that the cache needs. by_host: the host launches every kernel, without a graph.
+        """
+        self.by_host = by_host or cache.device.type != "cuda"
+        cache.reserve(length, self.tokens)
+        state = self._state(model, cache)
+        if state != self._captured:
+            self._graph, self._captured = None, state
+
+    def place(self, starts: Tensor | int, ends: Tensor | int) -> None:
+        """Sets `starts` and `ends`: numbers, or tensors [N] of any device."""
+        for mine, value in ((self.starts, starts), (self.ends, ends)):
+            mine.copy_(value, non_blocking=True) if isinstance(value, Tensor) else mine.fill_(value)
+        self._positions.copy_((self.ends - self.starts - 1)[:, None])
+
+    def run(self, model: Any, cache: Cache) -> None:
+        """Computes the step and counts its tokens."""
+        cache.advance(self.tokens)
+        try:
+            if self.by_host:
+                self._forward(model, cache)
+                return
+            with torch.cuda.device(cache.device):
+                if self._graph is None:
+                    self._graph = self._capture(model, cache)
+                self._graph.replay()
+        except BaseException:
+            cache.crop(cache.length - self.tokens)
+            raise
+
+    def _forward(self, model: Any, cache: Cache) -> None:
+        torch.clear_autocast_cache()  # weights that were cast outside of the graph are not in it, nor the reverse
+        self._positions.add_(1)
+        self.ends.add_(1)
+        output = model(
+            input_ids=self.ids, position_ids=self._positions, past_key_values=cache, step=(self.starts, self.ends),
+            return_logits=not self.with_hidden,
+        )  # fmt: skip
+        if self.with_hidden:
+            self.hidden = output.last_hidden_state[:, -1]
+            self.logits = model.logits_of(self.hidden)
+        else:
+            self.logits = output.logits[:, -1]
+        torch.clear_autocast_cache()
+
+    def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
+        values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        recurrent = [x for state in cache if isinstance(state, RecurrentState) for x in state.buffers]
+        before = [x.clone() for x in recurrent]
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                # Compiles kernels and initialises libraries. The graph's first run writes keys and values again; a
+                # recurrent state would take the token twice.
+                with as_if_capturing():
+                    self._forward(model, cache)
+                self._positions.sub_(1)
+                self.ends.sub_(1)
+                for x, was in zip(recurrent, before, strict=True):
+                    x.copy_(was)
+                cache.values = dict(values)
+                # "relaxed": another thread may allocate or pin memory meanwhile.
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+                    self._forward(model, cache)
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+            cache.values = values
+        return graph
+
+    def _state(self, model: Any, cache: Cache) -> list[Any]:
+        """Everything that a graph captures and would keep using."""
+        kind, config = model.device.type, model.config.get_text_config()
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        found: list[Any] = [
+            autocast,
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        ]
+        found += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
+        found += [value for value in cache.values.values() if not isinstance(value, Tensor)]
+        found.append(_numbers(config))
+        for module in model.modules():
+            found.append((type(module), _numbers(module)))
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
+        return found
+
+
+def _numbers(owner: Any) -> list[tuple[str, Any]]:
+    return [(name, x) for name, x in vars(owner).items() if type(x) in _PLAIN]
+
+
+class KeptCaches:
+    """The caches that a model keeps for its next call of `generate`, each with its steps."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[tuple, Cache]] = []
+
+    def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
+        """An empty cache for `rows` sequences of up to `length` tokens, with its key: an entry for `keep`."""
+        kind, length = model.device.type, cdiv(length, BUCKET) * BUCKET
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
+        for i, (its_key, cache) in enumerate(self.entries):
+            if its_key == key:
+                cache.reset()
+                return self.entries.pop(i)
+        with torch.inference_mode(False):  # it outlives the call
+            try:
+                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
+            except torch.OutOfMemoryError:
+                self.entries.clear()
+                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
+
+    def keep(self, entry: tuple[tuple, Cache]) -> None:
+        """Takes back an entry of `take` whose cache nobody else has."""
+        self.entries.append(entry)
+        limit, device = math.inf, entry[1].device
+        if device.type == "cuda":
+            limit = torch.cuda.get_device_properties(device).total_memory / KEPT_SHARE
+        while len(self.entries) > MAX_KEPT or sum(cache.nbytes for _, cache in self.entries) > limit:
+            del self.entries[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeptCaches, ()  # a model that is copied or pickled has none
+
+
+def step_of(cache: Cache, tokens: int = 1, *, with_hidden: bool = False) -> Step:
+    """The step of `tokens` tokens a row over the memory of `cache`, which keeps it."""
+    found = cache.steps.get((tokens, with_hidden))
+    if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
+        found = cache.steps[tokens, with_hidden] = Step(cache, tokens, with_hidden=with_hidden)
+    return found
+
+
+def obstacle_to_capture(model: Any) -> str | None:
+    """Why the steps of `model` cannot be one CUDA graph; None where they can."""
+    device = model.device
+    for name, module in model.named_modules():
+        found, name = type(module), name or "the model"
+        if not found.__module__.startswith(("ligermodels.", "torch.nn.modules.")):
+            return f"{name} is a {found.__module__}.{found.__qualname__}, whose code it does not know"
+        if not is_untouched(module):
+            return f"{name} has a hook, or a forward that was replaced, and the host has to call it"
+        if module._compiled_call_impl is not None:
+            return f"{name} is compiled by torch.compile"
+        if module.training and (
+            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "jitter_noise", 0) > 0
+        ):
+            return f"{name} draws random numbers in train(); use model.eval()"
+        for kind, parameter in module._parameters.items():
+            if type(parameter) not in (nn.Parameter, type(None)):
+                return f"{name}.{kind} is a {type(parameter).__name__}"
+            if parameter is not None and parameter.device != device:
+                return f"{name}.{kind} is on {parameter.device}, and the model on {device}"
+    return None
