@@ -256,13 +256,13 @@ def test_dpo_learns_and_shows_rewards(home, capsys):
     said, folder = capsys.readouterr().err, home / "dpo"
     assert "chosen: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>\n]" in said
     assert "rejected: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[no, a<|im_end|>\n]" in said
-    assert ", margin " in said and "8 preference pairs" in said
+    assert ", reward margin " in said and "8 preference pairs" in said
     losses, margins = metrics(folder), metrics(folder, "reward_margin")
     assert losses[1] > math.log(2) and losses[max(losses)] < 0.1 and margins[max(margins)] > 3
     assert metrics(folder, "eval_reward_accuracy")[max(losses)] == 1.0
     check_answers(folder / "model", ligermodels.load(folder / "model"))
     report = (folder / "report.md").read_text()
-    assert "| step | evaluation | margin | accuracy |" in report and "perplexity" not in report
+    assert "| eval loss | reward margin | eval reward margin | reward accuracy |" in report and "perplexity" not in report
     assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 
