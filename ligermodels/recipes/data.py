@@ -56,13 +56,12 @@ class BadRowError(InputError):
 class Outcome(NamedTuple):
     """What a row gives: examples (several of a long text that is split) and counts.
 
-    cut, dropped: of a row that is cut or dropped, its place and its size or the reason.
+    note: what happened to a row that is cut or dropped.
     """
 
     examples: list[Any]
     counts: Mapping[str, int]
-    cut: str = ""
-    dropped: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,27 +97,27 @@ class Outcomes(Dataset[Outcome | BadRowError]):
             advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
             return BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}")
         if not example.trained:
-            reason = "nothing in it is to be trained (no answer, an empty one, or train false)"
-            return Outcome([], {"rows": 1, "untrained": 1}, dropped=f"{where}: {reason}")
-        counts, cut = {"rows": 1}, ""
+            reason = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
+            return Outcome([], {"rows": 1, "untrained": 1}, f"{where}: {reason}")
+        counts, note = {"rows": 1}, ""
         if tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
-            cut = f"{where} has {example.size:,} tokens"
+            note = f"{where}: cut, it has {example.size:,} tokens"
         if not (parts := [part for part in parts if part.trained]):
-            reason = f"nothing before --max-length {self.length}, where it is cut, is to be trained"
-            return Outcome([], counts | {"cut_away": 1}, dropped=f"{where}: {reason}")
+            reason = f"left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
+            return Outcome([], counts | {"cut_away": 1}, f"{where}: {reason}")
         counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
         if example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in parts))}
-        return Outcome(parts, counts, cut)
+        return Outcome(parts, counts, note)
 
 
 class Counts:
-    """What became of the rows: numbers by name, and the first rows that are cut or dropped."""
+    """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped."""
 
     def __init__(self, rows: int, length: int) -> None:
         self.total, self.length = rows, length
-        self.numbers, self.cut, self.dropped = collections.Counter[str](), list[str](), list[str]()
+        self.numbers, self.notes = collections.Counter[str](), list[str]()
 
     def report(self) -> dict[str, int]:
         """Numbers by name.
@@ -135,41 +134,35 @@ class Counts:
         number = self.numbers
         for outcome in outcomes:
             number.update(outcome.counts)
-        self.cut = [*self.cut, *(outcome.cut for outcome in outcomes if outcome.cut)][:_SHOWN]
-        self.dropped = [*self.dropped, *(outcome.dropped for outcome in outcomes if outcome.dropped)][:_SHOWN]
+        self.notes = [*self.notes, *(outcome.note for outcome in outcomes if outcome.note)][:_SHOWN]
+        notes = "".join(f"\n  {note}" for note in self.notes)
         dropped = number["untrained"] + number["cut_away"]
         if dropped > MAX_UNTRAINED * (number["rows"] - number["bad"]):
             raise InputError(
                 f"{dropped} of {number['rows']} rows have no token to train: in {number['untrained']} there is none, "
-                f"in {number['cut_away']} none before --max-length {self.length}, where they are cut."
-                + "".join(f"\n  {text}" for text in self.dropped)
-                + "\n  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
+                f"in {number['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
+                "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
             )
         if number["rows"] == number["bad"] >= self.total:
             raise InputError(
                 f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
             )
         if number["with_end"] and not number["ends"] and number["rows"] >= min(_ROWS_TO_STOP, self.total):
-            cut = f" rows are cut before it at --max-length {self.length} ({', '.join(self.cut)});" * bool(self.cut)
+            cut = f" rows are cut before it at --max-length {self.length};" * bool(number["truncated"])
             raise InputError(
-                f"none of {number['with_end']} rows trains a token that stops the model, which would never stop. "
-                f"Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the turn, or the "
-                "template ends turns with a token that is none of the model's eos tokens. Next step: raise "
-                "--max-length, or give --chat-template FILE"
+                f"none of {number['with_end']} rows trains a token that stops the model, which would never "
+                f"stop.{notes}\n  Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the "
+                "turn, or the template ends turns with a token that is none of the model's eos tokens. Next step: "
+                "raise --max-length, or give --chat-template FILE"
             )
 
-    def warnings(self) -> dict[str, str]:
-        """Warnings of rows that are cut, and of rows that are dropped, by kind."""
-        found = {}
-        if self.cut:
-            found["cut"] = (
-                f"rows are cut at --max-length {self.length}, such as: {', '.join(self.cut)}. What comes after is not "
-                "trained, nor the token that ends the answer. To train them whole, raise --max-length"
-            )
-        if self.dropped:
-            lines = "".join(f"\n  {text}" for text in self.dropped)
-            found["dropped"] = f"rows are left out, since no token of them is trained, such as{lines}"
-        return found
+    def warning(self) -> str:
+        """A warning of rows that are cut or dropped; "" where there are none."""
+        notes = "".join(f"\n  {note}" for note in self.notes)
+        return notes and (
+            f"rows are cut or left out, such as:{notes}\n  After --max-length {self.length} nothing is trained, not "
+            "even the token that ends the answer"
+        )
 
 
 # ---- batches ----
@@ -200,7 +193,7 @@ class Batches(Iterator[list[Any]]):
         self.packing, self.capacity = recipe.batch_size(evaluates)
         split = recipe.splits and self.packing
         self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, split, o.skip_bad)
-        self.seed, self.window, self._digest, self._warned = o.seed, window, digest, set[str]()
+        self.seed, self.window, self._digest, self._has_warned = o.seed, window, digest, False
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
@@ -224,10 +217,9 @@ class Batches(Iterator[list[Any]]):
         self._next = self._thread.submit(next, self._windows, None)
         self._current, self._batch = window, 0
         self.counts.add(window.outcomes)
-        for kind, text in self.counts.warnings().items():
-            if kind not in self._warned and os.environ.get("RANK", "0") == "0":
-                warnings.warn(text, stacklevel=3)
-                self._warned.add(kind)
+        if (text := self.counts.warning()) and not self._has_warned and os.environ.get("RANK", "0") == "0":
+            warnings.warn(text, stacklevel=3)
+            self._has_warned = True
 
     def close(self) -> None:
         """Ends the thread and the worker processes."""

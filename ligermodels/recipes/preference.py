@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import preference as losses
-from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
+from ligermodels.recipes.answers import (
+    Preference,
+    PreferenceOptions,
+    answer_lengths,
+    digest,
+    logprobs,
+    look_up,
+    precompute,
+)
 from ligermodels.recipes.base import Metrics, mean_of, sum_over_ranks
 from ligermodels.recipes.masking import Comparison
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.reference import digest, look_up, precompute
 
 DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))
 """Loss types that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""

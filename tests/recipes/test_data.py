@@ -22,7 +22,7 @@ from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import Row, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:rows are left out", "ignore:rows are cut at --max-length")
+pytestmark = pytest.mark.filterwarnings("ignore:rows are cut or left out")
 SHARE = data.MAX_UNTRAINED
 
 
@@ -174,7 +174,7 @@ def test_packed_windows_are_full():
 
 def test_a_long_row_is_cut_or_split():
     cut = batches_of([10], length=4, epochs=1)
-    text = "rows are cut at --max-length 4, such as: lengths:1 has 10 tokens. What"
+    text = "rows are cut or left out, such as:\n  lengths:1: cut, it has 10 tokens\n  After --max-length 4 nothing is"
     with pytest.warns(UserWarning, match=text) as warned:
         assert [documents(batch) for batch in cut] == [[(1, 4)]]
     assert len(warned) == 1 and reported(cut) == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
@@ -184,12 +184,16 @@ def test_a_long_row_is_cut_or_split():
 
 
 LATE, STOPS = functools.partial(encode, first=5), functools.partial(encode, end=999)
-UNTRAINED = "".join(rf"\n  lengths:{n}: nothing in it is to be trained \(no answer[^\n]*" for n in (90, 91, 92))
-CUT = r"trains a token that stops the model.*: rows are cut before it at --max-length 7 \(lengths:1 has 8 tokens"
+UNTRAINED = "".join(
+    rf"\n  lengths:{n}: left out: nothing in it is to be trained \(no answer[^\n]*" for n in (90, 91, 92)
+)
+CUT = (
+    r"trains a token that stops the model.*lengths:1: cut, it has 8 tokens.*: rows are cut before it at --max-length 7"
+)
 TOO_LITTLE = {  # sizes, process, length, the error or None
     "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
     "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*in 11 there is none.*{UNTRAINED}\n  Ne"),
-    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*in 0 .*in 2 none before --max-length 5.*\n  lengths:1: nothing"),
+    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*in 0 .*in 2 none before --max-length 5.*\n  lengths:1: left out: n"),
     "cut": ([9] * 19 + [6], LATE, 7, None),
     "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
     "one stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (row["id"] + 1,)), 8, None),
@@ -215,7 +219,7 @@ def test_too_little_to_train(case, monkeypatch):
 
 
 def test_rows_without_trained_tokens_are_named_once():
-    with pytest.warns(UserWarning, match=f"^rows are left out.*{UNTRAINED}$") as warned:
+    with pytest.warns(UserWarning, match=f"^rows are cut or left out.*{UNTRAINED}\n") as warned:
         list(batches_of([5] * 89 + [1] * 9 + [5] * 9 + [1], length=8, epochs=1, shuffle=False, window=100))
     assert len(warned) == 1
 

@@ -95,7 +95,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
     data = data_of("dpo", tokenizer, data=rows_of(write, *rows))
     found = data.batches(epochs=1)
-    with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, such as: "):
+    with pytest.warns(UserWarning, match=r"rows are cut or left out, such as:"):
         texts = {text for batch in map(data.recipe.collate, found) for text in text_of(batch, tokenizer)}
     assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
     report = found.counts.report()
@@ -262,7 +262,9 @@ def test_dpo_learns_and_shows_rewards(home, capsys):
     assert metrics(folder, "eval_reward_accuracy")[max(losses)] == 1.0
     check_answers(folder / "model", ligermodels.load(folder / "model"))
     report = (folder / "report.md").read_text()
-    assert "| eval loss | reward margin | eval reward margin | reward accuracy |" in report and "perplexity" not in report
+    assert (
+        "| eval loss | reward margin | eval reward margin | reward accuracy |" in report and "perplexity" not in report
+    )
     assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 

@@ -192,9 +192,7 @@ def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
     assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
     said = capsys.readouterr().err
     tokens = len(Tokenizer.from_folder(home / "model").apply_chat_template(json.loads(long)["messages"]))
-    warning = (
-        f"warning: rows are cut at --max-length 64, such as: {tmp_path / 'some.jsonl'}:6 has {tokens} tokens. What"
-    )
+    warning = f"warning: rows are cut or left out, such as:\n  {tmp_path / 'some.jsonl'}:6: cut, it has {tokens} tokens"
     assert said.count("warning: ") == said.count(warning) == 1 and tokens > 99
     assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "a" / "report.md").read_text()
     (tmp_path / "long.jsonl").write_text("\n".join([long] * 8))
