@@ -40,11 +40,11 @@ class Source:
 class View(Source):
     """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given.
 
-    text_alone: of a model that reads images, its text, where the zoo has a class for that; and nothing but the model's
-    weights. Otherwise what a save would copy is kept as well, such as mtp.* (`CausalLM.CARRIED`).
+    text_alone: of a model that reads images, its text, where the zoo has a class for that.
     model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
-    Tied copies and other names that the architecture ignores are dropped. Reading a tensor that is joined from several
-    and cast needs memory for both the joined and the cast tensor.
+    What a save would copy is kept, such as mtp.* (`CausalLM.CARRIED`). Tied copies and other names that the
+    architecture ignores are dropped. Reading a tensor that is joined from several and cast needs memory for both the
+    joined and the cast tensor.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
@@ -56,7 +56,7 @@ class View(Source):
         weights.check_tied(self.model, names, origin)
         self._renamed = weights.Renamed(self.model, origin, names.table, self.model.DISK_NAMES)
         headers = dict(self._renamed.headers)
-        self._carried = [name for name in origin.headers if self.model.carries(name) and not text_alone]
+        self._carried = [name for name in origin.headers if self.model.carries(name)]
         headers |= {name: origin.headers[name] for name in self._carried}
         self.headers = {name: TensorInfo(dtype or info.dtype, info.shape) for name, info in headers.items()}
         if dtype is not None:

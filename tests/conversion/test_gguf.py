@@ -30,6 +30,7 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, ver
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.arch.test_qwen3_5 import with_images
+from tests.arch.test_qwen3_5_mtp import mtp_tensors
 from tests.conversion import gguf_files
 from tests.conversion.gguf_files import (
     SIZES,
@@ -454,24 +455,40 @@ def test_gemma_2_27b_is_known_by_its_number_of_layers(tmp_path):
     assert load(tmp_path / "model.gguf").config.query_pre_attn_scalar == 8
 
 
-def test_the_layer_for_multi_token_prediction_is_not_a_layer_of_the_model(tmp_path):
-    """llama.cpp counts it among the blocks; here the last one of the file is declared to be one."""
-    layers = {"num_hidden_layers": 4, "layer_types": QWEN3_5["layer_types"] * 2}
-    to_gguf(small_model(tmp_path / "hf", "qwen 3.5", "qwen3_5_text", **QWEN3_5 | layers), tmp_path / "four.gguf")
-    put("qwen35.nextn_predict_layers", 1)(tmp_path / "four.gguf", tmp_path / "three.gguf")
-    four, three = (load(tmp_path / f"{name}.gguf") for name in ("four", "three"))
-    assert three.config.layer_types == four.config.layer_types[:3]
-    for name, x in three.named_parameters():
-        assert same_bits(x, four.get_parameter(name)), name
-    names = GgufReader(tmp_path / "three.gguf").headers
-    assert {name for name in names if name.startswith("mtp.layers.0.self_attn")} == {
-        f"mtp.layers.0.self_attn.{one}.weight" for one in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+@pytest.mark.filterwarnings("ignore:.*1 . weight")
+def test_the_layer_for_multi_token_prediction(tmp_path, model_of):
+    """llama.cpp counts it among the blocks, as the last one."""
+    source = shutil.copytree(model_of("qwen3.5", torch.float32), tmp_path / "tiny")
+    mtp = mtp_tensors(read_json(source / "config.json"))
+    save_file(load_file(source / "model.safetensors") | mtp, source / "model.safetensors")
+    to_gguf(source, tmp_path / "out.gguf", verify="bytes")
+    fields, found = fields_of(tmp_path / "out.gguf"), tensors_of(tmp_path / "out.gguf")
+    assert (fields["qwen35.block_count"], fields["qwen35.nextn_predict_layers"]) == (3, 1)
+    names = {
+        "eh_proj": "fc",
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "shared_head_norm": "norm",
     }
+    assert {name for name in found if "nextn" in name} == {f"blk.2.nextn.{name}.weight" for name in names}
+    for theirs, ours in names.items():
+        wanted = mtp[f"mtp.{ours}.weight"]
+        assert same_bits(found[f"blk.2.nextn.{theirs}.weight"], wanted if ours == "fc" else wanted + 1)
+    assert same_bits(found["blk.2.attn_q.weight"], mtp["mtp.layers.0.self_attn.q_proj.weight"])
+    assert same_bits(found["blk.2.attn_norm.weight"], mtp["mtp.layers.0.input_layernorm.weight"] + 1)
+    convert(tmp_path / "out.gguf", tmp_path / "back", Options(**QUIET))
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == load_file(source / "model.safetensors").keys()
+    assert all(torch.allclose(back[name], mtp[name], rtol=0, atol=1.2e-7) for name in mtp)
+    assert load(tmp_path / "out.gguf").config.extra["mtp_num_hidden_layers"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*only the text model is read", "ignore:.*1 . weight")
 def test_the_text_of_a_model_that_reads_images(tmp_path, model_of):
     text, images = model_of("qwen3.5"), with_images(model_of("qwen3.5"), tmp_path / "tiny")
+    tensors = load_file(images / "model.safetensors")
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, images / "model.safetensors")
     add_tokenizer(images, "qwen 3.5")
     shutil.copy(text / "generation_config.json", images)
     for source, name in ((text, "text"), (images, "images")):
@@ -645,10 +662,15 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "qwen3.5, with its layer for multi-token prediction"])
 def test_what_llama_cpp_says(tmp_path, model_of, name):
     pytest.importorskip("xllamacpp")
-    folder = model_of(name, torch.float32)
+    if "multi-token" in name:
+        folder = shutil.copytree(model_of("qwen3.5", torch.float32), tmp_path / "tiny")
+        tensors = load_file(folder / "model.safetensors") | mtp_tensors(read_json(folder / "config.json"))
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        folder = model_of(name, torch.float32)
     to_gguf(folder, tmp_path / "out.gguf")
     force = Tokenizer.from_folder(folder).encode("the the", add_special_tokens=False)[-1]
     # The context of 256 is beyond the length up to which the short frequencies hold, whatever the text's own.

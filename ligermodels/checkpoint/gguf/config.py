@@ -111,8 +111,9 @@ def sizes_of(metadata: Metadata) -> dict[str, Any]:
     if metadata.get("attention.value_length", fields["head_dim"]) != fields["head_dim"]:
         raise ConfigError(f"{metadata.where}: values and keys of a head have other sizes, which is not supported")
     if metadata.model_type == "qwen3_5_text":
-        fields["mtp_num_hidden_layers"] = metadata.get("nextn_predict_layers", 0)
-        fields["num_hidden_layers"] -= fields["mtp_num_hidden_layers"]
+        if ahead := metadata.get("nextn_predict_layers", 0):
+            fields["mtp_num_hidden_layers"] = ahead
+            fields["num_hidden_layers"] -= ahead
         fields["linear_value_head_dim"] = size = fields["linear_key_head_dim"]
         if (inner := metadata.required("ssm.inner_size")) != fields["linear_num_value_heads"] * size:
             raise ConfigError(f"{metadata.where}: ssm.inner_size {inner} is not ssm.time_step_rank heads of {size}")
@@ -246,14 +247,19 @@ def _gemma2_scalar(layers: int, width: int, heads: int, head_dim: int) -> int:
     return width // heads if layers == 46 else head_dim
 
 
-def metadata_of(config: Any, rotary: Any) -> dict[str, int | float | str | list[int]]:
-    """{key, after the architecture: value} of a model's config. rotary: its RotaryEmbedding."""
+def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | float | str | list[int]]:
+    """{key, after the architecture: value} of a model's config.
+
+    rotary: its RotaryEmbedding. mtp_layers: number of layers for multi-token prediction, which llama.cpp counts too.
+    """
     rope, kind = config.rope_parameters, config.model_type
     keys = _KEYS | _KEYS_OF.get(kind, {})
     found: dict[str, int | float | str | list[int]] = {"vocab_size": config.vocab_size}
     for key, field in keys.items():
         value = getattr(config, field)
         found[key] = float(value) if key in _CAPS else value  # a cap may be a whole number in config.json
+    if mtp_layers:
+        found |= {"block_count": config.num_hidden_layers + mtp_layers, "nextn_predict_layers": mtp_layers}
     if kind == "qwen3_5_text":
         found["full_attention_interval"] = _interval(config.layer_types) or 0
         found["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim

@@ -93,13 +93,16 @@ class Layout:
 
     def theirs(self, ours: str) -> str | None:
         """llama.cpp's name of a tensor; None if it has none. The experts of a layer share one name."""
-        match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)", ours)
+        match = re.fullmatch(r"(?:(model|mtp)\.layers\.(\d+)\.)?(.+)", ours)
         assert match is not None
-        module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[2]).rpartition(".")
-        name = next((theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[2]), None)
+        module, _, kind = re.sub(r"\.experts\.\d+\.", ".experts.{}.", match[3]).rpartition(".")
+        name = next((theirs for theirs, whole in _WITHOUT_MODULE.items() if whole == match[3]), None)
         if module in self._theirs and kind in ("weight", "bias"):
             name = f"{self._theirs[module]}.{kind}"
-        return f"blk.{match[1]}.{name}" if name and match[1] else name
+        if name is None or not (match[1] or ours.startswith("mtp.")):
+            return name
+        layer = int(match[2] or 0) + (self._fields["num_hidden_layers"] if ours.startswith("mtp.") else 0)
+        return f"blk.{layer}.{name}"
 
     def is_float32(self, ours: str, shape: tuple[int, ...]) -> bool:
         """Whether llama.cpp stores a tensor as float32 in every file."""

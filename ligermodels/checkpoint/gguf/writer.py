@@ -75,7 +75,8 @@ class GgufTarget:
         writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[sizes.most_common(1)[0][0]]))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-        for key, value in metadata_of(config, rotary).items():
+        mtp_layers = len({match[1] for name in view.headers if (match := re.match(r"mtp\.layers\.(\d+)\.", name))})
+        for key, value in metadata_of(config, rotary, mtp_layers).items():
             add[type(value)](f"{arch}.{key}", value)
         strips = add_tokenizer(writer, view.files(), open_tokenizer, config.vocab_size, view.source)
         self.name = _named(name, strips)
