@@ -86,10 +86,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--revision", **revision)
     option(
         "--verify",
-        choices=["none", "keys", "bytes", "logits"],
+        choices=["none", "keys", "bytes"],
         default="none",
-        help="compare the result with SRC before it replaces DST. keys: names, shapes, dtypes; bytes: also every bit; "
-        "logits: also logits in fp32, with the whole model in memory, not for gguf (none)",
+        help="compare the result with SRC before it replaces DST. keys: names, shapes, dtypes; bytes: also every bit "
+        "(none)",
     )
     option("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing; DST may be left out")
     option("--overwrite", action="store_true", help="replace what is in DST")
@@ -98,20 +98,18 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "verify",
         _verify,
         help="compare two checkpoints of any layouts: are they the same model?",
-        description="Compares configs, names, shapes, dtypes and bytes of A and B, and their logits and greedy tokens\n"
-        "on fixed prompts, in fp32 on the CPU. Equal weights usually give a difference of 0, rounding gives up to\n"
-        "5e-5 of the logits' size, rows of q or k in a wrong order 2e-4 or more. Tensors that differ only in\n"
-        "dtype, as after convert --dtype, are no mismatch if they are equal after the cast (with --level keys, which\n"
-        "reads no values, they are one).",
+        description="Compares configs, names, shapes, dtypes and bytes of A and B. Tensors that differ only in dtype,\n"
+        "as after convert --dtype, are no mismatch if they are equal after the cast (with --level keys, which reads\n"
+        "no values, they are one).",
     )
     option = parser.add_argument
     option("a", metavar="A", help=source)
     option("b", metavar="B", help=source)
     option(
         "--level",
-        choices=["keys", "bytes", "logits"],
-        default="logits",
-        help="keys: headers only; bytes: also every bit; logits: also logits, with a whole model in memory (logits)",
+        choices=["keys", "bytes"],
+        default="bytes",
+        help="keys: headers only; bytes: also every bit (bytes)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Compares two checkpoints: configs, names, shapes, dtypes, bits, and the logits of the two models."""
+"""Compares two checkpoints: configs, names, shapes, dtypes and bits."""
 
 import math
 from collections import Counter
@@ -17,14 +17,6 @@ from ligermodels.conversion.layouts import open_source, takes_config
 from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.source import View
 from ligermodels.errors import InputError
-
-DIFFERENCE = 5e-5
-"""The largest difference of logits that rounding explains: the root mean square of the differences over that of the
-larger logits, each about the mean of its position. Measured with six families, hidden sizes of 64 to 512, 2 to 24
-layers and weights of std 0.006 to 0.2: 0 for equal weights, at most 1.2e-5 for the same function in other roundings, at
-least 2.1e-4 for rows of q and k, or of one layer's k, in another order. The KL divergence grows with the square of the
-logits and separates the two only for models of one scale: at most 6e-10, at least 3e-10."""
-_PROMPTS, _LENGTH = 4, 48
 
 
 @dataclass
@@ -56,7 +48,7 @@ def verify(
     a: str | Path,
     b: str | Path,
     *,
-    level: Level = "logits",
+    level: Level = "bytes",
     allow_pickle: bool = False,
     config: str | Path | None = None,
     progress: bool = True,
@@ -64,9 +56,7 @@ def verify(
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
     level: "keys" compares names, shapes and dtypes from the headers, and every field of config.json and
-        generation_config.json. "bytes" also compares every bit; two dtypes are compared after a cast. "logits" also
-        runs both models on the same prompts, in fp32 on the CPU, one after the other, so memory holds one model in
-        fp32. Where a cast is the only difference, the logits are measured and are no mismatch.
+        generation_config.json. "bytes" also compares every bit; two dtypes are compared after a cast.
     config: as in `Options`, for those of the two that have no config.
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
@@ -92,11 +82,8 @@ def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = 
     if level == "none":
         return report
     report.mismatches += _keys(a, b, dtypes=level == "keys")
-    if level in ("bytes", "logits"):
+    if level == "bytes":
         report.mismatches += _bytes(a, b, report, progress)
-    if level == "logits" and type(a.model) is type(b.model):
-        is_cast = bool(report.casts) and not report.mismatches
-        report.mismatches[:0] = _logits(a, b, report, is_cast)  # first, since mismatches of tensors may be many
     return report
 
 
@@ -161,40 +148,3 @@ def _is_cast(one: Tensor, other: Tensor) -> bool:
     same = weights.same_bits(one.to(other.dtype), other) or weights.same_bits(one, other.to(one.dtype))
     one, other = (x.float() if x.itemsize < 4 else x for x in (one, other))  # isfinite does not take float8
     return same and torch.equal(one.isfinite(), other.isfinite())
-
-
-def _logits(a: View, b: View, report: Report, is_cast: bool) -> Iterator[str]:
-    """is_cast: the weights differ by a cast alone, which explains a difference of finite logits."""
-    vocab_size = min(x.model.config.vocab_size for x in (a, b))
-    # Ids spread over the vocabulary, the same on every machine and with every release of torch.
-    ids = (torch.arange(_PROMPTS * _LENGTH).reshape(_PROMPTS, _LENGTH) * 7919 + 13) ** 2 % vocab_size
-    one, other = _log_probabilities(a, ids), _log_probabilities(b, ids)
-    if one.shape != other.shape:
-        yield f"logits: vocabularies of {one.shape[-1]} and {other.shape[-1]}"
-        return
-    for view, values in ((a, one), (b, other)):
-        if not values.isfinite().all():
-            yield f"logits: {view.source} gives NaN or infinity, so they cannot be compared"
-            return
-    greedy = (one.argmax(-1) != other.argmax(-1)).sum().item()
-    # Standard deviations about the mean of each position.
-    spread, *sizes = ((x - x.mean(-1, keepdim=True)).square().mean().sqrt().item() for x in (one - other, one, other))
-    difference = spread / max(sizes) if spread else 0.0
-    report.details |= {
-        "difference_of_logits": difference,
-        "mean_kl": (one.exp() * (one - other)).sum(-1).mean().item(),
-        "greedy_tokens_that_differ": greedy,
-        "positions": ids.numel(),
-    }
-    if not is_cast and not difference <= DIFFERENCE:
-        yield f"logits: they differ by {difference:.1e} of their size; up to {DIFFERENCE:.0e} is rounding"
-    if not is_cast and greedy:
-        yield f"logits: the likeliest token differs at {greedy} of {ids.numel()} positions"
-
-
-@torch.no_grad()
-def _log_probabilities(view: View, ids: Tensor) -> Tensor:
-    """Log probabilities [prompts, length, vocabulary] in fp64, of the model in fp32."""
-    model = type(view.model).from_config(view.config, device="meta", dtype=torch.float32)
-    weights.load(model, weights.Names(model.DISK_NAMES), view, device="cpu", dtype=torch.float32, progress=False)
-    return model.eval()(ids, use_cache=False).logits.double().log_softmax(-1)

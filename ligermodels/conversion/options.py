@@ -9,8 +9,8 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import absolute, write_errors
 from ligermodels.errors import InputError
 
-Level = Literal["none", "keys", "bytes", "logits"]
-LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
+Level = Literal["none", "keys", "bytes"]
+LEVELS: tuple[Level, ...] = ("none", "keys", "bytes")
 KEPT = ("keep", "auto")
 """Names of a dtype that mean no cast."""
 
@@ -53,8 +53,6 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
         raise InputError("GGUF files hold no weights in float64; give another dtype")
     if is_gguf and options.max_shard_size is not None:
         raise InputError("max_shard_size is for folders, and GGUF is one file; leave it out")
-    if is_gguf and options.verify == "logits":
-        raise InputError("verify=logits needs a model that runs, and GGUF files run in llama.cpp; give keys or bytes")
     if options.name is not None and not is_gguf:
         raise InputError("name is for GGUF files, whose names end in .gguf; leave it out")
     if options.dry_run and not name:

@@ -1,7 +1,6 @@
 """`inspect`, `convert` and `verify`: what they print, and their exit status."""
 
 import json
-import re
 import shutil
 from types import SimpleNamespace
 
@@ -64,8 +63,8 @@ def test_inspect_fails_where_config_and_weights_do_not_fit(folder, capsys, tmp_p
 
 
 def test_convert_and_verify(folder, capsys, tmp_path):
-    status, out, err = run(capsys, "convert", folder, tmp_path / "copy", "--verify", "logits")
-    assert (status, err) == (0, "") and "verified: logits" in out
+    status, out, err = run(capsys, "convert", folder, tmp_path / "copy", "--verify", "bytes")
+    assert (status, err) == (0, "") and "verified: bytes" in out
     status, out, _ = run(capsys, "verify", folder, tmp_path / "copy")
     assert status == 0 and out.endswith("the same\n")
     status, out, _ = run(capsys, "convert", tmp_path / "copy", tmp_path / "half", "--dtype", "bf16", "--json")
@@ -77,7 +76,6 @@ def test_convert_and_verify(folder, capsys, tmp_path):
         "29 tensors differ in dtype alone (float32 in A, bfloat16 in B); equal after the cast\nthe same after a cast\n"
     )
     assert status == 0 and out.startswith(f"{folder} and ") and out.endswith(alone) and "MISMATCH" not in out
-    assert 1e-4 < float(re.search("difference of logits: (.*)", out)[1]) < 5e-2  # of the rounding, for information
     status, text, _ = run(capsys, "verify", folder, tmp_path / "half", "--json")
     assert status == 0 and json.loads(text)["casts"] == [{"a": "float32", "b": "bfloat16", "tensors": 29}]
     status, out, _ = run(capsys, "verify", folder, tmp_path / "half", "--level", "keys")

@@ -390,7 +390,6 @@ def test_a_missing_package_an_unknown_family_and_options(tmp_path, model_of, mon
     source, target = model_of("llama"), tmp_path / "out.gguf"
     (tmp_path / "folder.gguf").mkdir()
     for place, options, message in (
-        (target, {"verify": "logits"}, "run in llama.cpp"),
         (target, {"max_shard_size": "1GB"}, "is for folders"),
         (tmp_path / "folder.gguf", {}, r"give its name, such as .*model\.gguf"),
     ):

@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels.checkpoint.files import read_json
 from ligermodels.conversion import MismatchError, verify
-from ligermodels.conversion.comparison import DIFFERENCE
 from ligermodels.errors import InputError
 from tests.checkpoint.fixtures import make_model
 from tests.conversion.layouts import OF_LLAMA, write_all
@@ -38,26 +37,6 @@ def changed(folder, target, change=lambda tensors: None, **fields):
     return target
 
 
-def permuted(tensors):
-    """Rows of q and k as Meta orders them: the two of a rotated pair beside each other."""
-    for name, x in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = x.shape[0] // 16
-            tensors[name] = x.unflatten(0, (heads, 2, 8)).transpose(1, 2).reshape(x.shape).contiguous()
-
-
-@pytest.mark.parametrize("scale", [0.006, 0.1], ids=["initial weights", "larger weights"])
-def test_permuted_rows_of_q_and_k_show_in_the_logits(tmp_path, scale):
-    """Names, shapes and dtypes are the same. With small weights, the order of rows changes the logits least."""
-    folder = save(tmp_path / "a", scale)
-    other = changed(folder, tmp_path / "b", permuted)
-    assert verify(folder, other, level="keys", progress=False).ok
-    report = verify(folder, other, progress=False)
-    assert report.mismatches[0].startswith("logits: they differ by ")
-    assert report.details["difference_of_logits"] > 4 * DIFFERENCE
-    assert sum("values differ" in line for line in report.mismatches) == 4
-
-
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
     return write_all(tmp_path_factory.mktemp("layouts"))
@@ -66,8 +45,8 @@ def layouts(tmp_path_factory):
 @pytest.mark.parametrize("a, b", list(itertools.pairwise(OF_LLAMA)))
 def test_any_layout_with_any_other(layouts, a, b):
     report = verify(layouts[a], layouts[b], allow_pickle=True, progress=False)
-    assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
-    assert report.to_json() | {"ok": True, "verified": "logits", "positions": 192} == report.to_json()
+    assert report.ok and report.tensors == 21
+    assert report.to_json() | {"ok": True, "verified": "bytes"} == report.to_json()
 
 
 def test_a_config_that_neither_takes(layouts):
@@ -76,15 +55,12 @@ def test_a_config_that_neither_takes(layouts):
 
 
 def test_fields_of_the_config_are_compared(tmp_path, folder):
-    """Also those that no logits show, or none of the prompts reaches."""
     rope = {"rope_type": "default", "rope_theta": 500.0}
     other = changed(folder, tmp_path / "b", rope_theta=500.0, rope_parameters=rope, eos_token_id=[2, 3])
     (other / "generation_config.json").write_text('{"temperature": 0.5}')
     rope, *others = verify(folder, other, level="keys", progress=False).mismatches
     assert rope.startswith("config: rope_parameters is ") and "10000.0" in rope and "500.0" in rope
     assert others == ["config: eos_token_id is None and [2, 3]", "generation_config.json: temperature is None and 0.5"]
-    line, *_ = verify(folder, other, progress=False).mismatches
-    assert line.startswith("logits: they differ by ")
     for name, fields in (("a window", {}), ("none", {"sliding_window": None})):
         changed(folder, tmp_path / name, model_type="mistral", **fields)
     assert verify(tmp_path / "a window", tmp_path / "none", progress=False).mismatches == [
@@ -104,15 +80,14 @@ def test_fields_of_the_config_are_compared(tmp_path, folder):
             {}, "bytes", "model.norm.weight: values differ by more than a cast (float32 and float16)",
         ),
         (lambda t: t["model.norm.weight"].neg_(), {}, "bytes", "model.norm.weight: values differ"),
-        (lambda t: t["model.norm.weight"].fill_(float("nan")), {}, "logits", "NaN or infinity"),
         (
             lambda t: t.update({n: t[n][:290].clone() for n in ("lm_head.weight", "model.embed_tokens.weight")}),
-            {"vocab_size": 290}, "logits", "vocabularies of 300 and 290",
+            {"vocab_size": 290}, "keys", "shape [300, 64] and [290, 64]",
         ),
         (lambda t: t.pop("lm_head.weight"), {"tie_word_embeddings": True}, "keys", "lm_head.weight: only in"),
-        (lambda t: None, {"model_type": "mistral"}, "logits", "architecture: Llama and Mistral"),
+        (lambda t: None, {"model_type": "mistral"}, "keys", "architecture: Llama and Mistral"),
     ],
-    ids=["dtype", "cast", "bits", "nan", "shape", "names", "architecture"],
+    ids=["dtype", "cast", "bits", "shape", "names", "architecture"],
 )  # fmt: skip
 def test_each_difference_is_named(tmp_path, folder, change, fields, level, message):
     report = verify(folder, changed(folder, tmp_path / "b", change, **fields), level=level, progress=False)
