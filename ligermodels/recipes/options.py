@@ -328,12 +328,23 @@ class TextOptions(TrainOptions):
         "model so small, that the host is the limit",
         fixed_on_resume=False,
     )
+    mtp_loss_weight: float = option(  # type: ignore[misc]
+        0.0,
+        "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, such "
+        "as 0.1; 0: it is copied into the result",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.capture and not self.packing:
             raise InputError(
                 "capture needs forwards of one shape: leave out --no-packing, which gives many, or --capture"
+            )
+        if self.mtp_loss_weight and (self.lora_r or getattr(self, "loss_type", "nll") != "nll"):
+            raise InputError(
+                "mtp_loss_weight trains the layer with all weights by the cross entropy: leave out --lora-r and "
+                "--loss-type, or --mtp-loss-weight"
             )
 
 

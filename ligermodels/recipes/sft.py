@@ -1,17 +1,21 @@
 """Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over all of a text."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
 from ligermodels.recipes import masking
 from ligermodels.recipes.base import Metrics, Recipe, next_token_loss
+from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TextOptions, TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
+from ligermodels.training.mtp import add_mtp, check_has_mtp, load_mtp
 
 
 @dataclass(kw_only=True)
@@ -32,7 +36,29 @@ class SFTOptions(TextOptions):
             raise InputError("loss_type=dft is not supported under tensor parallelism: leave --tp out")
 
 
-class SFT(Recipe):
+class NextTokenRecipe(Recipe):
+    """A recipe of the cross entropy, which may train the model's layer for multi-token prediction too."""
+
+    @property
+    def adds_modules(self) -> bool:  # type: ignore[override]
+        return bool(self.options.mtp_loss_weight > 0)
+
+    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
+        if not self.adds_modules:
+            return sizes
+        check_has_mtp(sketch)
+        with torch.device("meta"):
+            added = sum(p.numel() for p in sketch.make_mtp(sketch.config).parameters())
+        return dataclasses.replace(
+            sizes, parameters=sizes.parameters + added, trained=sizes.trained + added, blocks=sizes.blocks + 1
+        )
+
+    def prepare(self, model: Any) -> None:
+        add = add_mtp if self.options.scratch else load_mtp
+        add(model, loss_weight=self.options.mtp_loss_weight)
+
+
+class SFT(NextTokenRecipe):
     Options = SFTOptions
 
     def process(self, row: Mapping[str, Any]) -> Any:
@@ -84,6 +110,6 @@ class PretrainOptions(TextOptions):
         return (3e-4, 3e-4) if self.scratch else (2e-5, 2e-4)
 
 
-class Pretrain(Recipe):
+class Pretrain(NextTokenRecipe):
     Options = PretrainOptions
     splits = True

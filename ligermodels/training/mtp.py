@@ -63,17 +63,22 @@ def load_mtp(
     return _attach(model, mtp, freeze)
 
 
+def check_has_mtp(model: Any) -> None:
+    """Raises InputError for a model of an architecture that has no layer for multi-token prediction."""
+    if not hasattr(model, "make_mtp"):
+        raise InputError(f"{type(model).__name__} has no layer for multi-token prediction; Qwen3_5 has")
+
+
 def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
     """The layer of the model, uninitialised, on the device and in the dtype of its head."""
     if loss_weight < 0:
         raise InputError(f"loss_weight={loss_weight} must be 0 or more")
-    make, weight = getattr(model, "make_mtp", None), model.lm_head.weight
-    if make is None:
-        raise InputError(f"{type(model).__name__} has no layer for multi-token prediction; Qwen3_5 has")
+    check_has_mtp(model)
+    weight = model.lm_head.weight
     if model.mtp is not None or weight.is_meta or hasattr(weight, "full_tensor"):
         raise InputError("the model has its layer for multi-token prediction already, or is sharded or not loaded")
     with torch.device("meta"):
-        mtp: MultiTokenPrediction = make(model.config)
+        mtp: MultiTokenPrediction = model.make_mtp(model.config)
     mtp.loss_weight = float(loss_weight)
     return mtp.to(weight.dtype).to_empty(device=weight.device)
 

@@ -291,8 +291,8 @@ COMMON = (
     "weight_decay"
 )
 OWN = {
-    "sft": ("assistant_only_loss capture loss_type"),
-    "pretrain": ("capture scratch"),
+    "sft": ("assistant_only_loss capture loss_type mtp_loss_weight"),
+    "pretrain": ("capture mtp_loss_weight scratch"),
     "dpo": ("beta label_smoothing loss_type precompute_ref_log_probs sft_weight"),
     "kto": ("beta desirable_weight loss_type undesirable_weight"),
     "orpo": ("beta"),

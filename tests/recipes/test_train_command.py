@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
@@ -20,7 +21,7 @@ from ligermodels.recipes import memory
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.recipes.trainer import Trainer
-from ligermodels.training import load_adapter
+from ligermodels.training import add_mtp, load_adapter
 from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, run, train, weights
 
 FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup-steps", "0")
@@ -69,12 +70,17 @@ def test_kinds_of_adapters(home, tmp_path):
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def train_another(home, tmp_path, flags, model_class, **changes):
-    """A checkpoint with the home's tokenizer, trained on one process, and on two that share it, into one/ and two/."""
+def train_another(home, tmp_path, flags, model_class, prepare=lambda model: None, **changes):
+    """A checkpoint with the home's tokenizer, trained on one process, and on two that share it, into one/ and two/.
+
+    prepare: changes the model before it is saved.
+    """
     folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
     shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     values = {name: value for name, value in (config | changes).items() if value is not None}
-    model_class.from_config(values, seed=0, dtype=torch.float32, device="cpu").save_pretrained(folder)
+    model = model_class.from_config(values, seed=0, dtype=torch.float32, device="cpu")
+    prepare(model)
+    model.save_pretrained(folder)
     assert train(home, tmp_path / "one", *FEW, *flags, model=folder) == 0
     on_two(tmp_path, functools.partial(train, home, tmp_path / "two", *FEW, *flags, model=folder))
     check_same(tmp_path / "two", tmp_path / "one")
@@ -87,6 +93,22 @@ def test_a_hybrid(home, tmp_path, flags):
     sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
     changes = dict(model_type="qwen3_5_text", num_hidden_layers=4, mlp_bias=None)
     train_another(home, tmp_path, flags, Qwen3_5, **sizes, **changes)
+
+
+def tensors(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+@pytest.mark.parametrize("flags", [("--mtp-loss-weight", "0.3"), ()], ids=["trained", "copied"])
+def test_a_layer_for_multi_token_prediction(home, tmp_path, flags):
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+    changes = dict(model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, mlp_bias=None)
+    source = train_another(home, tmp_path, flags, Qwen3_5, add_mtp, **sizes, **changes)
+    before = {name: x for name, x in tensors(source).items() if name.startswith("mtp.")}
+    for run_of in ("one", "two"):
+        after = tensors(tmp_path / run_of / "model")
+        same = [torch.equal(after[name], x) for name, x in before.items()]
+        assert len(same) == 15 and (all(same) if not flags else not any(same))
 
 
 def test_adapters_of_experts(home, tmp_path):
