@@ -24,7 +24,7 @@ from ligermodels.layers.preference import sum_per_sequence
 from ligermodels.recipes import formats, masking
 from ligermodels.recipes.base import Recipe, decoder_inputs
 from ligermodels.recipes.masking import IGNORED, Comparison, Example
-from ligermodels.recipes.options import TrainOptions, option, override
+from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
@@ -46,9 +46,7 @@ class PreferenceOptions(TrainOptions):
     default_rates = (1e-6, 1e-5)
     sequences = 2
     whole_rows = "preferences are trained with whole rows on each GPU"
-    learning_rate: float | None = override(
-        TrainOptions, "learning_rate", help="peak learning rate (default 1e-6, with --lora-r 1e-5)"
-    )
+    precompute_ref_log_probs: ClassVar[bool] = False
     beta: float = option(0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0)
 
 
@@ -56,6 +54,8 @@ class Preference(Recipe):
     """The base of recipes whose rows are prompts with answers."""
 
     accepted = "pairs"
+    table: dict[str, float] | None = None
+    """The log probabilities of the reference, where they are computed before the run."""
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str]:
         found, where = formats.detect(rows)
@@ -74,12 +74,35 @@ class Preference(Recipe):
     def collate(self, examples: Sequence[Comparison]) -> Batch:
         padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, 0, True)
         columns = zip(*(one.sequences for one in examples or [padding]), strict=True)
-        return super().collate([one for column in columns for one in column])
+        sequences = [one for column in columns for one in column]
+        batch = super().collate(sequences)
+        if self.options.precompute_ref_log_probs:
+            batch["digests"] = [digest(sequence) for sequence in sequences]
+        return batch
 
     def show(self, example: Comparison) -> str:
         names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)
         shown = [masking.show(sequence, self.tokenizer) for sequence in example.sequences]
         return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
+
+    def setup(self, trainer: "Trainer") -> None:
+        super().setup(trainer)
+        if self.options.precompute_ref_log_probs and not self.options.lora_r:
+            self.table = precompute(trainer)
+
+    def reference_logprobs(self, model: Any, batch: Batch, prefix: str = "") -> Tensor:
+        """The log probabilities [N] of the batch's answers under the reference. prefix: of the names in the batch."""
+        if self.table is None:
+            with self.reference(model) as reference:
+                return logprobs(reference, batch, prefix=prefix).sums
+        try:
+            found = [self.table[key] for key in batch["digests"]]
+        except KeyError:
+            raise InputError(
+                "reference.json lacks a sequence of the data, which has changed since the run began. Next step: the "
+                "data as before, or a new --output-dir"
+            ) from None
+        return torch.tensor(found).to(batch["labels"].device, non_blocking=True)
 
 
 class Logprobs(NamedTuple):
@@ -138,18 +161,6 @@ def digest(sequence: Example) -> str:
     """The key of a sequence in the table."""
     both = np.array([sequence.ids, sequence.labels], dtype=np.int32)
     return hashlib.blake2b(both.tobytes(), digest_size=12).hexdigest()
-
-
-def look_up(table: dict[str, float], batch: Batch) -> Tensor:
-    """The log probabilities [N] of a batch with "digests"."""
-    try:
-        found = [table[key] for key in batch["digests"]]
-    except KeyError:
-        raise InputError(
-            "reference.json lacks a sequence of the data, which has changed since the run began. Next step: the data "
-            "as before, or a new --output-dir"
-        ) from None
-    return torch.tensor(found).to(batch["labels"].device, non_blocking=True)
 
 
 def precompute(trainer: "Trainer") -> dict[str, float]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import Metrics, sum_over_ranks
+from ligermodels.recipes.base import Metrics
 from ligermodels.recipes.options import TrainOptions, option, override
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.policy import completions_batch, policy_loss, reference_logprobs
+from ligermodels.recipes.policy import completions_batch, evaluation_loss, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
@@ -30,9 +30,6 @@ class GRPOOptions(RolloutOptions):
         TrainOptions, "data", help="the prompts: rows with `prompt`, a text or messages; rewards get the other columns"
     )
     accumulation: int | None = override(TrainOptions, "accumulation", help="the same as --prompts")
-    learning_rate: float | None = override(
-        TrainOptions, "learning_rate", help="peak learning rate (default 1e-6, with --lora-r 1e-5)"
-    )
     # fmt: off
     reward_funcs: tuple[str, ...] = option(
         (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers")
@@ -159,18 +156,9 @@ class GRPO(Sampling):
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""
         if not model.training:
-            return self._evaluate(model, batch, count)
+            return evaluation_loss(model, batch, count, self.roll_out(batch["prompts"], None))
         reference = None
         if self.options.beta:
             with self.reference(model) as before:
                 reference = reference_logprobs(before, batch, self.options.temperature)
         return policy_loss(model, batch, count, self.options, reference)
-
-    def _evaluate(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Metrics]:
-        completions = self.roll_out(batch["prompts"], None)
-        counted = (batch["labels"] != -100).any(1)  # in another rank's batch nothing counts
-        rewards = torch.tensor([one.reward for one in completions], device=counted.device)
-        lengths = torch.tensor([float(len(one.ids)) for one in completions], device=counted.device)
-        reward, number = torch.where(counted, rewards, 0).sum(), counted.sum()
-        metrics = {"reward": (reward, number), "completion_length": (torch.where(counted, lengths, 0).sum(), number)}
-        return sum_over_ranks(model, -reward / count[1]), metrics

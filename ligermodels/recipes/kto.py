@@ -59,11 +59,9 @@ class KTO(Preference):
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The mean over the answers of a step."""
         o, desirable, kl = self.options, batch["desirable"], None
-        with self.reference(model) as reference:
-            before = logprobs(reference, batch).sums
-            if o.loss_type == "kto":
-                kl_before = logprobs(reference, batch, prefix="kl_").sums
+        before = self.reference_logprobs(model, batch)
         if o.loss_type == "kto":
+            kl_before = self.reference_logprobs(model, batch, prefix="kl_")
             with torch.no_grad():  # all ranks make this forward, also where a row is alone
                 kl = kto_kl(logprobs(model, batch, prefix="kl_").sums, kl_before)
             kl = kl if len(desirable) > 1 else torch.zeros_like(kl)

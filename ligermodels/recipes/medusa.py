@@ -20,7 +20,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
 from ligermodels.recipes.base import Metrics, Recipe
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions, option, override
+from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
 from ligermodels.training.medusa import add_medusa, save_medusa
 
@@ -29,15 +29,15 @@ from ligermodels.training.medusa import add_medusa, save_medusa
 class MedusaOptions(TrainOptions):
     recipe = "medusa"
     group = "heads"
+    default_rates = (1e-3, 1e-3)
     whole_rows = "heads are trained under FSDP alone"
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1)
     head_layers: int = option(1, "residual blocks of each head", least=0)
     head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
-    train_base: bool = option(False, "train the model too, by the cross entropy of its own head (Medusa-2)")
-    heads_weight: float = option(0.2, "with --train-base: weight of the heads' losses beside the model's", least=0)
-    learning_rate: float | None = override(
-        TrainOptions, "learning_rate", help="peak learning rate (default 1e-3, with --train-base 2e-5)"
+    train_base: bool = option(
+        False, "train the model too, by the cross entropy of its own head (Medusa-2), by default at 2e-5"
     )
+    heads_weight: float = option(0.2, "with --train-base: weight of the heads' losses beside the model's", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,8 +45,8 @@ class MedusaOptions(TrainOptions):
             raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
 
     @property
-    def default_rates(self) -> tuple[float, float]:  # type: ignore[override]
-        return (2e-5, 2e-5) if self.train_base else (1e-3, 1e-3)
+    def peak_lr(self) -> float:
+        return 2e-5 if self.train_base and self.learning_rate is None else super().peak_lr
 
 
 class Medusa(Recipe):

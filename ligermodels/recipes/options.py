@@ -103,7 +103,7 @@ class LengthOptions:
 class OptimizerOptions:
     group: ClassVar[str] = "optimizer"
     learning_rate: float | None = option(
-        None, "peak learning rate (default 2e-5, with --lora-r 2e-4)", above=0, alias="lr", fixed_on_resume=False)
+        None, "peak learning rate (default {:g}, with --lora-r {:g})", above=0, alias="lr", fixed_on_resume=False)
     lr_scheduler_type: str = option(
         "cosine", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant_with_warmup"),
         fixed_on_resume=False)
@@ -360,6 +360,8 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         help, choices = field.metadata["help"], field.metadata.get("choices")
+        if name == "learning_rate":
+            help = help.format(*options.default_rates)
         if field.default not in (None, "", ()) and not isinstance(field.default, bool):
             help += f" (default {_shown(field.default)})"
         common: dict[str, Any] = dict(default=argparse.SUPPRESS, help=help.replace("%", "%%"))

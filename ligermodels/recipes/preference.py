@@ -3,7 +3,6 @@
 The losses are functions of log probabilities (layers/preference.py), and the defaults TRL's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,17 +10,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import preference as losses
-from ligermodels.recipes.answers import (
-    Preference,
-    PreferenceOptions,
-    answer_lengths,
-    digest,
-    logprobs,
-    look_up,
-    precompute,
-)
+from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
 from ligermodels.recipes.base import Metrics, mean_of, sum_over_ranks
-from ligermodels.recipes.masking import Comparison
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
 
@@ -35,7 +25,7 @@ _SFT = "weight of the cross entropy of the chosen answers, which is added to the
 class DPOOptions(PreferenceOptions):
     recipe = "dpo"
     compares = True
-    precompute_ref_log_probs: bool = option(
+    precompute_ref_log_probs: bool = option(  # type: ignore[misc]
         True, "without --lora-r: compute the reference's log probabilities before the first step; off: a frozen copy"
     )
     loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
@@ -86,19 +76,6 @@ class DPO(Preference):
     Options: ClassVar[type[PreferenceOptions]] = DPOOptions
     nll_prompts = False
     """The cross entropy counts the prompts too."""
-    table: dict[str, float] | None = None
-    """The log probabilities of the reference, where they are computed before the run."""
-
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        if self.options.compares and not (self.options.lora_r or self.options.frozen_copies):
-            self.table = precompute(trainer)
-
-    def collate(self, examples: Sequence[Comparison]) -> Batch:
-        """Adds "digests", by which the reference's log probabilities are found."""
-        columns = zip(*(one.sequences for one in examples), strict=True)
-        digests = [digest(sequence) for column in columns for sequence in column]
-        return super().collate(examples) | {"digests": digests}
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor, *reference: Tensor) -> Tensor:
         """Losses [B] of the log probabilities of answers, and of those under the reference, 0 without one."""
@@ -113,14 +90,10 @@ class DPO(Preference):
         return torch.stack([lengths.sum(), (lengths[:pairs] > 0).sum(), nll[:pairs].sum()])
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        o, before = self.options, None
-        if self.table is not None:
-            before = look_up(self.table, batch)
-        elif o.compares:
-            with self.reference(model) as reference:
-                before = logprobs(reference, batch).sums
+        o = self.options
+        before = self.reference_logprobs(model, batch) if o.compares else torch.zeros(())
         own = logprobs(model, batch, prompts=self.nll_prompts)
-        sums, lengths, before = own.sums, own.lengths, torch.zeros_like(own.sums) if before is None else before
+        sums, lengths, before = own.sums, own.lengths, before.to(own.sums).expand_as(own.sums)
         is_mean = o.loss_type in ("orpo", *losses.PER_TOKEN)
         divisor = lengths.clamp(min=1) if is_mean else torch.ones_like(lengths)
         pairs = len(sums) // 2

@@ -90,15 +90,10 @@ class PretrainOptions(TextOptions):
     recipe = "pretrain"
     group = "pretraining"
     scratch: bool = option(  # type: ignore[misc]
-        False, "draw the weights at random, by the config.json of MODEL"
+        False, "draw the weights at random, by the config.json of MODEL; the learning rate is then 3e-4 by default"
     )
     weight_decay: float = override(TrainOptions, "weight_decay", 0.1)
     adam_beta2: float = override(TrainOptions, "adam_beta2", 0.95)
-    learning_rate: float | None = override(
-        TrainOptions,
-        "learning_rate",
-        help="peak learning rate (default 2e-5, with --scratch 3e-4, with --lora-r 2e-4)",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,8 +101,8 @@ class PretrainOptions(TextOptions):
             raise InputError("scratch draws all weights at random, and lora_r would freeze them; give one of the two")
 
     @property
-    def default_rates(self) -> tuple[float, float]:  # type: ignore[override]
-        return (3e-4, 3e-4) if self.scratch else (2e-5, 2e-4)
+    def peak_lr(self) -> float:
+        return 3e-4 if self.scratch and self.learning_rate is None else super().peak_lr
 
 
 class Pretrain(NextTokenRecipe):
