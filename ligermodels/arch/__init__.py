@@ -32,19 +32,26 @@ ARCHS: dict[str, type[CausalLM]] = {
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
+TEXTS = {"qwen3_5": "qwen3_5_text"}
+"""model_type of a model that reads images -> that of its text, where the zoo has a class for it alone."""
+
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
 """Names that `ligermodels` exports."""
 
 
-def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
+def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **found: Any) -> type[CausalLM]:
     """The class for the checkpoint in `folder`, or for `config`; arguments as in `pretrained.config_values`.
 
-    Raises ConfigError for a model_type that is not in the zoo.
+    text_only: as in `load`. Raises ConfigError for a model_type that is not in the zoo.
     """
     values = config_values(folder, config, **found)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
+    if text_only and ARCHS[model_type].extra_inputs:
+        if model_type not in TEXTS:
+            raise ConfigError(f"{folder}: there is no class for the text of a {model_type} alone; leave text_only out")
+        return ARCHS[TEXTS[model_type]]
     return ARCHS[model_type]
 
 
@@ -58,15 +65,18 @@ def load(
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
     allow_pickle: bool = False,
+    text_only: bool = False,
     **options: Any,
 ) -> CausalLM:
     """The model of a repository or folder. The model_type, or that of `config`, chooses its class.
 
+    text_only: of a model that reads images, its text, without the vision tower: of Qwen3.5 a `Qwen3_5` in place of a
+        `Qwen3_5VL`. It is saved as a model of text. Raises ConfigError where the zoo has no class for that.
     `options` (dtype, device, device_map, quantization_config, ...) and the rest are those of `CausalLM.from_hub`.
     """
     found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
     folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-    arch = arch_of(folder, config, **found)
+    arch = arch_of(folder, config, text_only=text_only, **found)
     model = arch.from_hub(folder, config=config, allow_pickle=allow_pickle, **found, **options)
     model.config._name_or_path = model.name_or_path = str(id_or_folder)
     return model

@@ -41,7 +41,7 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     name = dtype_name(options.dtype, KEPT)
     dtype = None if name in KEPT else getattr(torch, name)
     # A GGUF file has no images, and is cast by its writer: norms and biases stay fp32.
-    view = View(source, dtype=None if is_gguf else dtype, text_alone=is_gguf)
+    view = View(source, dtype=None if is_gguf else dtype, text_only=is_gguf)
     target, headers = None, view.headers
     details: dict[str, Any] = {"architecture": type(view.model).__name__, "to": "gguf" if is_gguf else "hf"}
     write: Callable[[Path], object]

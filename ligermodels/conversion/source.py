@@ -7,14 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.arch import ARCHS, CausalLM
+from ligermodels.arch import ARCHS, TEXTS, CausalLM
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, lenient_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, ConfigError, MismatchError
-
-_TEXTS = {"qwen3_5": "qwen3_5_text"}
-"""{model_type of a model that reads images: the one of its text}."""
 
 
 class Source:
@@ -40,7 +37,7 @@ class Source:
 class View(Source):
     """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given.
 
-    text_alone: of a model that reads images, its text, where the zoo has a class for that.
+    text_only: of a model that reads images, its text, where the zoo has a class for that.
     model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
     What a save would copy is kept, such as mtp.* (`CausalLM.CARRIED`). Tied copies and other names that the
     architecture ignores are dropped. Reading a tensor that is joined from several and cast needs memory for both the
@@ -48,10 +45,10 @@ class View(Source):
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
-    def __init__(self, origin: Source, *, dtype: torch.dtype | None = None, text_alone: bool = False):
+    def __init__(self, origin: Source, *, dtype: torch.dtype | None = None, text_only: bool = False):
         self.origin, self.source, self.config = origin, origin.source, origin.config
         self.on_read: Callable[[int], object] = lambda nbytes: None
-        self.model, names = model_of(origin, text_alone=text_alone)
+        self.model, names = model_of(origin, text_only=text_only)
         check_fit(origin, self.model, names)
         weights.check_tied(self.model, names, origin)
         self._renamed = weights.Renamed(self.model, origin, names.table, self.model.DISK_NAMES)
@@ -81,17 +78,17 @@ class View(Source):
         return {**lenient_json(text.decode()), "transformers_version": None}
 
 
-def model_of(source: Source, *, text_alone: bool = False) -> tuple[CausalLM, weights.Names]:
+def model_of(source: Source, *, text_only: bool = False) -> tuple[CausalLM, weights.Names]:
     """(the model that the config asks for, on the meta device; the source's names). Raises ConfigError."""
-    model = model_on_meta(source.config, source.source, text_alone=text_alone)
+    model = model_on_meta(source.config, source.source, text_only=text_only)
     return model, model.names_on_disk.found(model, source.headers)
 
 
-def model_on_meta(config: Mapping[str, Any], where: str, *, text_alone: bool = False) -> CausalLM:
-    """The model that the contents of a config.json ask for; with `text_alone`, without images. Raises ConfigError."""
+def model_on_meta(config: Mapping[str, Any], where: str, *, text_only: bool = False) -> CausalLM:
+    """The model that the contents of a config.json ask for; with `text_only`, without images. Raises ConfigError."""
     model_type = config.get("model_type")
-    if text_alone:
-        model_type = _TEXTS.get(str(model_type), model_type)
+    if text_only:
+        model_type = TEXTS.get(str(model_type), model_type)
     if model_type not in ARCHS:
         raise ConfigError(f"{where} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
     return ARCHS[model_type].from_config(config, device="meta")

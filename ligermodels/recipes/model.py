@@ -32,9 +32,9 @@ def find(options: TrainOptions) -> Path:
     return folder
 
 
-def sketch(folder: Path) -> Any:
+def sketch(folder: Path, *, text_only: bool = False) -> Any:
     """The model of a folder on the meta device."""
-    return arch_of(folder).from_config(config_values(folder, None), device="meta")
+    return arch_of(folder, text_only=text_only).from_config(config_values(folder, None), device="meta")
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
@@ -80,12 +80,15 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: "Rec
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
     if options.scratch:
-        model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
+        model = arch_of(folder, text_only=options.text_only).from_config(
+            config_values(folder, None), seed=options.seed, **how
+        )
         model.source_folder = folder  # for the files of the tokenizer
     else:
         if options.quantize != "none":
             how["quantization_config"] = options.quantize
-        model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
+        how |= dict(text_only=options.text_only, progress=processes.is_main and sys.stderr.isatty())
+        model = load(str(folder), **how)
         model.config._name_or_path = model.name_or_path = options.model
     if options.lora_r:
         add_lora(

@@ -54,6 +54,8 @@ class ModelOptions:
     model: str = option("", "repository on the Hub, or folder of a checkpoint")
     output_dir: str = option(
         "", "a new folder for checkpoints, metrics, the report and the tuned model", alias="out", fixed_on_resume=False)
+    text_only: bool = option(
+        False, "of a model that reads images, train and save its text alone, without the vision tower (Qwen3.5)")
     chat_template: str | None = option(
         None, "a file, or the name of one of the model's templates, in place of its own; saved with what is tuned")
     merge: bool = option(

@@ -132,7 +132,7 @@ class Trainer:
 
         # The data
         self.folder = models.find(self.options)
-        sketch = models.sketch(self.folder)
+        sketch = models.sketch(self.folder, text_only=self.options.text_only)
         tokenizer = models.tokenizer_of(self.options, self.folder, sketch)
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)

@@ -213,12 +213,14 @@ def test_what_is_not_computed_is_refused(values, message):
         classes[family].from_hf(values)
 
 
-def test_load_takes_the_whole_and_the_class_of_the_text_the_text_of_the_same_files(written):
+def test_load_takes_the_whole_or_the_text(written):
     folder = written(qwen3_5(), norm=0.0)
     whole = ligermodels.load(folder, progress=False)
-    assert type(whole) is ligermodels.Qwen3_5VL
     with pytest.warns(UserWarning, match=r"the vision tower .* left out, here and in what is saved"):
-        text = ligermodels.Qwen3_5.from_hub(folder, progress=False)
+        text = ligermodels.load(folder, text_only=True, progress=False)
+    assert (type(whole), type(text)) == (ligermodels.Qwen3_5VL, ligermodels.Qwen3_5)
+    with pytest.raises(ConfigError, match="no class for the text of a qwen3_vl alone"):
+        ligermodels.load(written(qwen3_vl()), text_only=True)
     ids = torch.randint(3, IMAGE, (2, 9))
     assert torch.equal(text(ids).logits, whole(ids).logits)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (whole, text, whole.model.visual)]

@@ -2,10 +2,12 @@
 
 import base64
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -262,6 +264,27 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
         inputs = processor.apply_chat_template(question, add_generation_prompt=True)
         out = model.generate(**inputs, max_new_tokens=8, eos_token_id=list(processor.tokenizer.chat_stop_ids))
         assert processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip() == answer
+
+
+@pytest.mark.parametrize("home", ["qwen3_5"], indirect=True)
+@pytest.mark.filterwarnings("ignore:qwen3_5. only the text model is read")
+def test_the_text_of_a_model_that_reads_images_trains_alone(home, tmp_path, capsys):
+    shutil.copytree(home / "model", tmp_path / "model")
+    home, settings = tmp_path, tmp_path / "model" / "tokenizer_config.json"  # whose template is for texts
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
+    rows_of(home, {"messages": [{"role": "user", "content": "why"}, said("a cat")]}, name="texts.jsonl")
+    flags = ["--length", "64", "--accumulation", "1", "--max-steps", "2"]
+    before = load_file(home / "model" / "model.safetensors")
+    for name, more in (("whole", []), ("text", ["--text-only"])):
+        assert train(home, name, *flags, *more, data="texts.jsonl") == 0
+        config = json.loads((home / name / "model" / "config.json").read_text())
+        after = load_file(home / name / "model" / "model.safetensors")
+        tower = {key for key in before if ".visual." in key}
+        if name == "whole":
+            assert config["model_type"] == "qwen3_5" and after.keys() == before.keys()
+            assert all(torch.equal(after[key], before[key]) for key in tower)
+        else:
+            assert config["model_type"] == "qwen3_5_text" and len(after) == len(before) - len(tower)
 
 
 def test_images_of_a_data_set(home, encode_row, tmp_path):
