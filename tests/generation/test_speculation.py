@@ -80,7 +80,7 @@ def assert_same_ids(model, steps, guess, ids, rates=(0.6, 1.0), **options):
     return expected
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "qwen3", "qwen3_5_text"])
 def test_every_family_writes_the_same(name, device, steps, guess):
     model, ids = family(name).to(device), prompt(1, 9).to(device)
     assert_same_ids(model, steps, guess, ids)
