@@ -153,7 +153,8 @@ class PaddedEngine(Engine):
         is_prompt, self.captured = length == self.start, None
         copies = request.copies if self.use_cache and is_prompt else 1  # a prompt runs once for all its copies
         if copies > 1 and self.kept is not None:
-            cache = model.new_cache(len(request.input_ids), length, kv_cache_dtype=self.options.kv_cache_dtype)
+            kind = self.options.kv_cache_dtype
+            cache = model.new_cache(len(request.input_ids), length, kv_cache_dtype=kind, whole=True)
         ids = self.ids[::copies, :length]
         if guesses := [] if is_prompt else self.tokens[1:]:
             ids = torch.cat([ids, ids.new_tensor([guesses])], 1)

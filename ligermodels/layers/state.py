@@ -57,10 +57,6 @@ class State:
             else:
                 self.buffers[i] = moved
 
-    def take(self, other: Any, rows: Tensor, past: int) -> None:
-        """Row i becomes row rows[i] of `other`, whose `past` tokens it gets; a copy."""
-        raise NotImplementedError
-
     def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`."""
         raise NotImplementedError
@@ -181,12 +177,6 @@ class KeyValues(State):
     def can_crop(self, length: int, cache: "Cache") -> bool:
         """Columns from `length` on are written again before they are read."""
         return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
-
-    def take(self, other: "KeyValues", rows: Tensor, past: int) -> None:
-        self._follow(other.buffers[0].device, other.dtype)
-        self._grow(past, 0)
-        self._dropped = past - self._seen(past)
-        self._write([x.index_select(0, rows) for x in other._read(past)], self._dropped)
 
     def put(self, other: "KeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """`other` has a column for every token."""
@@ -319,13 +309,11 @@ class ImageKeyValues(State):
     def reorder(self, rows: Tensor) -> None:
         self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
-    def take(self, other: "ImageKeyValues", rows: Tensor, past: int) -> None:
-        self.buffers = other.buffers
-        self.reorder(rows)
-
     def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        if other.buffers:
+        """All rows at once, in order."""
+        if self.buffers:
             raise InputError("rows with images cannot come and go in a batch; use `generate`")
+        self.buffers = [x.index_select(0, rows) for x in other.buffers]
 
 
 class RecurrentState(State):
@@ -389,16 +377,11 @@ class RecurrentState(State):
             self._snapshots = []
         super().reorder(rows)
 
-    def take(self, other: "RecurrentState", rows: Tensor, past: int) -> None:
-        self._snapshots = [mine.to(its) for mine, its in zip(self._snapshots, other.buffers, strict=False)]
-        self.buffers = [mine.to(its) for mine, its in zip(self.buffers, other.buffers, strict=True)]
-        for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine.copy_(its.index_select(0, rows))
-
     def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """The tokens of `other` after the first `lengths` were padding, which leaves the state as it is."""
+        self.move(other.buffers[0])
         for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into] = its[rows].to(mine)
+            mine[into] = its[rows]
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, *self._snapshots]
@@ -479,9 +462,12 @@ class Cache:
         self.rows, self.last_pass = len(rows), 0
 
     def take(self, other: "Cache", rows: Tensor) -> None:
-        """Row i becomes a copy of row rows[i] of `other`, in the memory of this cache. rows: int64 [self.rows]."""
-        for mine, state in zip(self.states, other.states, strict=True):
-            mine.take(state, rows, other.length)
+        """Row i becomes row rows[i] of `other`, as by `put`, in the memory of this cache, which is empty.
+
+        rows: int64 [self.rows].
+        """
+        self.reserve(other.length)
+        self.put(other, rows, torch.arange(self.rows, device=rows.device), torch.full_like(rows, other.length))
         self.values = _select(other.values, rows)
         self.length = self.farthest = other.length
         self.last_pass = 0

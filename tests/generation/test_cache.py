@@ -92,13 +92,15 @@ def test_it_is_one_tensor_whatever_is_done(seed, poison):
             append(other, new, cache.length, stored)
             cache.put(other, torch.tensor([0]), rows[:1], torch.tensor([cache.length]))
             histories = [x.index_copy(1, rows[:1], row) for x, row in zip(histories, new, strict=True)]
+        elif what == "take":
+            other, new = make(cache.length, [None] * 4, **options), [torch.zeros(2, 2, 0, 3, 4) for _ in WINDOWS]
+            append(other, new, cache.length, stored)
+            rows = rows % 2
+            cache = make(r.choice([3, 90]), WINDOWS, len(rows), **options)
+            cache.take(other, rows)
+            histories, starts = [x[:, rows] for x in new], torch.tensor([0, 4])[rows]
         else:
-            old = cache
-            if what == "take":
-                cache = make(r.choice([3, 90]), WINDOWS, len(rows), **options)
-                cache.take(old, rows)
-            else:
-                cache.reorder(rows)
+            cache.reorder(rows)
             histories, starts = [x[:, rows] for x in histories], starts[rows]
         assert cache.rows == len(starts) and not any(x.requires_grad for x in cache.tensors())
 

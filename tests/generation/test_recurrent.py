@@ -39,9 +39,6 @@ class RecurrentState:
     def reorder(self, rows):
         self.h = self.h[rows]
 
-    def take(self, other, rows, past):
-        self.h.copy_(other.h[rows])
-
     def put(self, other, rows, into, lengths):
         self.h[into] = torch.cat(other.every, 1)[rows, lengths - 1]
 
