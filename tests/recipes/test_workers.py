@@ -66,6 +66,7 @@ def all_end(pids):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
     """A resumed run starts them when it already holds its folder."""
     out = folder / "killed"
@@ -84,7 +85,7 @@ def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
     all_end(all_of_it)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, number, capfd):
     out = folder / f"all {number}"
     child, encoding, all_of_it = started(folder, out, 130, group=True)
@@ -108,6 +109,7 @@ def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatc
     assert child.wait() == 0
     said = capfd.readouterr().err
     assert f"a process that encodes rows has died: DataLoader worker (pid(s) {encoding[0]})" in said
+    assert "Likely: memory ran out" in said
     assert "Traceback" not in said
     all_end(all_of_it)
 
