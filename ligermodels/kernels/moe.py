@@ -47,6 +47,7 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.glu import glu_forward, glu_reference
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
+from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check_grouped
 
 
 def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
@@ -326,20 +327,14 @@ def moe_experts(
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    if (
-        x.dim() != 2
-        or down_proj.dim() != 3
-        or gate_up_proj.shape != (down_proj.shape[0], 2 * down_proj.shape[2], down_proj.shape[1])
-        or x.shape[1] != down_proj.shape[1]
-        or not x.device == gate_up_proj.device == down_proj.device
-        or not (autocast or x.dtype == gate_up_proj.dtype == down_proj.dtype)
-    ):
+    shape = (*down_proj.shape[:1], 2 * down_proj.shape[-1], x.shape[-1])
+    if x.dim() != 2 or down_proj.shape[1:2] != x.shape[1:] or gate_up_proj.shape != shape:
         raise InputError(
             f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj "
-            f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I] on one device, and of one dtype "
-            "outside torch.autocast."
+            f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I]."
         )
+    gate_up_proj, _, _ = check_grouped("moe_experts", "gate_up_proj", x, shape, LinearOperand(gate_up_proj))
+    down_proj, _, _ = check_grouped("moe_experts", "down_proj", x, down_proj.shape, LinearOperand(down_proj))
     if (
         weights.dim() != 2
         or weights.shape != experts.shape
@@ -352,6 +347,7 @@ def moe_experts(
             f"moe_experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
             f"[{x.shape[0]}, top_k] on {x.device}, floating point and integers, as `route` returns them for x."
         )
+    x = x.to(autocast_dtype(x) or x.dtype)
     for size in (*down_proj.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
     if not use_triton(x):
@@ -359,9 +355,6 @@ def moe_experts(
         if recompute and torch.is_grad_enabled():
             reference = functools.partial(checkpoint, reference, use_reentrant=False, preserve_rng_state=False)
         return reference(x, weights, experts, gate_up_proj, down_proj)
-    if autocast:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
     gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])

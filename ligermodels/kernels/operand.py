@@ -134,6 +134,9 @@ def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *
     what it computes; "traced": under torch.compile, the op of activation and last layer after F.linear.
     """
     layers = (*first, last)
+    if torch.compiler.is_compiling():
+        dense = use_triton(x) and not any(operand.is_frozen for operand in layers)
+        return "traced" if dense else "formula"
     if gated and x.numel() == x.shape[-1] and not any(adapter for _, _, adapter in layers):
         kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
         inner = sum(w.shape[0] for w, _, _ in first)
@@ -141,9 +144,6 @@ def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *
         of_one_kind = kernel != "bits" or len({w.kind for w, _, _ in first}) == 1
         if kernel == of_last != "matmul" and of_one_kind and inner % 2 == 0:
             return kernel
-    if torch.compiler.is_compiling():
-        dense = use_triton(x) and not any(operand.is_frozen for operand in layers)
-        return "traced" if dense else "formula"
     return "op" if use_triton(x) and not in_transform() else "formula"
 
 
@@ -290,7 +290,7 @@ def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], ope
     if tuple(weight.shape) != tuple(shape) or len(shape) != 3 or weight.device != x.device or bias is not None:
         raise InputError(
             f"{where}: {layer} has a weight {tuple(weight.shape)} on {weight.device} and "
-            f"{'no' if bias is None else 'a'} bias; expected {tuple(shape)} on {x.device} without a bias."
+            f"{'no' if bias is None else 'a'} bias; expected {tuple(shape)} on {x.device}, where x is, without a bias."
         )
     if adapter is not None:
         (groups, n, k), (a, b, _) = shape, adapter
@@ -304,5 +304,7 @@ def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], ope
     if isinstance(weight, LowBitWeight):
         return operand
     if cast is None and weight.dtype != x.dtype:
-        raise InputError(f"{where}: x is {x.dtype}, {layer} {weight.dtype}; outside torch.autocast they must be one.")
+        raise InputError(
+            f"{where}: x is {x.dtype}, {layer} {weight.dtype}; outside torch.autocast they must be one dtype."
+        )
     return operand if cast is None else LinearOperand(weight.to(cast), None, adapter)
