@@ -5,8 +5,8 @@ or in the row's `images`, in order, for parts without their own. Messages that a
 <image>, as LLaMA-Factory does; without a mark the images stand before the first question, as in TRL. An image is a
 path, relative to the file of the row, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
 
-Qwen2-VL has tokens for each image, which are packed like others. Llama-3.2-Vision attends to the images of a row, so
-that its rows cannot be packed.
+Qwen's models have tokens for each image, which are packed like others. Llama-3.2-Vision attends to the images of a row,
+so that its rows cannot be packed.
 """
 
 import functools
@@ -32,7 +32,7 @@ MARK = "<image>"
 class Images:
     """What the images of an example add to a batch. token: the id that stands for them.
 
-    tensors: of Qwen2-VL, pixel_values [patches, width] and image_grid_thw [images, 3]; of Llama-3.2-Vision,
+    tensors: of Qwen's models, pixel_values [patches, width] and image_grid_thw [images, 3]; of Llama-3.2-Vision,
     pixel_values [images, tiles, 3, S, S], aspect_ratio_ids [images] and aspect_ratio_mask [images, tiles].
     tiles: of the latter, how many each image has; else None.
     """
