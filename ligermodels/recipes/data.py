@@ -4,18 +4,13 @@ An epoch is a permutation of the rows, drawn from (seed, epoch). It is cut into 
 processed, and their examples packed into batches. So the state of the data is three integers: epoch, the place in the
 permutation where the window begins, and the batches of it that were taken. Resuming processes the window again. All
 ranks process all rows, and each takes its own batches: none needs to ask another how many there are.
-
-A DataLoader processes the rows, in worker processes where there are many. These are spawned, not forked: threads of
-tokenizers, torch and CUDA do not survive a fork, and under forkserver workers outlive a killed run (torch 2.13).
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
-import multiprocessing
 import os
-import signal
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,13 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from ligermodels.checkpoint import files
-from ligermodels.errors import InputError, LigermodelsError, TokenizerError, TrainingError
+from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.formats import format_of
 from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
+from ligermodels.recipes.workers import Workers
 from ligermodels.text.chat import TemplateError
 
 WINDOW, WINDOW_OF_IMAGES = 1000, 64
@@ -65,8 +60,8 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcomes(Dataset[Outcome | BadRowError]):
-    """What each row gives, by its index.
+class Outcomes:
+    """What each row gives, by its index. It is sent to worker processes.
 
     process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
     text becomes several examples; else the example is cut.
@@ -79,8 +74,8 @@ class Outcomes(Dataset[Outcome | BadRowError]):
     split: bool = False
     skip_bad: bool = False
 
-    def __getitem__(self, index: int) -> Outcome | BadRowError:
-        """An error is returned, because a DataLoader would raise another one in its place."""
+    def __call__(self, index: int) -> Outcome:
+        """Raises BadRowError, which names the row."""
         where = self.rows.where(index)
         try:
             row = self.rows[index]
@@ -95,7 +90,7 @@ class Outcomes(Dataset[Outcome | BadRowError]):
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
             advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
-            return BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}")
+            raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
         if not example.trained:
             reason = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
             return Outcome([], {"rows": 1, "untrained": 1}, f"{where}: {reason}")
@@ -110,6 +105,9 @@ class Outcomes(Dataset[Outcome | BadRowError]):
         if example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in parts))}
         return Outcome(parts, counts, note)
+
+    def of_many(self, indices: Sequence[int]) -> list[Outcome]:
+        return [self(index) for index in indices]
 
 
 class Counts:
@@ -283,24 +281,13 @@ class Batches(Iterator[list[Any]]):
 
     def _process(self, epoch: int, row: int) -> Iterator[Outcome]:
         """What the rows give, from a place of an epoch on. Raises BadRowError, which names the row."""
-        loader = DataLoader(
-            self.outcomes, batch_size=CHUNK, sampler=self._indices(epoch, row), collate_fn=list,
-            num_workers=self.workers, multiprocessing_context="spawn" if self.workers else None,
-            worker_init_fn=_end_with_the_run, generator=torch.Generator(),  # the run's random numbers are not drawn
-        )  # fmt: skip
-        try:
-            for outcome in itertools.chain.from_iterable(_with_signals_blocked(loader)):
-                if isinstance(outcome, BadRowError):
-                    raise outcome
-                yield outcome
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            raise TrainingError(
-                f"a process that encodes rows has died: {error}.\n  Likely: memory ran out, or an error that it has "
-                "printed above; a script trains under `if __name__ == '__main__':`.\n"
-                "  Next: --resume continues from the newest checkpoint, if there is one."
-            ) from error
+        indices = self._indices(epoch, row)
+        if not self.workers:
+            yield from map(self.outcomes, indices)
+            return
+        chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
+        with contextlib.closing(Workers(self.outcomes.of_many, chunks, self.workers)) as found:
+            yield from itertools.chain.from_iterable(found)
 
     def _indices(self, epoch: int, row: int) -> Iterator[int]:
         """The rows from a place of an epoch on."""
@@ -316,30 +303,12 @@ class Batches(Iterator[list[Any]]):
         return np.random.RandomState([self.seed % 2**32, epoch, part])
 
 
-def _with_signals_blocked(loader: DataLoader[Any]) -> Iterator[Any]:
-    """An iterator, whose processes ignore Ctrl-C and SIGTERM: these come to all processes, and the run decides."""
-    if not loader.num_workers:
-        return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # new processes inherit it
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_with_the_run(worker: int) -> None:
-    """Ends a worker process when the run ends, however it ends: one that sends what it made would wait forever."""
-    run: Any = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (run.join(), os._exit(1)), daemon=True).start()
-
-
 def encoding_workers(rows: int, counts: bool = False) -> int:
     """The number of processes that process rows, for a run or to count; 0 where starting them takes longer.
 
     None during a run on a CPU, whose steps need the cores.
     """
-    is_long = rows >= 4000 and (counts or torch.cuda.is_available())  # one process encodes 2000 rows in a second
-    if not is_long or not hasattr(signal, "pthread_sigmask"):  # Windows
+    if rows < 2000 or not (counts or torch.cuda.is_available()):  # one process encodes 2000 in a second
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

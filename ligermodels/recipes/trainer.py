@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,7 +92,6 @@ class Progress:
     best: float = math.inf
     best_step: int = -1
     evals_since_best: int = 0
-    evaluations: list[list[float]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -313,7 +312,6 @@ class Trainer:
         if not math.isfinite(loss):
             raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; it was not saved")
         progress.evaluated = progress.step
-        progress.evaluations.append([progress.step, loss])
         better = loss < progress.best
         progress.evals_since_best = 0 if better else progress.evals_since_best + 1
         if better:

@@ -4,7 +4,9 @@ import collections
 import functools
 import itertools
 import json
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TrainingError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.masking import IGNORED, Example
@@ -123,9 +125,9 @@ def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, spl
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
-    """Over the ends of windows, of chunks that a process gets, and of epochs. To start processes takes seconds."""
+    """Over the ends of windows, of chunks that a process gets, and of epochs."""
     sizes, how = lengths(117, low=0), dict(length=10, per_batch=2, packing=packing, window=15, seed=3, skip_bad=True)
-    here, there = (batches_of(sizes, epochs=3, workers=workers, **how) for workers in (0, 2 * packing))
+    here, there = (batches_of(sizes, epochs=3, workers=workers, **how) for workers in (0, 2))
     states, expected = [here.state_dict()], []
     for mine, theirs in zip(here, there, strict=True):
         expected.append(mine)
@@ -139,6 +141,31 @@ def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
             assert list(itertools.islice(resumed, 4)) == expected[at : at + 4]
     there.load_state_dict(states[20])
     assert list(there) == expected[20:]
+
+
+def ends_itself(row, how):
+    if row["id"] == 30:
+        os.kill(os.getpid(), how) if how else os._exit(7)
+    return encode(row)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (signal.SIGKILL, r"process \d+, which encodes rows, ended by signal SIGKILL.\n  Likely: .*memory ran out"),
+        (signal.SIGSEGV, r"ended by signal SIGSEGV.\n  Likely: a crash in a library"),
+        (0, r"ended with exit code 7.\n  Likely: an error that it has printed above"),
+    ],
+)
+def test_a_process_that_dies_is_named(how, message):
+    batches = batches_of([5] * 60, functools.partial(ends_itself, how=how), length=8, workers=2, shuffle=False)
+    with pytest.raises(TrainingError, match=message):
+        list(batches)
+
+
+def test_rows_that_cannot_be_pickled():
+    with pytest.raises(InputError, match=r"must be picklable for worker processes: .*lambda"):
+        next(batches_of([5] * 60, lambda row: encode(row), length=8, workers=2))
 
 
 def test_the_order_is_drawn_from_seed_and_epoch():
@@ -215,10 +242,11 @@ def test_counts_are_those_of_the_batches(how):
     how = dict(length=16, epochs=1, skip_bad=True, window=40, seed=3) | how
     made = batches_of(sizes, **how)
     expected = {"batches": sum(1 for _ in made), **made.counts.report()}
-    assert batches_of(sizes, **how).count() == expected
+    for workers in (0, 2):
+        assert batches_of(sizes, workers=workers, **how).count() == expected
     assert torch.equal(torch.get_rng_state(), random_numbers)
     with pytest.raises(InputError, match="lengths:121: length: it is 0"):
-        batches_of([*[5] * 120, 0, *[5] * 120], length=8, shuffle=False, epochs=1).count()
+        batches_of([*[5] * 120, 0, *[5] * 120], length=8, shuffle=False, workers=2, epochs=1).count()
 
 
 def said(*texts):

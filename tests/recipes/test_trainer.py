@@ -94,8 +94,8 @@ def test_the_forwards_of_a_step():
 
 def test_progress_goes_on_but_for_the_length_of_the_run():
     found = Progress(20)
-    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]]).state_dict())
-    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]])
+    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4, 1).state_dict())
+    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4, 1)
 
 
 def test_labels_that_count():
