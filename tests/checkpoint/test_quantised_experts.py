@@ -119,6 +119,16 @@ def test_experts_that_are_one_tensor_on_disk_are_quantised_alike(plain, tmp_path
     assert same(stored(model.save_pretrained(tmp_path / "y")), stored(saved))
 
 
+def test_experts_are_cast_before_they_are_quantised(plain):
+    """To the dtype that the call asks for, as linear modules are."""
+    model, expected = load(plain, dtype=torch.bfloat16), load(plain, None, dtype=torch.bfloat16)
+    for one, other in zip(experts_of(model), experts_of(expected), strict=True):
+        found = one.operand("down_proj").weight
+        assert found.dequantize().dtype == torch.bfloat16
+        packed = [quantize_nf4(matrix)[0] for matrix in other.down_proj.detach()]
+        assert torch.equal(found.packed, torch.cat(packed))
+
+
 @pytest.mark.parametrize("skip", ["experts", "down_proj", "model.layers.1"])
 def test_experts_are_skipped_by_name(plain, tmp_path, skip):
     """With "experts" the folder is one that transformers 5 writes: it quantises linear modules alone."""
