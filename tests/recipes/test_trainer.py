@@ -182,7 +182,8 @@ def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
     said = capfd.readouterr().err
     failed = int(re.search(r"step (\d+) could not be saved", said)[1])
     assert "checkpoints before it are unchanged" in said and re.search(r"takes 1\.\d+ MB, and .* GB are free", said)
-    assert sorted(int(path.name[5:]) for path in saved.iterdir()) == [failed - 8, failed - 4]
+    kept = [step for step in (failed - 8, failed - 4) if step > 0]  # step 8 may still be written when the disk is full
+    assert sorted(int(path.name[5:]) for path in saved.iterdir()) == kept and kept
     assert train(home, "full", *flags, "--resume", "--steps", str(failed)) == 0
     assert f"resumed after step {failed - 4}" in capfd.readouterr().err
 
