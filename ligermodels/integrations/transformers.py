@@ -132,7 +132,7 @@ class _CausalLM(_Model):
     def __init__(self: Any, config: PreTrainedConfig):
         PreTrainedModel.__init__(self, config)
         built = self._build(config)
-        self.model, self.lm_head = built.model, built.lm_head
+        self.model, self.lm_head, self.mtp = built.model, built.lm_head, None
         self.lm_head.__class__ = _LMHead
         self.vocab_size = config.get_text_config().vocab_size
         self.post_init()
