@@ -77,7 +77,7 @@ def _reference(
 def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str) -> Tensor:
     """For torch.compile, which cannot trace `_MLP`; of dense layers."""
     gate, *up = [F.linear(x, weight, bias) for weight, bias, _ in first]
-    return apply_glu_linear(gate, up[0] if up else None, last.weight, last.bias, gated and not up, activation)
+    return apply_glu_linear(gate, up[0] if up else None, last.weight, last.bias, gated and len(first) == 1, activation)
 
 
 def _several(tensors: Any) -> tuple:

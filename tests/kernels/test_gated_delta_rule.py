@@ -84,8 +84,11 @@ def test_chunks_are_as_exact_as_eager(device, poison, name, packed):
             )
         )  # fmt: skip
         for what, a, b, x in zip(NAMES, ours, eager, exact, strict=True):
-            # The error of a value that is written is common to all key dims of a state.
+            # The error of a value that is written is common to all key dims of a state. Of a state that decays fast,
+            # the gradient reaches but the last token of a document, whose own gradients are larger than all others.
             shared = k.shape[3] if "state" in what else 1
+            if name == "strong decay":
+                shared = max(shared, b.numel() // (len(state) * state.shape[1]))
             bound = allowed(what, b, x, dtype)
             assert_as_exact(a, bound, x, f"{dtype} {what}", shared=shared, terms=terms_of(k.shape[3]))
 
