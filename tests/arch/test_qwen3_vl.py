@@ -65,12 +65,12 @@ class Nested(Suite):
         positions, rotary = torch.randint(30000, (3, 2, 50)), hf.model.language_model.rotary_emb
         for ours, expected in zip(model.decoder.rotary_emb(positions), rotary(torch.zeros(1), positions), strict=True):
             assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
-        batch, theirs = inputs([[2, image(3, 5), 1]], json.loads((folder / "config.json").read_text())), hf.bfloat16()
+        batch, theirs = inputs([[2, image(12, 20), 1]], json.loads((folder / "config.json").read_text())), hf.bfloat16()
         ours = model.model.visual(batch["pixel_values"], [tuple(batch["image_grid_thw"][0].tolist())])[0]
         exact = self.arch.from_hub(folder, progress=False).model.visual
         exact = exact(batch["pixel_values"], [tuple(batch["image_grid_thw"][0].tolist())])[0]
         expected = theirs.model.get_image_features(batch["pixel_values"], batch["image_grid_thw"]).pooler_output[0]
-        assert relative(ours, exact) < 1.2 * relative(expected, exact)  # both round in other orders
+        assert relative(ours, exact) < 1.05 * relative(expected, exact)  # both round in other orders: 0.96 to 1.02
 
     def test_the_whole_model_compiles_without_a_graph_break(self, first):
         """Of text: with images the number of their tokens is read on the host."""
