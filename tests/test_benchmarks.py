@@ -69,6 +69,7 @@ def test_a_worker_that_fails_or_hangs_leaves_a_note():
     assert harness.spawn("train_step", job, timeout=0.01)["note"] == "did not finish in 0.01 s"
 
 
+@slow
 def test_every_op_is_measured_and_a_red_parity_refuses_its_figures(monkeypatch, run):
     tested = kernel_benchmark.TESTED["rms_norm"]
     wrong = dataclasses.replace(tested, call=lambda x, weight: tested.call(x, weight) * 1.05)
@@ -173,6 +174,7 @@ def test_what_cannot_be_measured_is_refused(name, capsys):
     assert name in capsys.readouterr().err
 
 
+@slow
 def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     few = ["--models", "llama-3.2-1b", "--cases", "1x16+8"]
     code, record, _ = run(decode, *few, "--weights", "int8", "--baselines", "captured-fp8,host,hf")
@@ -210,6 +212,7 @@ def test_the_matmuls_are_all_of_those_of_a_forward_pass():
     assert counts[0] == counts[1] > 0
 
 
+@slow
 def test_loading_is_measured_and_wrong_weights_get_no_figures(monkeypatch, run, in_this_process):
     few = ["--runs", "1", "--loaders", "ligermodels,transformers"]
     code, record, _ = run(load, *few, "--save")

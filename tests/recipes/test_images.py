@@ -244,7 +244,7 @@ def test_show_counts_the_tokens_of_an_image(home, encode_row):
 
 @pytest.mark.parametrize(
     "home",
-    ["qwen2_vl", "qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_vl", "mllama"))],
+    ["qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl", "mllama"))],
     indirect=True,
 )
 def test_sft_learns_what_is_on_an_image(home, capsys):

@@ -45,7 +45,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
 
 
-@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.slow), "nf4"])
 def test_adapters_learn_and_load(home, tmp_path, quantize):
     flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2")
     assert train(home, tmp_path, *flags, *(("--quantize", quantize) if quantize else ("--merge",))) == 0
@@ -88,7 +88,11 @@ def train_another(home, tmp_path, flags, model_class, prepare=lambda model: None
     return folder
 
 
-@pytest.mark.parametrize("flags", [("--activations", "block"), ("--lora", "4", "--quantize", "nf4")], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [("--activations", "block"), pytest.param(("--lora", "4", "--quantize", "nf4"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_hybrid(home, tmp_path, flags):
     sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
     changes = dict(model_type="qwen3_5_text", num_hidden_layers=4, mlp_bias=None)

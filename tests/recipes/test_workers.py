@@ -66,6 +66,7 @@ def all_end(pids):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
     """A resumed run starts them when it already holds its folder."""
     out = folder / "killed"
@@ -84,7 +85,7 @@ def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
     all_end(all_of_it)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, number, capfd):
     out = folder / f"all {number}"
     child, encoding, all_of_it = started(folder, out, 130, group=True)
