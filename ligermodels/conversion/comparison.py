@@ -56,7 +56,8 @@ def verify(
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
     level: "keys" compares names, shapes and dtypes from the headers, and every field of config.json and
-        generation_config.json. "bytes" also compares every bit; two dtypes are compared after a cast.
+        generation_config.json, but for initializer_range, on which loaded weights do not depend. "bytes" also compares
+        every bit; two dtypes are compared after a cast.
     config: as in `Options`, for those of the two that have no config.
     Raises MismatchError if one of them does not fit its own config. Differences between the two are in the report.
     """
@@ -92,7 +93,8 @@ def _keys(a: View, b: View, *, dtypes: bool) -> Iterator[str]:
     if type(a.model) is not type(b.model):
         yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
     else:
-        configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
+        unread = {"dtype": None, "initializer_range": None}
+        configs = [{**view.model.config.extra, **view.model.config.values(), **unread} for view in (a, b)]
         generation = [view.generation_config() for view in (a, b)]
         for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
             for name in {**one, **other}:

@@ -406,6 +406,8 @@ def flag(name: str) -> str:
 def _metavar(name: str, hint: Any) -> str:
     if name in ("data", "eval_data", "chat_template"):
         return "FILE"
+    if name == "system_prompt":
+        return "TEXT"
     return "DIR" if name == "output_dir" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint), "A,B")
 
 

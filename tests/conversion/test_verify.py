@@ -61,7 +61,7 @@ def test_fields_of_the_config_are_compared(tmp_path, folder):
     rope, *others = verify(folder, other, level="keys", progress=False).mismatches
     assert rope.startswith("config: rope_parameters is ") and "10000.0" in rope and "500.0" in rope
     assert others == ["config: eos_token_id is None and [2, 3]", "generation_config.json: temperature is None and 0.5"]
-    for name, fields in (("a window", {}), ("none", {"sliding_window": None})):
+    for name, fields in (("a window", {}), ("none", {"sliding_window": None, "initializer_range": 0.5})):
         changed(folder, tmp_path / name, model_type="mistral", **fields)
     assert verify(tmp_path / "a window", tmp_path / "none", progress=False).mismatches == [
         "config: sliding_window is 4096 and None"
