@@ -272,8 +272,8 @@ def gated_mlp(
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
     activation: as in `glu`. A weight may be a `LowBitWeight`.
-    recompute: gate_up = [gate | up] is not saved; the backward recomputes it from x, a chunk of tokens at a time. Weight
-        gradients are summed over the chunks in fp32, and so differ by rounding from those of one chunk.
+    recompute: gate_up = [gate | up] is not saved; the backward recomputes it from x, a chunk of tokens at a time.
+        Weight gradients are summed over the chunks in fp32, and so differ by rounding from those of one chunk.
     workspace_bytes: maximum size of gate_up of a chunk (which has 128 tokens at least), or half that of a single chunk;
         h takes half as much beside it.
     adapters: an `Adapter` or None for each weight of gate and up, and for that of down; see lora.py.
