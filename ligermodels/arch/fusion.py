@@ -118,7 +118,7 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
         lora = ", with LoRA" if module.adapters else ""
         bits = any(isinstance(module.operand(name).weight, LowBitWeight) for name in ("gate_up_proj", "down_proj"))
         runs = f"grouped matmuls{lora}{', weights dequantised' * bits}"
-        yield "experts", runs if module.is_frozen else "one op, grouped matmuls", True, ""
+        yield "experts", "one op, grouped matmuls" if module.is_dense else runs, True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
         reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
         yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason.text if reason else ""

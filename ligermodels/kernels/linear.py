@@ -343,6 +343,6 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
         operands = check("linear", "x", x, x.shape[-1], operands)
         layers = Layers.of(operands, x.dtype)
         return _Linear.apply(x, handle_of(x), layers, *layers.leaves)
-    if any(operand.is_frozen for operand in operands):
+    if not all(operand.is_dense for operand in operands):
         operands = check("linear", "x", x, x.shape[-1], operands)
     return Layers.of(operands, x.dtype).run(x, kernel=how)[0]

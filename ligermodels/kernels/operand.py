@@ -100,9 +100,9 @@ class LinearOperand(NamedTuple):
     adapter: Adapter | None = None
 
     @property
-    def is_frozen(self) -> bool:
-        """True if there is an adapter, or the weight is of few bits."""
-        return self.adapter is not None or isinstance(self.weight, LowBitWeight)
+    def is_dense(self) -> bool:
+        """True if the weight is a tensor, and there is no adapter."""
+        return self.adapter is None and not isinstance(self.weight, LowBitWeight)
 
 
 def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
@@ -113,7 +113,7 @@ def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
         to add to .grad in place; else autograd sees its F.linear.
     Else nothing needs a gradient, or autograd sees a single F.linear, and `kernel_of` says which kernel runs.
     """
-    if len(operands) == 1 and not operands[0].is_frozen:
+    if len(operands) == 1 and operands[0].is_dense:
         weight, bias, _ = operands[0]
         saves = weight.requires_grad and (
             handle_of(x) is not None or (is_marked(weight) and use_triton(x) and only_backward())
@@ -135,7 +135,7 @@ def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *
     """
     layers = (*first, last)
     if torch.compiler.is_compiling():
-        dense = use_triton(x) and not any(operand.is_frozen for operand in layers)
+        dense = use_triton(x) and all(operand.is_dense for operand in layers)
         return "traced" if dense else "formula"
     if gated and x.numel() == x.shape[-1] and not any(adapter for _, _, adapter in layers):
         kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])

@@ -65,7 +65,7 @@ class GatedMLP(JointProjections):
         inputs, down = self.joint_modules, self.output_module
         gate, *up = apply_linears(inputs, x)
         operands = operands_of([down])
-        if operands is None or operands[0].is_frozen:
+        if operands is None or not operands[0].is_dense:
             return apply_linear(down, glu(gate, *up, activation=self.activation))
         weight, bias, _ = operands[0]
         return glu_linear(gate, weight, bias, activation=self.activation, up=up[0] if up else None)
@@ -115,7 +115,7 @@ class MLP(nn.Module):
         fc1, fc2 = (getattr(self, name) for name in self.projections)
         h = apply_linear(fc1, x)
         operands = operands_of([fc2])
-        if operands is None or operands[0].is_frozen:
+        if operands is None or not operands[0].is_dense:
             return apply_linear(fc2, activate(h, activation=self.activation))
         weight, bias, _ = operands[0]
         return activation_linear(h, weight, bias, activation=self.activation)

@@ -84,9 +84,10 @@ class Experts(nn.Module):
         return adapter
 
     @property
-    def is_frozen(self) -> bool:
-        """True if there are adapters, or weights of few bits."""
-        return bool(self.adapters) or any(isinstance(w, LowBitLinear) for w in (self.gate_up_proj, self.down_proj))
+    def is_dense(self) -> bool:
+        """True if the weights are tensors, and there are no adapters."""
+        few_bits = any(isinstance(weight, LowBitLinear) for weight in (self.gate_up_proj, self.down_proj))
+        return not (few_bits or self.adapters)
 
     @property
     def adapters(self) -> dict[str, "ExpertsAdapter"]:
@@ -95,7 +96,7 @@ class Experts(nn.Module):
         return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
-        if self.is_frozen:
+        if not self.is_dense:
             if self.tp is not None:
                 raise InputError(
                     "experts with adapters or of few bits cannot run under tensor parallel: use a mesh without tp"
