@@ -72,3 +72,4 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # its threads must end before the interpreter does
