@@ -4,8 +4,8 @@
     python -m benchmarks.distributed --gpus 2 --dry
 
 Each side runs under torchrun, apart from the other, and goes through its cases; after a case that failed or left
-memory behind, fresh processes take the rest. Both sides have the same weights, which are drawn parameter by parameter,
-the same batches, FSDP2 with a group per block, and the same optimizer. The first loss and the first gradient norm of
+memory allocated, fresh processes take the rest. Both sides have the same weights, drawn parameter by parameter, the
+same batches, FSDP2 with a group per block, and the same optimizer. The first loss and the first gradient norm of
 the two must agree, or the case gets no figures and the exit status is 1. Tokens/s are those of one GPU; time and memory
 are those of the rank with the most. "exposed ms" is the time of a step in which communication runs and nothing else
 does, from a trace of one step. benchmarks.load measures saving and loading on several GPUs.
@@ -130,7 +130,7 @@ def disagreement(ours: Row, peer: Row | None = None) -> str:
 
 
 def work(job: dict[str, Any]) -> Row:
-    """In the process of one rank: reports the row of each case, and ends early where one has left memory behind."""
+    """In the process of one rank: reports the row of each case, and ends early where one left memory allocated."""
     device = "cpu" if job["dry"] else "cuda"
     make_mesh(device_type=device)  # starts the process group
     for name in job["cases"]:

@@ -265,7 +265,7 @@ def test_processes_that_end_early_are_followed_by_others(monkeypatch, run):
     cases, jobs = ["8B 4 x 4096", "8B 8 x 4096, mlp", "8B 1 x 8192, tp", "8B 1 x 32768, mlp"], []
     row = {"first loss": 1.0, "first norm": 1.0, "s a step": 1.0}
 
-    def spawn(module, job, *given, **named):  # leaves memory behind; then runs out of it; then goes on
+    def spawn(module, job, *given, **named):  # memory stays allocated; then it runs out; then it goes on
         jobs.append(job["cases"])
         return [{cases[0]: row}, {"note": "OutOfMemoryError: none"}, dict.fromkeys(cases[2:], row)][len(jobs) - 1]
 

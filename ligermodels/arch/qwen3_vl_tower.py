@@ -3,7 +3,7 @@
 What differs from Qwen2-VL's:
 - Patches of 16 x 16 pixels, whose embedding has a bias, and to which a learned position is added: a table of 48 x 48
   positions is stretched over the image, corner on corner, and read bilinearly, in fp32.
-- Blocks with gelu (tanh). Heads are 64 or 72 wide.
+- Blocks with gelu (tanh). Heads have 64 or 72 dims.
 - The merger norms patches before it joins 2 x 2.
 - DeepStack: from the states after blocks `deepstack_visual_indexes` further mergers, which norm after joining, make
   what the text adds to its hidden state after its first blocks. Qwen3.5 has none.

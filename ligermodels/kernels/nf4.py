@@ -10,7 +10,7 @@ blocks of 256 around its mean, by a code of 256 values with finer steps near zer
     absmax[b] = nested_code[absmax8[b]] * nested_absmax[b // 256] + offset
 
 A weight may be several parts, one after the other, that were quantised each by itself, as those of stacked experts are
-on disk: `NF4Weight.stack`. Blocks of 256 then begin anew in each part, which has an offset of its own.
+on disk: `NF4Weight.stack`. Each part then starts a new block of 256 and has its own offset.
 
 Bits per weight: 4 + 32 / 64 = 4.5, and 4 + 8 / 64 + 32 / (64 * 256) = 4.127 with double quantisation. One kernel
 dequantises weight and absmax: 2.52 bytes per weight in 16 bits, the minimum. Math in fp32, one rounding to the output.

@@ -81,14 +81,19 @@ def test_a_video_is_its_frames_two_by_two(count):
     frames = [draw(90, 131, seed) for seed in range(count)]
     actual = Qwen2VLImageProcessor.from_config(config, video=True).videos([frames, frames[:1]])
     single = theirs_qwen.Qwen2VLImageProcessorPil(**config)(frames, return_tensors="pt")
-    _, high, wide = single["image_grid_thw"][0].tolist()
+    _, grid_height, grid_width = single["image_grid_thw"][0].tolist()
     times = (count + 1) // 2
-    assert actual["video_grid_thw"].tolist() == [[times, high, wide], [1, high, wide]]
-    patches = single["pixel_values"].reshape(count, high * wide, 3, 2, 14 * 14)[:, :, :, 0]
-    rows = actual["pixel_values_videos"][: times * high * wide].reshape(times, high * wide, 3, 2, 14 * 14)
+    assert actual["video_grid_thw"].tolist() == [[times, grid_height, grid_width], [1, grid_height, grid_width]]
+    patches = single["pixel_values"].reshape(count, grid_height * grid_width, 3, 2, 14 * 14)[:, :, :, 0]
+    rows = actual["pixel_values_videos"][: times * grid_height * grid_width].reshape(
+        times, grid_height * grid_width, 3, 2, 14 * 14
+    )
     for place in range(2 * times):
         assert torch.equal(rows[place // 2, :, :, place % 2], patches[min(place, count - 1)]), place
-    assert torch.equal(actual["pixel_values_videos"][times * high * wide :], single["pixel_values"][: high * wide])
+    assert torch.equal(
+        actual["pixel_values_videos"][times * grid_height * grid_width :],
+        single["pixel_values"][: grid_height * grid_width],
+    )
 
 
 def theirs_for_videos(name):
@@ -136,10 +141,10 @@ def test_a_video_of_qwen3_vl_is_its_frames_two_by_two(count):
     options = {**{key: value for key, value in QWEN3.items() if key != "size"}, "do_resize": False}
     sized = [frame.resize((width, height), resample=Image.Resampling.BICUBIC) for frame in frames]
     single = theirs_qwen.Qwen2VLImageProcessorPil(**options)(sized, return_tensors="pt")
-    high, wide, times = height // 16, width // 16, (count + 1) // 2
-    assert actual["video_grid_thw"].tolist() == [[times, high, wide]]
-    patches = single["pixel_values"].reshape(count, high * wide, 3, 2, 16 * 16)[:, :, :, 0]
-    rows = actual["pixel_values_videos"].reshape(times, high * wide, 3, 2, 16 * 16)
+    grid_height, grid_width, times = height // 16, width // 16, (count + 1) // 2
+    assert actual["video_grid_thw"].tolist() == [[times, grid_height, grid_width]]
+    patches = single["pixel_values"].reshape(count, grid_height * grid_width, 3, 2, 16 * 16)[:, :, :, 0]
+    rows = actual["pixel_values_videos"].reshape(times, grid_height * grid_width, 3, 2, 16 * 16)
     for place in range(2 * times):
         assert torch.equal(rows[place // 2, :, :, place % 2], patches[min(place, count - 1)]), place
 
