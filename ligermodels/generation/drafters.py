@@ -122,22 +122,21 @@ class MultiToken:
         begin = self.read
         self.read += len(hidden)
         assert self.read == len(self.tokens) - 1, "the state of each token but the last is read once"
-        known, proposed = self.cache.length + len(hidden), []
-        states, tokens = hidden, self.tokens[begin + 1 :]
+        known, proposed, states = self.cache.length + len(hidden), [], hidden
+        ids = torch.tensor([self.tokens[begin + 1 :]], device=hidden.device)
         for _ in range(self.count):
-            states = self._states(tokens, states, begin)[-1:]
-            begin += len(tokens)
-            tokens = [int(self.model.logits_of(states).argmax())]
-            proposed += tokens
+            states = self._states(ids, states, begin)[-1:]
+            begin += ids.shape[1]
+            ids = self.model.logits_of(states).argmax(-1, keepdim=True)
+            proposed.append(ids)
         self.cache.crop(known)
-        return proposed
+        return torch.cat(proposed, 1)[0].tolist()  # the host waits once
 
-    def _states(self, tokens: Sequence[int], hidden: Tensor, position: int) -> Tensor:
-        """The layer's states [N, H] of N tokens from `position` on; tokens: those after each."""
+    def _states(self, ids: Tensor, hidden: Tensor, position: int) -> Tensor:
+        """The layer's states [N, H] of N tokens from `position` on; ids [1, N]: the token after each."""
         decoder, cache = self.model.decoder, self.cache
-        ids = torch.tensor([tokens], device=hidden.device)
-        positions = torch.arange(position, position + len(tokens), device=hidden.device)[None]
+        positions = torch.arange(position, position + ids.shape[1], device=hidden.device)[None]
         batch = Batch(rotary={"full": decoder.rotary_emb(positions)}, past=cache.length)
         states = self.model.mtp(decoder.embed_tokens(ids), hidden[None], batch, cache[0])[0]
-        cache.advance(len(tokens))
+        cache.advance(ids.shape[1])
         return states
