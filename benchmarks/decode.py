@@ -11,8 +11,8 @@ A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines
 `captured-fp8` too with keys and values in fp8, `host` without a graph; `hf` is transformers' `generate`, `hf-static`
 the same with a static cache and torch.compile. Each row runs twice and the second run counts. "first token ms" is the
 prompt's time. "tokens/s" counts all tokens after the first, of all rows together; the host reads every token and looks
-for a stop id. "of limit": the share of the tokens/s at which the weights, and keys and values of the mean length, could
-be read, and recurrent states read and written, at the bandwidth of a copy, which is measured first.
+for a stop id. "of limit": the share of the tokens/s at which weights and "state MiB a row", keys and values of the mean
+length and twice the recurrent states, could be moved at the bandwidth of a copy, which is measured first.
 
 Parity comes first; a model that fails it gets no figures, and the exit status is 1. In fp32, a shallow model must write
 the same ids with and without a graph, for rows padded to different lengths. In bf16 two ids may be equally likely to
@@ -214,11 +214,10 @@ def speeds(
         ids = random_ids(model, batch, prompt)
         for baseline in [name for name in options.baselines if name in CACHES]:
             kind = CACHES[baseline]
-            states = [
-                state.row_bytes(prompt + new / 2) * (2 if isinstance(state, RecurrentState) else 1)
-                for state in model.new_cache(1, 64, kv_cache_dtype=kind)
-            ]
-            limit = copy * batch / (nbytes + batch * sum(states))
+            cache = model.new_cache(1, 64, kv_cache_dtype=kind)
+            recurrent = sum(state.row_bytes(0) for state in cache if isinstance(state, RecurrentState))
+            states = recurrent + sum(state.row_bytes(prompt + new / 2) for state in cache)  # recurrent ones twice
+            limit = copy * batch / (nbytes + batch * states)
             # Twice as many tokens take the host twice as long, and are as fast.
             steps = min(new, 64) if baseline == "host" else new
             how = {"disable_compile": baseline == "host", "kv_cache_dtype": kind}
@@ -226,8 +225,8 @@ def speeds(
             speed = batch * (steps - 1) / (times[-1] - times[0])
             row = {
                 **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
-                "first call s": first[0] - times[0], "first token ms": times[0] * 1e3,
-                "tokens/s": speed, "limit": limit, "of limit": speed / limit, "state MiB a row": sum(states) / 2**20,
+                "first call s": first[0] - times[0], "first token ms": times[0] * 1e3, "tokens/s": speed, "limit": limit,
+                "of limit": speed / limit, "state MiB a row": states / 2**20, "recurrent MiB": recurrent / 2**20,
             }  # fmt: skip
             rows.append(row)
             harness.announce(row)

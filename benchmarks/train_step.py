@@ -169,10 +169,11 @@ def settings_of(name: str, options: argparse.Namespace) -> Settings:
 def measure_case(settings: Settings, timeout: float, rows: list[Row]) -> None:
     """Adds the rows of a case: every baseline in a process of its own, one after the other."""
     # for everyone, where the longest sequence counts: what is lost between tensors would decide otherwise
-    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if settings.longest else {}
+    if settings.longest:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for baseline in ("prepare", *settings.baselines):
         job = {"baseline": baseline, **dataclasses.asdict(settings)}
-        row = {"baseline": baseline, **harness.spawn("train_step", job, timeout, **variables)}
+        row = {"baseline": baseline, **harness.spawn("train_step", job, timeout)}
         if baseline != "prepare":
             rows.append(row)
             harness.announce(row)
