@@ -224,8 +224,8 @@ def speeds(
             first, times = (stream(model, ids, steps, **how) for _ in range(2))
             speed = batch * (steps - 1) / (times[-1] - times[0])
             row = {
-                **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
-                "first call s": first[0] - times[0], "first token ms": times[0] * 1e3, "tokens/s": speed, "limit": limit,
+                **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline, "first call s": first[0] - times[0],
+                "first token ms": times[0] * 1e3, "tokens/s": speed, "limit": limit,
                 "of limit": speed / limit, "state MiB a row": states / 2**20, "recurrent MiB": recurrent / 2**20,
             }  # fmt: skip
             rows.append(row)
