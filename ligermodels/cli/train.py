@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.cli.arguments import Parser, usage_errors
-from ligermodels.recipes import RECIPES, find, other_tools
-from ligermodels.recipes.options import add_flags
+from ligermodels.recipes import RECIPES, find
+from ligermodels.recipes.options import add_flags, unknown
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
     ("dpo", "orpo", "cpo", "simpo"), "pairs.jsonl"
@@ -64,8 +64,8 @@ class _RecipeParser(Parser):
             add_flags(self, options)
             self.has_flags = True
         found, rest = super().parse_known_args(args, namespace)
-        if unknown := [text.partition("=")[0] for text in rest if text.startswith("--")]:
-            self.error(other_tools.unknown(unknown, options))
+        if flags := [text.partition("=")[0] for text in rest if text.startswith("--")]:
+            self.error("\n".join(unknown(options, text) for text in flags))
         if rest:
             is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
             hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"

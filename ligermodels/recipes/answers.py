@@ -1,24 +1,16 @@
 """Answers that are compared: the base of their recipes, and the log probabilities that the losses are of.
 
 A batch has the chosen sequences, then the rejected ones, or single answers, packed or padded.
-
-The reference is the model as it was before the run. Log probabilities that are computed then take the place of a frozen
-copy of it, and DIR/reference.json keeps them for a run that is resumed.
 """
 
-import hashlib
-import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
-from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.layers.preference import sum_per_sequence
 from ligermodels.recipes import formats, masking
@@ -26,12 +18,7 @@ from ligermodels.recipes.base import Recipe, decoder_inputs
 from ligermodels.recipes.masking import IGNORED, Comparison, Example
 from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
-from ligermodels.recipes.steps import check_ids, on_device
-
-if TYPE_CHECKING:
-    from ligermodels.recipes.trainer import Trainer
 
 _ACCEPTED = {
     "pairs": 'pairs: {"prompt": ..., "chosen": ..., "rejected": ...}, texts or lists of messages',
@@ -46,7 +33,6 @@ class PreferenceOptions(TrainOptions):
     default_rates = (1e-6, 1e-5)
     sequences = 2
     whole_rows = "preferences are trained with whole rows on each GPU"
-    precompute_ref_log_probs: ClassVar[bool] = False
     beta: float = option(0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0)
 
 
@@ -54,8 +40,6 @@ class Preference(Recipe):
     """The base of recipes whose rows are prompts with answers."""
 
     accepted = "pairs"
-    table: dict[str, float] | None = None
-    """The log probabilities of the reference, where they are computed before the run."""
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str]:
         found, where = formats.detect(rows)
@@ -75,34 +59,17 @@ class Preference(Recipe):
         padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, 0, True)
         columns = zip(*(one.sequences for one in examples or [padding]), strict=True)
         sequences = [one for column in columns for one in column]
-        batch = super().collate(sequences)
-        if self.options.precompute_ref_log_probs:
-            batch["digests"] = [digest(sequence) for sequence in sequences]
-        return batch
+        return super().collate(sequences)
 
     def show(self, example: Comparison) -> str:
         names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)
         shown = [masking.show(sequence, self.tokenizer) for sequence in example.sequences]
         return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
-    def setup(self, trainer: "Trainer") -> None:
-        super().setup(trainer)
-        if self.options.precompute_ref_log_probs and not self.options.lora_r:
-            self.table = precompute(trainer)
-
     def reference_logprobs(self, model: Any, batch: Batch, prefix: str = "") -> Tensor:
         """The log probabilities [N] of the batch's answers under the reference. prefix: of the names in the batch."""
-        if self.table is None:
-            with self.reference(model) as reference:
-                return logprobs(reference, batch, prefix=prefix).sums
-        try:
-            found = [self.table[key] for key in batch["digests"]]
-        except KeyError:
-            raise InputError(
-                "reference.json lacks a sequence of the data, which has changed since the run began. Next step: the "
-                "data as before, or a new --output-dir"
-            ) from None
-        return torch.tensor(found).to(batch["labels"].device, non_blocking=True)
+        with self.reference(model) as reference:
+            return logprobs(reference, batch, prefix=prefix).sums
 
 
 class Logprobs(NamedTuple):
@@ -152,46 +119,3 @@ def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
     bounds = batch.get("cu_seqlens")
     labels = with_prompts(batch) if prompts else batch["labels"]
     return sum_per_sequence(Targets(labels, bounds).labels != IGNORED, bounds)
-
-
-# ---- the reference, before the run ----
-
-
-def digest(sequence: Example) -> str:
-    """The key of a sequence in the table."""
-    both = np.array([sequence.ids, sequence.labels], dtype=np.int32)
-    return hashlib.blake2b(both.tobytes(), digest_size=12).hexdigest()
-
-
-def precompute(trainer: "Trainer") -> dict[str, float]:
-    """The log probabilities of the answers of all sequences, by `digest`; read from the file where it exists.
-
-    All ranks call this, before the first step: the model is still untrained.
-    """
-    file, model, p, data = trainer.out / "reference.json", trainer.model, trainer.processes, trainer.data
-    if (kept := p.from_main(lambda: json.loads(file.read_text("utf-8")) if file.is_file() else None)) is not None:
-        return dict(kept)
-    if p.is_main:
-        say("computing the reference's log probabilities of all answers")
-    own: dict[str, float] = {}
-    training = map(trainer.recipe.collate, data.batches(epochs=1, shuffle=False))
-    batches = itertools.chain(training, data.evaluation())
-    while group := list(itertools.islice(batches, p.batch_ranks)):
-        batch = group[min(p.batch_rank, len(group) - 1)]  # each rank gets equally many; some get the last one twice
-        batch = on_device(check_ids(batch, model.decoder.config.vocab_size), p.device)
-        with torch.no_grad():
-            own.update(zip(batch["digests"], logprobs(model, batch).sums.tolist(), strict=True))
-    if p.mesh is not None:
-        for module in model.modules():
-            if hasattr(module, "reshard"):  # FSDP2 has gathered parameters, and optimizers are made of sharded ones
-                module.reshard()
-    table = {key: value for part in p.gather(own) for key, value in part.items()}
-
-    def write() -> None:
-        with write_errors(file):
-            whole = file.with_name(file.name + ".new")
-            whole.write_text(json.dumps(table), "utf-8")
-            whole.replace(file)
-
-    p.from_main(write)
-    return table

@@ -97,8 +97,6 @@ class LengthOptions:
     accumulation: int | None = option(
         None, "micro-batches per optimizer step, over all ranks (default 8; fewer, where a run would have under 20 "
         "steps)", least=1)
-    early_stopping_patience: int = option(
-        0, "stop after this many evaluations without a better one; 0: never", least=0, fixed_on_resume=False)
 
 
 @dataclass(kw_only=True)
@@ -204,8 +202,6 @@ class TrainOptions(
             )
         if self.eval_data is not None and self.eval_share:
             raise InputError("eval_data and eval_share both say what to evaluate on; give one")
-        if self.early_stopping_patience and self.eval_data is None and not self.eval_share:
-            raise InputError("early_stopping_patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
         if self.batch_tokens is not None and self.max_length and self.batch_tokens < self.sequences * self.max_length:
             row = f"{self.sequences} sequences" if self.sequences > 1 else "a row"
             raise InputError(
@@ -309,9 +305,7 @@ class TrainOptions(
         names = {name: field.name for field in dataclasses.fields(cls) for name in names_of(field)}
         keys = {key: str(key).replace("-", "_") for key in values}
         if others := [str(key) for key, name in keys.items() if name not in names]:
-            from ligermodels.recipes.other_tools import unknown
-
-            raise InputError(unknown(others, cls))
+            raise InputError("\n".join(unknown(cls, name) for name in others))
         given: dict[str, Any] = {}
         for key in values:
             if (before := given.setdefault(names[keys[key]], key)) is not key:
@@ -343,11 +337,16 @@ class TextOptions(TrainOptions):
             raise InputError(
                 "capture needs forwards of one shape: leave out --no-packing, which gives many, or --capture"
             )
-        if self.mtp_loss_weight and (self.lora_r or getattr(self, "loss_type", "nll") != "nll"):
-            raise InputError(
-                "mtp_loss_weight trains the layer with all weights by the cross entropy: leave out --lora-r and "
-                "--loss-type, or --mtp-loss-weight"
-            )
+        if self.mtp_loss_weight and self.lora_r:
+            raise InputError("mtp_loss_weight trains the layer with all weights: leave out --lora-r")
+
+
+def unknown(options: type[TrainOptions], name: str) -> str:
+    """The error for an option that a recipe does not have, as it was given: a flag, or a key of a file."""
+    known = [own for field in dataclasses.fields(options) for own in names_of(field)]
+    close = difflib.get_close_matches(name.removeprefix("--").replace("-", "_"), known, 1, 0.75)
+    advice = f"did you mean {flag(close[0])}?" if close else f"`ligermodels train {options.recipe} --help` lists all"
+    return f"{options.recipe} has no option {name}; {advice}"
 
 
 # The command line

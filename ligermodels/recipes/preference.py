@@ -25,9 +25,6 @@ _SFT = "weight of the cross entropy of the chosen answers, which is added to the
 class DPOOptions(PreferenceOptions):
     recipe = "dpo"
     compares = True
-    precompute_ref_log_probs: bool = option(  # type: ignore[misc]
-        True, "without --lora-r: compute the reference's log probabilities before the first step; off: a frozen copy"
-    )
     loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
     label_smoothing: float = option(0.0, _SMOOTHING, least=0, below=0.5)
     sft_weight: float = option(0.0, f"{_SFT} (RPO)", least=0)
@@ -35,10 +32,6 @@ class DPOOptions(PreferenceOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         losses.check_dpo(self.loss_type, self.beta, self.label_smoothing)
-
-    @property
-    def frozen_copies(self) -> int:
-        return 0 if self.precompute_ref_log_probs else super().frozen_copies
 
 
 @dataclass(kw_only=True)

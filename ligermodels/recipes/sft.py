@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.losses import LinearCrossEntropyLoss
 from ligermodels.recipes import masking
-from ligermodels.recipes.base import Metrics, Recipe, next_token_loss
+from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TextOptions, TrainOptions, option, override
-from ligermodels.recipes.packing import Batch
 from ligermodels.training.mtp import add_mtp, check_has_mtp, load_mtp
 
 
@@ -22,18 +19,7 @@ from ligermodels.training.mtp import add_mtp, check_has_mtp, load_mtp
 class SFTOptions(TextOptions):
     recipe = "sft"
     group = "loss"
-    loss_type: str = option(
-        "nll",
-        "per-token loss: cross entropy, or dft (weighted by its probability); evaluation reports cross entropy",
-        choices=("nll", "dft"),
-    )
-
     assistant_only_loss: bool = option(True, "train what the assistant says; off: every token, the prompts too")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_type == "dft" and self.tp > 1:
-            raise InputError("loss_type=dft is not supported under tensor parallelism: leave --tp out")
 
 
 class NextTokenRecipe(Recipe):
@@ -63,26 +49,6 @@ class SFT(NextTokenRecipe):
 
     def process(self, row: Mapping[str, Any]) -> Any:
         return masking.encode(self.read(row), self.tokenizer, every_message=not self.options.assistant_only_loss)
-
-    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        if self.options.loss_type == "nll":
-            return next_token_loss(model, batch, count), {}
-        return dft_loss(model, batch, count), {}
-
-
-def dft_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
-    """-sg(p) log p of each label, over the count of the step; in evaluation -log p, to compare runs by.
-
-    Source: Wu et al., https://arxiv.org/abs/2508.05629.
-    """
-    return model(**batch, num_items_in_batch=count, loss_function=_dft if model.training else None).loss
-
-
-def _dft(
-    x: Tensor, weight: Tensor, labels: Tensor, *, softcap: float | None, workspace_bytes: int | None, **rest: Any
-) -> Tensor:
-    loss = LinearCrossEntropyLoss(token_scaling=True, softcap=softcap, workspace_bytes=workspace_bytes)
-    return loss(x, weight, labels, **rest)
 
 
 @dataclass(kw_only=True)

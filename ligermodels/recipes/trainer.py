@@ -91,7 +91,6 @@ class Progress:
     evaluated: int = -1  # the step after which the last evaluation was
     best: float = math.inf
     best_step: int = -1
-    evals_since_best: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -313,7 +312,6 @@ class Trainer:
             raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; it was not saved")
         progress.evaluated = progress.step
         better = loss < progress.best
-        progress.evals_since_best = 0 if better else progress.evals_since_best + 1
         if better:
             progress.best, progress.best_step = loss, progress.step
         self.reporter.evaluation(progress.step, loss, better=better, **metrics.means(self.processes))
@@ -351,7 +349,7 @@ class Trainer:
     # ---- the run ----
 
     def run(self) -> int:
-        """Trains to the end of the run, or until evaluations stop improving. Returns the exit status.
+        """Trains to the end of the run. Returns the exit status.
 
         Raises TrainingError if the loss is not finite, CheckpointError if a checkpoint cannot be written, the errors of
         the data, and after a signal KeyboardInterrupt, once the step is finished and saved.
@@ -364,10 +362,6 @@ class Trainer:
                 while True:
                     if self._is_due(o.eval_steps) and progress.evaluated < progress.step and self.evaluation:
                         self.evaluate()
-                        if o.early_stopping_patience and progress.evals_since_best >= o.early_stopping_patience:
-                            text = f"stopped: {progress.evals_since_best} evaluations without a better one"
-                            self.reporter.say(text)
-                            break
                     if progress.step >= progress.steps:
                         break
                     stop = self.train_step()

@@ -1,5 +1,6 @@
 """`train --capture`: padding changes no loss, and a captured run is the uncaptured one, with its checkpoints."""
 
+import contextlib
 import re
 from typing import ClassVar
 
@@ -10,10 +11,9 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.processes import Processes
-from ligermodels.recipes import model, sft, trainer
+from ligermodels.recipes import base, model, trainer
 from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.packing import filled_batch, packed_batch
-from ligermodels.recipes.sft import dft_loss
 from ligermodels.training import CapturedStep
 from tests.recipes import losses
 from tests.recipes.runs import all_metrics, check_same, metrics, train, weights
@@ -44,15 +44,14 @@ def test_a_filled_batch():
     ("Gemma2", {"sliding_window": 6}),
     ("Mixtral", {"num_local_experts": 4}),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("loss", [next_token_loss, dft_loss])
-def test_padding_changes_no_loss(loss, family, changes):
+def test_padding_changes_no_loss(family, changes):
     model, batch, count = losses.model(family, **changes), packed_batch(losses.examples(9, 30, 5)), torch.tensor(7.0)
-    expected = loss(model, batch, count)
+    expected = next_token_loss(model, batch, count)
     gradients = losses.gradients(model, expected)
     for length in (44, 45, 200):
         filled = filled_batch(batch, length)
         assert num_labels(filled) == num_labels(batch)
-        found = loss(model, filled, count)
+        found = next_token_loss(model, filled, count)
         torch.testing.assert_close(found, expected)
         losses.assert_same(losses.gradients(model, found), gradients)
 
@@ -60,19 +59,13 @@ def test_padding_changes_no_loss(loss, family, changes):
 def filled_losses(monkeypatch, *, as_captured=False):
     """Uncaptured runs of sft pad what they train on as captured ones do."""
 
-    def padded(loss):
-        def run(model, batch, count):
-            if not model.training:
-                return loss(model, batch, count)
-            if not as_captured:
-                return loss(model, filled_batch(batch, LENGTH), count)
-            with as_if_capturing():
-                return loss(model, filled_batch(batch, LENGTH), count)
+    def padded(model, batch, count):
+        if not model.training:
+            return next_token_loss(model, batch, count)
+        with as_if_capturing() if as_captured else contextlib.nullcontext():
+            return next_token_loss(model, filled_batch(batch, LENGTH), count)
 
-        return run
-
-    monkeypatch.setattr(sft, "next_token_loss", padded(next_token_loss))
-    monkeypatch.setattr(sft, "dft_loss", padded(dft_loss))
+    monkeypatch.setattr(base, "next_token_loss", padded)
 
 
 def assert_same_run(ours, theirs):
@@ -112,7 +105,7 @@ class Noted(CapturedStep):
 
 @pytest.mark.parametrize("more, forwards", [
     (("--lora", "4", "--quantize", "nf4", "--accumulation", "1"), 4),
-    (("--loss-type", "dft", "--precision", "bf16", "--activations", "block", "--max-grad-norm", "0"), 12),
+    (("--precision", "bf16", "--activations", "block", "--max-grad-norm", "0"), 12),
 ], ids=lambda more: more[0] if isinstance(more, tuple) else "")  # fmt: skip
 def test_other_options_are_captured_too(home, more, forwards, monkeypatch):
     name = more[0].strip("-")
@@ -167,9 +160,7 @@ def test_images_are_not_captured(tmp_path, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss-type", "dft", "--precision", "bf16")]
-)
+@pytest.mark.parametrize("more", [(), ("--lora", "4", "--accumulation", "1"), ("--precision", "bf16")])
 def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     """That of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
     replays, replay = [], torch.cuda.CUDAGraph.replay

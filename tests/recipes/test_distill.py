@@ -71,6 +71,16 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
         torch.testing.assert_close(sums[name], (value.detach(), number))
 
 
+def test_a_loss_function_that_cannot_be_called_is_refused():
+    model, ids = losses.model(), torch.arange(9)[None]
+    for given in ({}, {"labels": ids, "return_logits": True}, {"labels": ids, "return_logprobs": True}):
+        with pytest.raises(InputError, match="loss_function needs labels, neither logits"):
+            model(ids, loss_function=print, **given)
+    model.lm_head = torch.nn.Linear(32, 61).double()
+    with pytest.raises(InputError, match="a head that no adapter wraps"):
+        model(ids, labels=ids, loss_function=print)
+
+
 def test_images_that_the_teacher_does_not_read_are_refused():
     student = ligermodels.Qwen2VL.from_config(qwen2_vl.tiny(), device="cpu")
     batch = {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None], "pixel_values": torch.zeros(1)}

@@ -19,7 +19,7 @@ MIXED = ("--lmbda", "0.5", "--prompts", "4", "--accumulation", "4", "--max-compl
 ITERATED = ("--num-iterations", "2", "--beta", "0.1", "--scale-rewards", "batch")
 RESUMED = {  # recipe, more options, the metric that the evaluations lower and by how much, a change that is refused
     "sft": ("sft", (), ("eval_loss", 0.95), ("seed", "1")),
-    "dft adapters": ("sft", ("--loss-type", "dft", "--lora", "4", "--merge"), ("perplexity", 0.99), ("lora_r", "2")),
+    "adapters": ("sft", ("--lora", "4", "--merge"), ("perplexity", 0.99), ("lora_r", "2")),
     "pretrain": ("pretrain", (), ("perplexity", 0.9), ("batch_tokens", "128")),
     "dpo": ("dpo", (), ("eval_loss", 1.01), ("beta", "0.2")),
     "kto": ("kto", (), ("eval_loss", 1.1), ("desirable_weight", "2.0")),
@@ -47,12 +47,11 @@ def test_a_run_resumes_with_the_same_samples_and_bits(home, teacher, tmp_path, c
     capsys.readouterr()
     assert run(home, again, recipe, *flags, "--resume") == 0
     said = capsys.readouterr().err
-    assert "resumed after step 3" in said and "computing the reference" not in said
+    assert "resumed after step 3" in said
     assert all_metrics(again) == all_metrics(whole)
     assert weights(again) == weights(whole)
-    for file in ("completions.jsonl", "reference.json"):
-        assert (whole / file).is_file() == (again / file).is_file()
-        assert not (whole / file).is_file() or (again / file).read_bytes() == (whole / file).read_bytes()
+    texts = [folder / "completions.jsonl" for folder in (whole, again) if (folder / "completions.jsonl").is_file()]
+    assert not texts or texts[0].read_bytes() == texts[1].read_bytes()
     assert run(home, again, recipe, *flags, f"--{fixed.replace('_', '-')}", value, "--resume") == 3
     assert f", and this has {fixed}={value}" in capsys.readouterr().err
 

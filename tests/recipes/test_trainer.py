@@ -94,8 +94,8 @@ def test_the_forwards_of_a_step():
 
 def test_progress_goes_on_but_for_the_length_of_the_run():
     found = Progress(20)
-    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4, 1).state_dict())
-    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4, 1)
+    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4).state_dict())
+    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4)
 
 
 def test_labels_that_count():
@@ -196,17 +196,6 @@ def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
     last = max(metrics(home / "nan"))
     assert f"step {last + 1} of 12" in said
     assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
-
-
-def test_early_stopping_keeps_the_best(home, capsys):
-    flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-steps", "1")
-    flags = (*flags, "--early-stopping-patience", "3", "--eval-share", "0.2")
-    assert train(home, "early", *flags, "--lr-scheduler-type", "constant_with_warmup") == 0
-    said, losses = capsys.readouterr().err, metrics(home / "early", "eval_loss")
-    assert "stopped: 3 evaluations without a better one" in said and max(losses) < 40
-    best = min(losses, key=losses.get)
-    assert best == max(losses) - 3
-    assert (home / "early" / "best").is_dir() == (best > 0)
 
 
 LLAMA_8B = dict(
