@@ -12,6 +12,7 @@ Sources: Megatron-LM, https://arxiv.org/abs/1909.08053, and its sequence paralle
 DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -132,23 +133,42 @@ class _Collective(torch.autograd.Function):
         return ctx.function(dy), None, None
 
 
-def replicated(parameter: Any, tp: MeshGroup | None) -> Any:
-    """A parameter that is replicated over the ranks, each of which computes a partial sum of its gradient."""
-    if tp is None or parameter is None:
-        return parameter
-    from torch.distributed.tensor import Partial  # which takes half a second to import
+class _LocalPart(torch.autograd.Function):
+    """What this rank has of a DTensor parameter. Backward: the gradient as a DTensor with the parameter's placements.
 
-    return parameter.to_local(grad_placements=[Partial()])
+    `DTensor.to_local` does the same. Its backward takes 60 us of the host for each parameter, this one 15.
+    sum_over: the ranks over which the gradient is summed first; None where it is complete.
+    """
+
+    @staticmethod
+    def forward(ctx, parameter, sum_over):
+        ctx.spec, ctx.sum_over = parameter._spec, sum_over
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        from torch.distributed.tensor import DTensor  # which takes half a second to import
+
+        if ctx.sum_over is not None:
+            gradient = _all_reduce(gradient, ctx.sum_over)
+        # FSDP2 makes its DTensors like this too. `from_local` would compute and check the spec again.
+        return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False), None
+
+
+def replicated(parameter: Any, tp: MeshGroup | None) -> Any:
+    """A parameter that is replicated over the ranks, each of which computes a part of its gradient, to be summed."""
+    return parameter if tp is None or parameter is None else _LocalPart.apply(parameter, tp)
 
 
 def local_shard(parameter: Any, tp: MeshGroup | None) -> Any:
     """This rank's shard of a parameter that is sharded over the ranks."""
-    return parameter if tp is None or parameter is None else parameter.to_local()
+    return parameter if tp is None or parameter is None else _LocalPart.apply(parameter, None)
 
 
 def local_rows(parameter: Any, tp: MeshGroup | None) -> Any:
     """This rank's rows [R/n, ...] of a parameter that `to_dtensor` has sharded by `row_parts`."""
-    return parameter if tp is None else parameter.to_local().select(1, 0)
+    return parameter if tp is None else local_shard(parameter, tp).select(1, 0)
 
 
 def to_dtensor(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
@@ -26,7 +27,8 @@ def parallelize(
     mesh: dimensions out of dp_replicate, dp_shard, cp and tp, as `make_mesh` makes them.
 
     - dp_shard: FSDP2 shards parameters, gradients and optimizer states; cp ranks join in. dp_replicate: copies of that.
-    - tp: heads, the inside of MLPs and experts, and the vocabulary are split; norms run on parts of the sequence.
+    - tp: heads, the inside of MLPs and experts, and the vocabulary are split; norms run on parts of the sequence. Under
+      tp alone, FSDP takes no part unless it has to cast to param_dtype, or a tower has weights that tp does not split.
     - cp: the sequence is split; attention exchanges heads for tokens (all-to-all), so that masks and packing hold.
 
     The ranks of one cp x tp group are given the same batch, whole; the model splits it. The loss that the model returns
@@ -58,6 +60,32 @@ def parallelize(
         check_context(zoo, parallel.context.size, tp)
     if parallel.tp is not None:
         shard_tensors(zoo, parallel.tp)
+    if parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
+        # FSDP has nothing to gather, to reduce or to cast. It holds no parameters here, and is there for its methods.
+        fully_shard(model, mesh=parallel.fsdp, ignored_params=set(model.parameters()))
+    else:
+        _shard_data(model, zoo, parallel, param_dtype, reduce_dtype, reshard_after_forward)
+    if zoo is not None:
+        zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
+        zoo.model.always_runs_tower = parallel.processes.batch_ranks > 1
+        zoo.parallel = parallel
+    return model
+
+
+def _is_split_by_tp(model: nn.Module, param_dtype: torch.dtype | None) -> bool:
+    """Whether tensor parallel has split all parameters, which have the dtype that is computed with."""
+    return all(isinstance(p, DTensor) and param_dtype in (None, p.dtype) for p in model.parameters())
+
+
+def _shard_data(
+    model: nn.Module,
+    zoo: Any,
+    parallel: Parallel,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool | int,
+) -> None:
+    """FSDP2 over a group for each block, one for final norm and head, and one for the rest."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
     for block in _blocks(model):
@@ -74,11 +102,6 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
-    if zoo is not None:
-        zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
-        zoo.model.always_runs_tower = parallel.processes.batch_ranks > 1
-        zoo.parallel = parallel
-    return model
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
