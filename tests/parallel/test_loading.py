@@ -74,7 +74,7 @@ def assert_same_model(sharded, whole):
         found = whole_tensor(parameter.detach(), rows.get(name))
         assert same_bits(found, expected[name].detach()), f"{name} {parameter.placements}"
         mesh = parameter.device_mesh
-        copied = mesh.mesh_dim_names == ("tp",) and parameter.placements[-1].is_replicate()  # a norm under tensor parallel alone
+        copied = mesh.mesh_dim_names == ("tp",) and parameter.placements[-1].is_replicate()  # a norm
         assert copied or parameter.shape[0] < mesh.size() or parameter.to_local().numel() < expected[name].numel(), (
             f"{name} is not sharded"
         )
