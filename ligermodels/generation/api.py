@@ -7,32 +7,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError, warn_once
+from ligermodels.errors import InputError
 from ligermodels.generation.continuous import ContinuousEngine
 from ligermodels.generation.options import Attributes
 from ligermodels.generation.padded import PaddedEngine
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.layers.state import TransformersCache
 
-_REFUSED = {
-    "attention_mask": "every id of a prompt is a token",
-    "generation_config": "pass its options as keywords",
-    "input_ids": "the prompts are the first argument",
-    "inputs_embeds": "the prompts are ids; use `generate`",
-    "inputs": "the prompts are the first argument",
-    "medusa": "speculation is for one row; use `generate`",
-    "prompt_lookup_num_tokens": "speculation is for one row; use `generate`",
-    "use_mtp": "speculation is for one row; use `generate`",
-    "logits_processor": "rows have lengths of their own; use `generate`",
-    "past_key_values": "the batch has a cache of its own",
-    "stopping_criteria": "rows have lengths of their own; use `generate`",
-    "streamer": "use `generate_many_iter`",
-    "max_time": "leave the loop over `generate_many_iter` in time",
-    "return_dict_in_generate": "it returns ids alone; use `generate`",
-    "output_scores": "it returns ids alone; use `generate`",
-    "output_logits": "it returns ids alone; use `generate`",
-}
-"""{argument of `generate`: why `generate_many` does not take it}."""
+_OF_ONE_BATCH = frozenset("""
+    attention_mask generation_config input_ids inputs inputs_embeds logits_processor medusa output_logits output_scores
+    past_key_values prompt_lookup_num_tokens return_dict_in_generate stopping_criteria streamer use_mtp
+""".split())  # fmt: skip  # noqa: SIM905
+"""Arguments of `generate` that `generate_many` does not take."""
 
 
 class Streamer(Protocol):
@@ -80,7 +66,8 @@ def generate(
             and criteria see only those.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
-            after the penalties and before temperature and cuts.
+            after the penalties and before temperature and cuts. Those of transformers serve, such as
+            SequenceBiasLogitsProcessor and TypicalLogitsWarper, whose options are not options here.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one says so. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
@@ -100,25 +87,15 @@ def generate(
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
         top_p: draw among the fewest likeliest tokens whose probabilities reach top_p.
         min_p: draw among tokens at least min_p times as likely as the likeliest.
-        typical_p: draw among the tokens whose information is nearest to the entropy, up to this probability.
-        epsilon_cutoff, eta_cutoff: draw among tokens of at least this probability, and the likeliest; eta_cutoff
-            lowers the bound where the entropy is high.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also in greedy
             decoding.
         no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
-        suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new token.
+        suppress_tokens: ids that are never chosen.
         bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
-        sequence_bias: {tuple of ids: bias}, or a list of [ids, bias]; the bias is added to the logit of the last id
-            where a row ends in those before it.
-        forced_eos_token_id: the last of max_new_tokens (or max_length) is this id, or the likeliest of a list.
-        exponential_decay_length_penalty: (n, factor); after n new tokens, the logits of stop ids grow by
-            abs(logit) * (factor ** (tokens since) - 1).
-        renormalize_logits: scores are log probabilities.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
             no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
-        max_time: seconds after which no further token is computed.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
         kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory (docs/operations.md has the error). The
@@ -187,14 +164,13 @@ def generate_many(
         options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
             prefill_chunk_size, stop_strings with tokenizer. max_length and min_length count a prompt's own tokens. A
             prompt runs once for all of its continuations, which follow each other in the result. Not supported:
-            scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller, max_time,
+            scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller,
             embeddings and images.
 
-    Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
-    length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
-
     Raises:
-        InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits.
+        InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits; prompts of which
+            some go beyond the original length of rotary positions that depend on the longest row of a batch
+            ("longrope", "dynamic").
     """
     found = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
     return [found[i] for i in range(len(found))]
@@ -217,7 +193,7 @@ def generate_many_iter(
         )
     if is_adapted(model):
         raise InputError("generate_many cannot run under an adapter that prepares the inputs of each step")
-    options = {name: value for name, value in options.items() if value is not None or name not in _REFUSED}
+    options = {name: value for name, value in options.items() if value is not None or name not in _OF_ONE_BATCH}
     _refuse(options)
     if not texts:
         return iter(())
@@ -233,24 +209,25 @@ def generate_many_iter(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the longest prompt has caused them already
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [request.options.new_tokens(len(text), positions, set()) for text in texts]
+        limits = [request.options.new_tokens(len(text), positions) for text in texts]
     engine, rotary = ContinuousEngine(request, texts, limits, batch_size), model.decoder.rotary_emb
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and engine.capacity > rotary.original_length and not always_long:
-        warn_once(
-            f"generate_many: one by one, {rotary.rope_type}",
-            f"generate_many runs the prompts one by one: rope_type={rotary.rope_type!r} chooses its frequencies by the "
-            f"longest row of a batch, and {engine.capacity} tokens exceed its original length, "
-            f"{rotary.original_length}; shorten prompts or max_new_tokens to run batches",
+        raise InputError(
+            f"generate_many: rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch, and "
+            f"{engine.capacity} tokens exceed its original length, {rotary.original_length}; call `generate` for each "
+            "prompt, or shorten prompts or max_new_tokens"
         )
-        return _one_by_one(model, texts, request, options)
     return engine.continuations()
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    for name, reason in _REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise InputError(f"generate_many does not take {name}: {reason}")
+    for name in sorted(_OF_ONE_BATCH & options.keys()):
+        if options[name] is not None and options[name] is not False:
+            raise InputError(
+                f"generate_many does not take {name}: its prompts are lists of ids in a batch of its own, and its "
+                "results ids; use `generate`"
+            )
 
 
 def _as_ids(index: int, prompt: Any) -> Tensor:
@@ -264,14 +241,3 @@ def _as_ids(index: int, prompt: Any) -> Tensor:
             "torch.int64, and have at least one token (the bos token, say)"
         )
     return ids.long()
-
-
-def _one_by_one(
-    model: nn.Module, prompts: Sequence[Tensor], request: Request, options: dict[str, Any]
-) -> Iterator[tuple[int, Tensor]]:
-    seed = request.options.seed
-    for index in range(len(prompts) * request.copies):
-        prompt = prompts[index // request.copies][None].to(request.model.device)
-        own = {**options, "num_return_sequences": 1, "seed": None if seed is None else (seed + index) % 2**63}
-        ids: Any = generate(model, prompt, attention_mask=torch.ones_like(prompt), **own)
-        yield index, ids[0, prompt.shape[1] :].cpu()

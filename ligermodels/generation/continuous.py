@@ -71,7 +71,7 @@ class ContinuousEngine(Engine):
         rows, kind = len(self.rows), self.options.kv_cache_dtype
         self.kept = self.model.kept_caches.take(self.model, rows, self.capacity, kind)
         self.cache = self.kept[1]
-        self.logits = torch.zeros(rows, self.model.config.get_text_config().vocab_size, device=self.device)
+        self.logits = torch.zeros(rows, self.request.vocab_size, device=self.device)
 
     def admit(self) -> bool:
         ended = [b for b, row in enumerate(self.rows) if row is not None and row.done]
@@ -101,7 +101,7 @@ class ContinuousEngine(Engine):
     def step(self) -> None:
         step: Any = self.captured
         step.ids.copy_(self.ids[:, self.length - 1 : self.length])
-        self.run(step)
+        step.run(self.model, self.cache)
         self.logits = step.logits.float()
 
     def close(self) -> None:

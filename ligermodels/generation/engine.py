@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graphs
-from ligermodels.generation.graphs import Step
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request
 from ligermodels.generation.stopping import StopText, ask_criteria
@@ -56,13 +55,11 @@ class Engine:
     """Acts on the rows that ended in the last turn; returns whether any row decodes."""
     step: Callable[[], None]
     """Sets `logits` to those after the last token of each row."""
-    place: Callable[[Step], None]
-    """Sets the columns of a step to those of the rows in the cache."""
 
     def __init__(self, request: Request, rows: int, columns: int, *, to_host: bool, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
-        self.to_host, self.runs_ahead, self.by_host = to_host, True, False
+        self.to_host, self.runs_ahead = to_host, True
         self.rows: list[Row | None] = [None] * rows
         self.ids = torch.zeros(rows, columns, dtype=torch.int64, device=self.device)
         self.length = self.first = 0
@@ -162,37 +159,17 @@ class Engine:
             return False
         reason = next(filter(None, reasons), None) or graphs.obstacle_to_capture(self.model)
         if reason is not None:
-            _warn_uncaptured(reason)
+            warn_once(
+                f"uncaptured: {reason}",
+                f"generate launches every kernel from the host, which limits its speed: {reason}. The tokens are the "
+                "same, to within rounding; disable_compile=True asks for this and does not warn",
+            )
         return reason is None
-
-    def run(self, step: Step) -> None:
-        """Runs `step`; by the host from now on, with a warning, where it cannot be captured."""
-        length = self.cache.length
-        try:
-            step.run(self.model, self.cache)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or self.by_host or self.cache.length != length:
-                raise
-            first: BaseException = error
-            while first.__context__ is not None:
-                first = first.__context__
-            _warn_uncaptured(f"its step cannot be captured, {str(first).partition(chr(10))[0] or type(first).__name__}")
-            self.by_host = step.by_host = True
-            self.place(step)
-            step.run(self.model, self.cache)
 
     def close(self) -> None:
         """Keeps the cache for the next call, unless the caller gets it."""
         if self.kept is not None and not self.options.return_dict_in_generate:
             self.model.kept_caches.keep(self.kept)
-
-
-def _warn_uncaptured(reason: str) -> None:
-    warn_once(
-        f"uncaptured: {reason}",
-        f"generate launches every kernel from the host, which limits its speed: {reason}. The tokens are the same, to "
-        "within rounding; disable_compile=True asks for this and does not warn",
-    )
 
 
 def _nan_logits() -> InputError:

@@ -17,13 +17,22 @@ MAX_GUESSES = 128
 DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-OFF = {
-    "temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),
-    "eta_cutoff": (0, 1),
-}  # fmt: skip
+OFF = {"temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
 """{option of sampling, which greedy decoding ignores: the values, beside None, that change nothing}."""
 
-UNSUPPORTED = frozenset("""
+BY_TRANSFORMERS = {
+    "begin_suppress_tokens": "logits_processor=SuppressTokensAtBeginLogitsProcessor",
+    "epsilon_cutoff": "logits_processor=EpsilonLogitsWarper",
+    "eta_cutoff": "logits_processor=EtaLogitsWarper",
+    "exponential_decay_length_penalty": "logits_processor=ExponentialDecayLengthPenalty",
+    "forced_eos_token_id": "logits_processor=ForcedEOSTokenLogitsProcessor",
+    "max_time": "stopping_criteria=MaxTimeCriteria",
+    "renormalize_logits": "logits_processor=LogitNormalization",
+    "sequence_bias": "logits_processor=SequenceBiasLogitsProcessor",
+    "typical_p": "logits_processor=TypicalLogitsWarper",
+}
+"""{option that is not one of generate: the argument and the class of transformers that do the same}."""
+UNSUPPORTED = frozenset(BY_TRANSFORMERS) | frozenset("""
     assistant_early_exit assistant_model cache_config compile_config constraints custom_generate diversity_penalty
     dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty force_words_ids forced_bos_token_id
     guidance_scale negative_prompt_attention_mask negative_prompt_ids num_beam_groups num_beams output_attentions
@@ -32,7 +41,7 @@ UNSUPPORTED = frozenset("""
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that would change the result, also in a checkpoint's generation_config.json: an error, unless
 the value is None, False, or 0 (for those in _OFF_IS_ONE: 1)."""
-_OFF_IS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams")
+_OFF_IS_ONE = ("encoder_repetition_penalty", "guidance_scale", "num_beam_groups", "num_beams", "typical_p")
 IGNORED = frozenset("""
     assistant_confidence_threshold assistant_ensemble_weight assistant_lookbehind assistant_tokenizer
     cache_implementation continuous_batching_config decoder_start_token_id early_stopping is_assistant labels
@@ -71,19 +80,6 @@ def _integer(least: int) -> Any:
     return _option(Integral, lambda x: x >= least, f"an integer of at least {least}")
 
 
-def _share(off: str) -> Any:
-    return _option(Real, lambda x: 0 <= x <= 1, f"from 0 to 1; {off} or None keeps every token")
-
-
-def _positive_share() -> Any:
-    return _option(Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token")
-
-
-def _is_decay(value: Any) -> bool:
-    begin, factor = value if len(value) == 2 else (None, None)
-    return isinstance(begin, int) and isinstance(factor, int | float) and begin >= 0 < factor < 1e20
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a call, with their valid values; None is off. `generate` documents them."""
@@ -98,24 +94,14 @@ class Options:
         Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up"
     )
     top_k: int | None = _option(Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit", default=50)
-    top_p: float | None = _positive_share()
-    min_p: float | None = _share("0")
-    typical_p: float | None = _positive_share()
-    epsilon_cutoff: float | None = _share("0, 1")
-    eta_cutoff: float | None = _share("0, 1")
+    top_p: float | None = _option(Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token")
+    min_p: float | None = _option(Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token")
     repetition_penalty: float | None = _option(
         Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty"
     )
     no_repeat_ngram_size: int | None = _integer(0)
-    exponential_decay_length_penalty: tuple[int, float] | None = _option(
-        tuple | list, _is_decay, "(new tokens before the penalty starts, a positive factor)"
-    )
     bad_words_ids: Sequence[Sequence[int]] | None = None
-    sequence_bias: Any = None
-    forced_eos_token_id: Any = None
     suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    renormalize_logits: bool | None = None
     num_return_sequences: int | None = _integer(1)
     use_cache: bool | None = True
     kv_cache_dtype: str | None = _option(
@@ -128,7 +114,6 @@ class Options:
     eos_token_id: Any = None
     pad_token_id: Any = None
     stop_strings: Any = None
-    max_time: float | None = _option(Real, lambda x: x >= 0, "seconds, 0 or more")
     prefill_chunk_size: int | None = _integer(1)
     seed: int | None = _option(
         Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"
@@ -200,17 +185,12 @@ class Options:
                 "the same sequence each time"
             )
 
-    def new_tokens(self, prompt_length: int, positions: int | None, explicit: set[str]) -> int:
-        """The maximum number of tokens after a prompt of `prompt_length` columns.
+    def new_tokens(self, prompt_length: int, positions: int | None) -> int:
+        """The maximum number of tokens after a prompt of `prompt_length` columns; of two limits max_new_tokens counts.
 
         positions: max_position_embeddings. Raises InputError if the prompt is as long as max_length.
         """
         if self.max_new_tokens is not None:
-            if self.max_length is not None and {"max_new_tokens", "max_length"} <= explicit:
-                warnings.warn(
-                    f"max_new_tokens={self.max_new_tokens} takes precedence over max_length={self.max_length}",
-                    stacklevel=4,
-                )
             return int(self.max_new_tokens)
         name, end = "max_length", self.max_length
         if end is None:
@@ -250,9 +230,13 @@ def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any
         off = 1 if name in _OFF_IS_ONE else 0
         if value is None or value is False or (isinstance(value, Real) and value == off):
             continue
-        message = f"{name}={repr(value).splitlines()[0]:.80} is not supported by generate; leave {name} out"
+        instead = (
+            f"pass {BY_TRANSFORMERS[name]}(...) of transformers" if name in BY_TRANSFORMERS else f"leave {name} out"
+        )
+        message = f"{name}={repr(value).splitlines()[0]:.80} is not supported by generate; {instead}"
         if name not in explicit:
-            message = f"model.generation_config sets {message}, or pass {name}={off if name in _OFF_IS_ONE else None!r}"
+            off_value = off if name in _OFF_IS_ONE else None
+            message = f"model.generation_config sets {message}, and {name}={off_value!r}, which switches it off"
         raise InputError(message)
 
 

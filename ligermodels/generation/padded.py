@@ -120,13 +120,13 @@ class PaddedEngine(Engine):
         if step is None:
             with_hidden = drafter is not None and drafter.needs_hidden
             step = self.captured = graphs.step_of(self.cache, 1 + self.guesses, with_hidden=with_hidden)
-            step.begin(self.model, self.cache, self.end + self.guesses, by_host=self.by_host)
+            step.begin(self.model, self.cache, self.end + self.guesses)
             self.place(step)
         if drafter is None:
             step.ids.copy_(self.ids[:, self.length - 1 : self.length])
         else:
             self.place(step)
-        self.run(step)
+        step.run(self.model, self.cache)
         self.logits = step.logits
         if drafter is not None:
             self._keep(step.logits.float(), step.hidden)

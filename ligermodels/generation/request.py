@@ -1,12 +1,8 @@
 """A call of `generate`, checked against the model before the first step."""
 
-import contextlib
-import dataclasses
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -29,6 +25,7 @@ class Request:
 
     model: Any
     options: Options
+    vocab_size: int
     input_ids: Tensor  # [B, S]; 0 where only embeddings were given
     embeds: Tensor | None  # [B, S, hidden_size], in place of the ids
     without_ids: int  # number of columns without ids: S where only embeddings were given, else 0
@@ -72,14 +69,15 @@ class Request:
         if "eos_token_id" not in explicit:  # some checkpoints write -1 for "none"
             eos_ids = tuple(i for i in eos_ids if i in vocabulary)
         pad_id = next((i for i in _token_ids(options.pad_token_id) if i in vocabulary), None)
-        options = _with_checked_ids(options, vocabulary)
-        strings = options.stop_strings
+        strings, words = options.stop_strings, options.bad_words_ids
         strings = (strings,) if isinstance(strings, str) else tuple(strings or ())
         _refuse(
             ("pad_token_id" in explicit and options.pad_token_id not in vocabulary,
              f"pad_token_id={options.pad_token_id!r:.80} is outside the vocabulary (0 to {len(vocabulary) - 1})"),
-            (options.exponential_decay_length_penalty is not None and not any(i in vocabulary for i in eos_ids),
-             "exponential_decay_length_penalty makes stop ids likelier, and there are none: pass eos_token_id"),
+            (not all(i in vocabulary for i in options.suppress_tokens or ()),
+             f"suppress_tokens={options.suppress_tokens!r:.200} must be a list of token ids below {len(vocabulary)}"),
+            (words is not None and not (words and all(len(ids) and all(i in vocabulary for i in ids) for ids in words)),
+             f"bad_words_ids={words!r:.200} must be a list of lists of token ids below {len(vocabulary)}"),
             (not all(isinstance(string, str) and string for string in strings),
              f"stop_strings must be non-empty strings, not {strings!r:.200}"),
             (strings and not callable(getattr(tokenizer, "decode", None)),
@@ -102,14 +100,7 @@ class Request:
                 raise InputError("no prompt: pass input_ids; without them, generate needs a bos token and no mask")
             prompt = torch.tensor([bos_ids], device=model.device)
         mask, longest, pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
-        rows, length = prompt.shape
-        max_new_tokens = options.new_tokens(length, positions, explicit)
-        least, most = options.min_columns(length), length + max_new_tokens
-        if least > most:
-            warnings.warn(
-                f"min_new_tokens or min_length require {least} tokens with the prompt, and at most {most} are allowed",
-                stacklevel=3,
-            )
+        max_new_tokens = options.new_tokens(prompt.shape[1], positions)
         if positions is not None and longest + max_new_tokens > positions:
             warnings.warn(
                 f"prompt and new tokens may reach {longest + max_new_tokens} positions, and the model is made for "
@@ -120,20 +111,18 @@ class Request:
 
         copies, criteria = int(options.num_return_sequences or 1), _as_list(stopping_criteria)
         pad_id = next((i for i in (pad_id, *eos_ids) if i is not None and i in vocabulary), None)
-        if pad_id is None and (strings or eos_ids or criteria) and rows * copies > 1:
+        if pad_id is None and (strings or eos_ids or criteria) and len(prompt) * copies > 1:
             raise InputError(
                 "a row that stops before the others is filled with the pad id, and this checkpoint has none in its "
                 "vocabulary: pass pad_token_id"
             )
         cache = None if past_key_values is None else as_cache(past_key_values, config.num_hidden_layers)
-        if options.max_time is not None:
-            end = time.monotonic() + options.max_time
-            criteria.append(lambda ids, scores: time.monotonic() > end)
         request = cls(
-            model=model, options=options, input_ids=prompt, embeds=inputs_embeds, without_ids=without_ids, mask=mask,
-            longest=longest, pads_left=pads_left, copies=copies, max_new_tokens=max_new_tokens, eos_ids=eos_ids,
-            pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer, processors=_as_list(logits_processor),
-            criteria=criteria, cache=cache, inputs=model_inputs,
+            model=model, options=options, vocab_size=len(vocabulary), input_ids=prompt, embeds=inputs_embeds,
+            without_ids=without_ids, mask=mask, longest=longest, pads_left=pads_left, copies=copies,
+            max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
+            tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria, cache=cache,
+            inputs=model_inputs,
         )  # fmt: skip
         request._check_combinations()
         return request
@@ -211,33 +200,6 @@ def _token_ids(value: Any) -> list[int]:
         return torch.as_tensor([] if value is None else value).flatten().tolist()
     except (TypeError, ValueError) as error:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
-
-
-def _with_checked_ids(options: Options, vocabulary: range) -> Options:
-    """`options` with sequence_bias as a dict and forced_eos_token_id as a list. Raises InputError for wrong ids."""
-
-    def are_ids(value: Any) -> bool:
-        return isinstance(value, tuple | list) and len(value) > 0 and all(i in vocabulary for i in value)
-
-    bias, words, forced = options.sequence_bias, options.bad_words_ids, options.forced_eos_token_id
-    forced, pairs = None if forced is None else _token_ids(forced), []
-    with contextlib.suppress(TypeError, ValueError):
-        pairs = [(ids, value) for ids, value in (bias.items() if isinstance(bias, Mapping) else bias or ())]
-    for name, valid, wanted in (
-        ("suppress_tokens", all(i in vocabulary for i in options.suppress_tokens or ()), "a list of token ids"),
-        ("begin_suppress_tokens", all(i in vocabulary for i in options.begin_suppress_tokens or ()), "a list of ids"),
-        ("bad_words_ids", words is None or (words and all(map(are_ids, words))), "a list of lists of token ids"),
-        ("forced_eos_token_id", forced is None or are_ids(forced), "one or several token ids"),
-        (
-            "sequence_bias",
-            bias is None or (pairs and all(are_ids(ids) and isinstance(value, Real) for ids, value in pairs)),
-            "{tuple of token ids: number}, or a list of [ids, number], with ids",
-        ),
-    ):
-        if not valid:
-            raise InputError(f"{name}={getattr(options, name)!r:.200} must be {wanted} below {len(vocabulary)}")
-    biases = {tuple(ids): float(value) for ids, value in pairs} if pairs else None
-    return dataclasses.replace(options, sequence_bias=biases, forced_eos_token_id=forced)
 
 
 def _check_embeds(model: Any, embeds: Any, prompt: Any) -> None:

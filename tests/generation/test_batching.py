@@ -132,10 +132,9 @@ def test_draws_have_the_distribution_and_the_seed_repeats_them(device):
 
 
 @pytest.mark.parametrize("options", [
-    dict(repetition_penalty=1.6, suppress_tokens=[5, 9], min_new_tokens=7, begin_suppress_tokens=list(range(3, 60))),
-    dict(no_repeat_ngram_size=2, forced_eos_token_id=33, exponential_decay_length_penalty=(4, 1.3)),
+    dict(repetition_penalty=1.6, suppress_tokens=[5, 9], min_new_tokens=7),
+    dict(no_repeat_ngram_size=2, top_k=1, do_sample=True),
     dict(min_length=12, max_new_tokens=None, max_length=24, eos_token_id=list(range(3, 80))),
-    dict(sequence_bias={(i, j): 4.0 for i in range(97) for j in (3, 40)} | {(9,): 3.0}, eos_token_id=[3, 30]),
     dict(bad_words_ids=[[i, j] for i in range(97) for j in range(2, 60)]),
     dict(max_new_tokens=1),
     dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))),
@@ -189,11 +188,10 @@ def test_rotary_positions_that_depend_on_the_batch(rope, device, steps, monkeypa
             check(long, 9, prefill_chunk_size=chunk)
     steps.clear()
     model.config.max_position_embeddings = 512  # beyond it there is another warning
-    with pytest.warns(UserWarning, match=f"one by one: rope_type='{rope}'"):
-        check(short, original, seed=2**63)
-    check(short[:1] + long[:1], 9)
-    check(long + short, original, prefill_chunk_size=7)  # across the original length
-    assert all(len(step.ids) == 1 for step in steps)
+    for texts, new in ((short, original), (short[:1] + long[:1], 9), (long + short, original)):
+        with pytest.raises(InputError, match=f"rope_type='{rope}' chooses its frequencies by the longest row"):
+            generate_many(model, texts, batch_size=3, max_new_tokens=new)
+    assert not steps
 
 
 def test_nan_logits_are_an_error_of_rows_that_have_a_text(device):

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache
 
 import ligermodels
-from ligermodels.generation import generate, generate_iter, generate_many, graphs
+from ligermodels.generation import generate, generate_iter, graphs
 from ligermodels.layers.state import as_cache
 from ligermodels.training.lora import add_lora
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
@@ -285,23 +285,3 @@ def test_a_compiled_module_is_an_obstacle():
     model = llama()
     model.decoder.layers[0]._compiled_call_impl = lambda *a: None
     assert "is compiled by torch.compile" in graphs.obstacle_to_capture(model)
-
-
-@pytest.mark.parametrize("call", [
-    lambda model, ids: generate(model, ids, max_new_tokens=20)[:, 9:],
-    lambda model, ids: torch.stack(generate_many(model, list(ids), max_new_tokens=20)),
-], ids=["generate", "generate_many"])  # fmt: skip
-def test_a_step_that_cannot_be_captured_is_run_by_the_host(call, steps, monkeypatch):
-    model, ids, forward = family("gemma2"), prompt(2, 9), graphs.Step._forward
-    expected = call(model, ids)
-
-    def fail(self, model, cache):
-        if len(steps) == 7:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        forward(self, model, cache)
-
-    monkeypatch.setattr(graphs.Step, "_forward", fail)
-    steps.clear()
-    with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
-        assert torch.equal(call(model, ids), expected)
-    assert len(steps) == 20 and steps[-1].by_host

@@ -75,15 +75,13 @@ def same(pair, *args, seed=5, **options):
 CALLS = {
     "nothing": dict(),
     "length": dict(max_length=15),
-    "biased by a list": dict(sequence_bias=[[[5], 4.0], [[44, 5], -50.0], [[5, 5, 5], 9.0]]),
     "in chunks, several": dict(prefill_chunk_size=4, do_sample=True, num_return_sequences=3),
     "all of them": dict(
-        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3, begin_suppress_tokens=[2],
-        sequence_bias={(3,): 1.5, (50, 4): -3.0}, bad_words_ids=[[20], [30, 31]], forced_eos_token_id=2,
-        exponential_decay_length_penalty=[4, 1.1]),
+        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3,
+        bad_words_ids=[[20], [30, 31], [5, 6, 7]]),
     "sampling": dict(do_sample=True),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
-                              epsilon_cutoff=0, eta_cutoff=1, repetition_penalty=None, bad_words_ids=None),
+                              epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None),
     "what does nothing": dict(
         num_beams=1, num_return_sequences=1, typical_p=1.0, synced_gpus=False, assistant_model=None,
         prefix_allowed_tokens_fn=None, disable_compile=True, length_penalty=1.0, early_stopping=False,
@@ -123,23 +121,6 @@ def test_embeddings_of_a_prompt_give_what_its_ids_give(pair, call, with_ids):
     for own in (dict(use_cache=False), dict(prefill_chunk_size=4)):
         torch.manual_seed(5)
         assert torch.equal(pair[1].generate(**own, **options), several)
-
-
-def test_time_that_is_over_ends_all_rows(pair, monkeypatch):
-    import time
-
-    clock = [0.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-
-    def tick(ids, logits):
-        clock[0] += 1.0
-        return logits
-
-    ids, mask = padded(9, 4)
-    options = dict(attention_mask=mask, logits_processor=[tick], eos_token_id=[])
-    for limit, new in ((0, 1), (3.5, 4), (99, 12)):
-        assert same(pair, ids, max_new_tokens=12, max_time=limit, **options).shape[1] == 9 + new
 
 
 @pytest.mark.parametrize("checkpoint", list(CHECKPOINTS)[1:])
@@ -265,6 +246,25 @@ def test_processors_come_as_one_as_a_list_and_as_transformers_list(pair):
     assert found.attentions is None and found["sequences"] is found.sequences
     with pytest.raises(AttributeError, match="beam_indices"):
         _ = found.beam_indices
+
+
+def test_options_that_are_processors_of_transformers(pair):
+    """Those that generate refuses, each with the class that does the same."""
+    from transformers import MaxTimeCriteria, SequenceBiasLogitsProcessor, TypicalLogitsWarper
+
+    ids, mask = padded(9, 4)
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=0)
+    bias = {(5,): 4.0, (44, 5): -9.0}
+    for option, processor in (
+        (dict(sequence_bias=bias), SequenceBiasLogitsProcessor(bias)),
+        (dict(typical_p=0.5), TypicalLogitsWarper(0.5)),
+    ):
+        torch.manual_seed(5)
+        expected = pair[0].generate(ids, **option, **options)
+        torch.manual_seed(5)
+        assert torch.equal(pair[1].generate(ids, logits_processor=processor, **options), expected)
+    ended = pair[1].generate(ids, stopping_criteria=MaxTimeCriteria(0.0), **options)
+    assert ended.shape[1] == 10
 
 
 class StopAt:
