@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -123,7 +124,9 @@ def spawn(module: str, job: Mapping[str, Any], timeout: float, ranks: int = 1) -
     process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
     try:
         output, errors = process.communicate(timeout=timeout)
-        note = "" if process.returncode == 0 else (errors.strip() or f"exit code {process.returncode}").splitlines()[-1]
+        note = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1] if process.returncode else ""
+        if note and (raised := re.search(r"^(?:\[rank\d+\]: )?((?!torch\.distributed)[\w.]+Error: .*)", errors, re.M)):
+            note = raised[1]  # torchrun's own lines come after it
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its processes
         output, errors = process.communicate()

@@ -234,8 +234,13 @@ def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
     if needed > there:
         raise ValueError(f"{folder} needs {needed / 1e9:.0f} GB, and {there / 1e9:.0f} GB are free")
     shards = saving.split_into_shards(headers, 5 * 10**9 if len(values) == VALUES else 10**5)
-    tensors = (repeated(name, shapes[name], values) for shard in shards for name in shard)
-    saving.write_shards(folder, headers, tensors, shards)
+
+    def write_some(first: int, threads: int = 8) -> None:
+        tensors = (repeated(name, shapes[name], values) for shard in shards[first::threads] for name in shard)
+        saving.write_shards(folder, headers, tensors, shards, first=first, step=threads)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(write_some, range(8)))
     model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
     saving.finish(folder, {"config.json": json.dumps({**model.config.to_hf(), "dtype": "bfloat16"}).encode()})
 
