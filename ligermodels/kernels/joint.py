@@ -42,15 +42,15 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
 
 
-def make_joint(parameters: Sequence[nn.Parameter]) -> None:
+def make_joint(parameters: Sequence[Tensor]) -> None:
     """Moves the parameters [N_i, ...] into one storage, so that they are `joint`, without changing a bit of them.
 
     The parameter objects stay, with their gradients and optimizer states. Nothing happens where they are joint already,
-    or cannot be: where one is not exactly an nn.Parameter, is on meta, is mapped from a file, shares its storage with
-    another tensor, or differs from the others in dtype, device or the dims after the first.
+    or cannot be: where one is neither exactly a tensor nor an nn.Parameter, is on meta, is mapped from a file, shares
+    its storage with another tensor, or differs from the others in dtype, device or the dims after the first.
     """
     first = parameters[0]
-    if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
+    if any(type(p) not in _PLAIN or p.is_meta or p.layout is not torch.strided for p in parameters):
         return
     if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1 or not first.dim():
         return

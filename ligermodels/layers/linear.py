@@ -256,6 +256,11 @@ class JointProjections(nn.Module):
         for parameters in (*dense, *low_bit):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 make_joint(parameters)
+        shards = [module for module in self.joint_modules if type(module) is ShardedLinear and module.may_be_joint]
+        for name in ("weight", "bias"):
+            parameters = [getattr(module, name) for module in shards]
+            if len(parameters) > 1 and all(parameter is not None for parameter in parameters):
+                make_joint([parameter._local_tensor for parameter in parameters])  # of which to_local returns a view
 
     @property
     def output_module(self) -> Any:

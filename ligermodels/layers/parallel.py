@@ -219,6 +219,12 @@ class ShardedLinear(nn.Linear):
         self.weight = to_dtensor(linear.weight, tp, weight_dim, row_parts)
         self.bias = None if linear.bias is None else to_dtensor(linear.bias, tp, bias_dim)
 
+    @property
+    def may_be_joint(self) -> bool:
+        """Whether its shards may lie beside those of other layers: they are rows that FSDP does not gather."""
+        weight: Any = self.weight
+        return self.split == "columns" and self.row_parts is None and weight.device_mesh.ndim == 1
+
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this rank computes with."""
         if self.row_parts is not None:

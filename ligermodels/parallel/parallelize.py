@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
+from ligermodels.layers.linear import JointProjections
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.parallel.tensor import check_context, check_tensor, shard_tensors
 
@@ -63,6 +64,9 @@ def parallelize(
     if parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
         # FSDP has nothing to gather, to reduce or to cast. It holds no parameters here, and is there for its methods.
         fully_shard(model, mesh=parallel.fsdp, ignored_params=set(model.parameters()))
+        for module in model.modules():
+            if isinstance(module, JointProjections):
+                module.join_weights()
     else:
         _shard_data(model, zoo, parallel, param_dtype, reduce_dtype, reshard_after_forward)
     if zoo is not None:

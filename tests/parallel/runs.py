@@ -15,6 +15,7 @@ from examples.custom_architecture import Parallel as Custom
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
+from ligermodels.kernels.joint import joint as joint_view
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, offload
 from tests.arch import qwen2_vl, qwen3_vl
@@ -324,6 +325,18 @@ def mixed(family, split, recompute="none", kind="plain"):
     return {"loss": error(found, exact_loss) / (error(loss, exact_loss) + 2**-8), **errors}
 
 
+def joint(family, split):
+    """Whether one matmul reads the shards of q, k and v, and one those of gate and up; and the biases."""
+    block = Spread(family, split).model.decoder.layers[0]
+    found = {}
+    for layer in (block.self_attn, block.mlp):
+        with torch.no_grad():
+            weights, biases = zip(*(module.parts() for module in layer.joint_modules), strict=True)
+        found[layer.joint_names[0]] = float(joint_view(weights) is None)
+        found[f"bias of {layer.joint_names[0]}"] = float(joint_view(biases) is None)
+    return found
+
+
 def generated(family, split):
     """Greedy tokens of the same prompt on all ranks, in bf16."""
     spread, model = Spread(family, split, param_dtype=torch.bfloat16), make(family).to(torch.bfloat16)
@@ -428,8 +441,8 @@ def calls_refused(split):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, generated, adapted, custom, refused,
-    calls_refused,
+    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, joint, generated, adapted, custom,
+    refused, calls_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 

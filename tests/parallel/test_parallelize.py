@@ -79,6 +79,7 @@ QUICK = [
     job("logits", family="gemma2", split="cp2", kind="restarting"),
     job("norm", family="llama", split="tp2"),
     job("mixed", family="llama", split="fsdp2", recompute="block"),
+    job("joint", family="llama_biased", split="tp2"),
 ]
 TWO = [
     *all_families(*PAIRS),
