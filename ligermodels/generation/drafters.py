@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ligermodels.generation.graphs import BUCKET, Step
+from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
-from ligermodels.layers.batch import Batch
+from ligermodels.kernels.argmax import argmax
+from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
-
-BUCKET = 512
-"""The tokens after the prompt for which `MultiToken` has memory at first."""
 
 
 class Drafter(Protocol):
@@ -28,6 +28,9 @@ class Drafter(Protocol):
     count: int
     needs_hidden: bool
     reads_prompt: bool
+
+    def begin(self, cache: Cache, *, captures: bool) -> None:
+        """Comes before the prompt. cache: the model's. captures: whether proposals may be a CUDA graph."""
 
     def observe(self, token: int) -> None:
         """Takes a new token of the text."""
@@ -69,6 +72,9 @@ class PromptLookup:
         for token in tokens:
             self.observe(token)
 
+    def begin(self, cache: Cache, *, captures: bool) -> None:
+        pass
+
     def observe(self, token: int) -> None:
         end = len(self.tokens)
         for size in range(1, min(self.size, end) + 1):
@@ -91,6 +97,9 @@ class Medusa:
     def __init__(self, heads: Any):
         self.heads, self.count = heads, len(heads)
 
+    def begin(self, cache: Cache, *, captures: bool) -> None:
+        pass
+
     def observe(self, token: int) -> None:
         pass
 
@@ -102,6 +111,7 @@ class MultiToken:
     """Proposes by the model's own layer for multi-token prediction, `model.mtp`, each token from the one before.
 
     tokens: the prompt. start: the number of its tokens whose states nobody gives, since they are in a cache already.
+    The layer counts positions from there: only their distances matter.
     """
 
     needs_hidden = reads_prompt = True
@@ -110,33 +120,90 @@ class MultiToken:
         self.model, self.count = model, count
         self.tokens: list[int] = list(tokens)
         self.read = start  # tokens whose states have been read
-        embedding = model.decoder.embed_tokens.weight
-        mixer: Any = model.mtp.layers[0].self_attn
-        options = dict(kv_cache_dtype="auto", dtype=model.decoder.compute_dtype, device=embedding.device, whole=True)
-        self.cache = Cache([mixer.new_state(1, len(tokens) + BUCKET, **options)], 1)
+        self.room = 0  # tokens for which a captured step has memory
+
+    def begin(self, cache: Cache, *, captures: bool) -> None:
+        self.captures, key = captures, ("mtp", self.count)
+        if key not in cache.steps:
+            cache.steps[key] = DraftStep(self.model, self.count)
+        self.step: DraftStep = cache.steps[key]
+        self.cache = self.step.cache
+        self.cache.reset()
 
     def observe(self, token: int) -> None:
         self.tokens.append(token)
 
     def propose(self, hidden: Tensor) -> list[int]:
-        begin = self.read
-        self.read += len(hidden)
-        assert self.read == len(self.tokens) - 1, "the state of each token but the last is read once"
-        known, proposed, states = self.cache.length + len(hidden), [], hidden
-        ids = torch.tensor([self.tokens[begin + 1 :]], device=hidden.device)
-        for _ in range(self.count):
-            states = self._states(ids, states, begin)[-1:]
-            begin += ids.shape[1]
-            ids = self.model.logits_of(states).argmax(-1, keepdim=True)
-            proposed.append(ids)
+        ids = self.tokens[self.read + 1 :]
+        assert len(ids) == len(hidden), "the state of each token but the last is read once"
+        self.read += len(ids)
+        known, step = self.cache.length + len(ids), self.step
+        if self.captures and self.cache.length and len(ids) <= step.tokens:
+            if known + step.tokens + self.count > self.room:
+                self.room = max(2 * self.room, known + BUCKET)
+                step.begin(self.model, self.cache, self.room)
+            step.read(ids, hidden)
+            step.run(self.model, self.cache)
+            proposed = step.proposed
+        else:
+            proposed = self._by_host(ids, hidden)
         self.cache.crop(known)
-        return torch.cat(proposed, 1)[0].tolist()  # the host waits once
+        return proposed.tolist()  # the host waits once
 
-    def _states(self, ids: Tensor, hidden: Tensor, position: int) -> Tensor:
-        """The layer's states [N, H] of N tokens from `position` on; ids [1, N]: the token after each."""
-        decoder, cache = self.model.decoder, self.cache
-        positions = torch.arange(position, position + ids.shape[1], device=hidden.device)[None]
-        batch = Batch(rotary={"full": decoder.rotary_emb(positions)}, past=cache.length)
-        states = self.model.mtp(decoder.embed_tokens(ids), hidden[None], batch, cache[0])[0]
-        cache.advance(ids.shape[1])
-        return states
+    def _by_host(self, ids: list[int], states: Tensor) -> Tensor:
+        following, proposed = torch.tensor([ids], device=states.device), []
+        for _ in range(self.count):
+            past, length = self.cache.length, following.shape[1]
+            positions = torch.arange(past, past + length, device=states.device)[None]
+            states = _states_ahead(self.model, following, states[None], positions, self.cache, past=past)[0, -1:]
+            self.cache.advance(length)
+            following = argmax(self.model.logits_of(states))[:1]
+            proposed.append(following[0])
+        return torch.cat(proposed)
+
+
+class DraftStep(Step):
+    """One draft of `MultiToken` after up to count + 1 new tokens: the step reads count + 1, and drops the others.
+
+    cache: of the layer. states [count + 1, 1, H]: of the tokens; ids: the token after each. last [1]: the index of the
+    last new one. proposed [count]: after `run`, in memory that the next run overwrites.
+    """
+
+    def __init__(self, model: Any, count: int):
+        decoder, mixer = model.decoder, model.mtp.layers[0].self_attn
+        options = dict(kv_cache_dtype="auto", dtype=decoder.compute_dtype, device=decoder.embed_tokens.weight.device)
+        with torch.inference_mode(False):  # they outlive the call
+            self.cache = Cache([mixer.new_state(1, BUCKET, whole=True, **options)], 1)
+            super().__init__(self.cache, count + 1)
+            self.states = self.cache[0].buffers[0].new_zeros(count + 1, 1, model.mtp.norm.weight.shape[0])
+            self.last = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
+        self.count, self.proposed = count, torch.empty(0)
+
+    def read(self, ids: list[int], states: Tensor) -> None:
+        """Takes the states [N, H] of the next N tokens, and the id after each."""
+        past = self.cache.length
+        padded = ids + ids[-1:] * (self.tokens - len(ids))
+        numbers = [*padded, *range(past, past + self.tokens), len(ids) - 1]
+        sent = to_device(numbers, self.ids.device, torch.int64)
+        self.ids.copy_(sent[: self.tokens, None])
+        self.place(0, sent[self.tokens : -1])
+        self.last.copy_(sent[-1:])
+        self.states[: len(ids), 0].copy_(states)
+
+    def _compute(self, model: Any, cache: Cache) -> None:
+        ids, states, ends = self.ids, self.states, self.ends
+        proposed: list[Tensor] = []
+        for _ in range(self.count):
+            token = NextToken(starts=torch.zeros_like(ends), ends=ends)
+            states = _states_ahead(model, ids, states, ends[:, None] - 1, cache, next_token=token)
+            if not proposed:
+                states, ends = states[self.last], ends[self.last]
+            ids, ends = argmax(model.logits_of(states[:, 0]))[:1], ends + 1
+            proposed.append(ids[0])
+        self.proposed = torch.cat(proposed)
+
+
+def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, cache: Cache, **options: Any) -> Tensor:
+    """The layer's states [B, N, H] of tokens with `states` [B, N, H]; ids [B, N]: the token after each."""
+    batch = Batch(rotary={"full": model.decoder.rotary_emb(positions)}, **options)
+    return model.mtp(model.decoder.embed_tokens(ids), states, batch, cache[0])

@@ -86,6 +86,10 @@ class Step:
         torch.clear_autocast_cache()  # weights that were cast outside of the graph are not in it, nor the reverse
         self._positions.add_(1)
         self.ends.add_(1)
+        self._compute(model, cache)
+        torch.clear_autocast_cache()
+
+    def _compute(self, model: Any, cache: Cache) -> None:
         output = model(
             input_ids=self.ids, position_ids=self._positions, past_key_values=cache, step=(self.starts, self.ends),
             return_logits=not self.with_hidden,
@@ -95,7 +99,6 @@ class Step:
             self.logits = model.logits_of(self.hidden)
         else:
             self.logits = output.logits[:, -1]
-        torch.clear_autocast_cache()
 
     def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
         values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -76,6 +76,7 @@ class PaddedEngine(Engine):
                 self.cache = self.model.new_cache(len(prompt), self.end, kv_cache_dtype=kind)
         if self.drafter is not None:
             self.cache.reserve(capacity, 1 + self.guesses)  # a step of several tokens is taken back in part
+            self.drafter.begin(self.cache, captures=self.captures)
         self.step()
 
     def admit(self) -> bool:

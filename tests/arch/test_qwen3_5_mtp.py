@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 import ligermodels
 from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.generation import generate, graphs
+from ligermodels.generation import drafters, generate, graphs
 from ligermodels.generation.drafters import MultiToken
 from ligermodels.training import AdamW, add_mtp, load_mtp
 from tests.arch import qwen2_vl, qwen3_vl
@@ -240,6 +240,30 @@ def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkey
                 states = states_by_transformers(model, model.model.embed_tokens(text[:, 1:]), hidden)[:, -1:]
                 assert model.lm_head(states).argmax().item() == token
                 text, hidden = torch.cat([text, torch.tensor([[token]])], 1), torch.cat([hidden, states], 1)
+
+
+def test_a_captured_draft_is_that_of_the_host(model, device, monkeypatch):
+    """After 1 to 4 new tokens, of which a step reads 4; its memory grows once, and it is kept for the next call."""
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(drafters, "BUCKET", 16)
+    model = model.requires_grad_(False).to(device)
+    ids = torch.randint(3, 90, (1, 30), device=device)
+    hidden, steps = model(ids, return_logits=False).last_hidden_state[0], []
+    for cache in [model.new_cache(1, 64)] * 2:
+        drafts = [MultiToken(model, ids[0, :9].tolist(), 3) for _ in range(2)]
+        for draft, captures in zip(drafts, (True, False), strict=True):
+            draft.begin(cache if captures else model.new_cache(1, 64), captures=captures)
+        begin = 0
+        with torch.no_grad():
+            for end in (8, 9, 12, 13, 17, 20, 21, 25, 28):
+                for draft in drafts:
+                    for token in ids[0, len(draft.tokens) : end + 1].tolist():
+                        draft.observe(token)
+                assert drafts[0].propose(hidden[begin:end]) == drafts[1].propose(hidden[begin:end]), end
+                begin = end
+        steps.append((drafts[0].step, drafts[0].step._graph, drafts[0].cache[0].capacity))
+    assert steps[0] == steps[1] and steps[0][2] > 16
+    assert (steps[0][1] is None) == (device == "cpu")
 
 
 def test_it_drafts_after_a_cache(model):
