@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows, slices
+from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
@@ -105,13 +106,13 @@ class _MLP(torch.autograd.Function):
         w1, rest1 = first.flatten(biases=z is None)
         w2, rest2 = last.flatten(biases=False)
         ctx.save_for_backward(z if reads_z else None, *w1, *w2, *made_of)
-        ctx.options = make_x, gated, activation, rows, count, rest1, rest2
+        ctx.options = make_x, gated, activation, rows, count, rest1, rest2, listener_of(x)
         return x.new_empty((*x.shape[:-1], last.weights[0].shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, gated, activation, rows, count, rest1, rest2 = ctx.options
+        make_x, gated, activation, rows, count, rest1, rest2, listener = ctx.options
         need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
         tensors, lead, dy = iter(ctx.saved_tensors), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         chunks, saved = slices(len(dy), rows), next(tensors)
@@ -153,9 +154,13 @@ class _MLP(torch.autograd.Function):
                     continue
                 del h
                 d_inner = first.inner_gradient(dz)
+                is_early = need_x and dx is None and listener is not None  # of a single chunk
+                if is_early:
+                    dx = first.input_gradient(dz, d_inner).view(*lead, hidden)
+                    listener(dx)
                 first.add_gradients(dz, x_chunk, inner, d_inner)
                 first.add_bias_gradients(dz)
-                if need_x:
+                if need_x and not is_early:
                     part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
                     dx = part if dx is None else dx
         del workspace, z, dz  # before sums of several chunks are rounded, which is a peak

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, once_differentiable
@@ -282,6 +283,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x: Tensor, handle: Handle | None, layers: Layers, *leaves):
         y, h = layers.run(x)
         ctx.function, made_of = (None, (x,)) if handle is None else handle
+        ctx.listener = listener_of(x)
         tensors, ctx.rest = layers.flatten(biases=False)
         saves_x = needs_x(ctx.needs_input_grad[3:], len(layers.weights))
         ctx.save_for_backward(*tensors, *((h, *made_of) if saves_x else ()))
@@ -294,10 +296,13 @@ class _Linear(torch.autograd.Function):
         layers = Layers.unflatten(saved, ctx.rest, dy.dtype, needs[3:], several=False)
         rows, dx = dy.flatten(0, -2), None
         dh = layers.inner_gradient(rows)
-        if layers.need_x:  # before dx, so that x and dx are not in memory together
+        if needs[0] and ctx.listener is not None:
+            dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
+            ctx.listener(dx)
+        if layers.need_x:  # else before dx, so that x and dx are not in memory together
             h, *made_of = saved
             layers.add_gradients(rows, recomputed(ctx.function, made_of).flatten(0, -2), h, dh)
-        if needs[0]:
+        if needs[0] and dx is None:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
         return dx, None, None, *layers.take(dy.dtype)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._early import on_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +47,14 @@ class MeshGroup:
         return self
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' shards, concatenated on `dim`. Backward: gradients are reduce-scattered."""
-        return _Collective.apply(x, lambda x: _all_gather(x, self, dim), lambda dy: _reduce_scatter(dy, self, dim))
+        """All ranks' shards, concatenated on `dim`. Backward: gradients are reduce-scattered.
+
+        This starts as soon as a linear layer of the result, and of nothing else, has computed the gradient, and runs
+        while the layer computes those of its weights.
+        """
+        scatter = _Scatter(self, dim)
+        y = _Collective.apply(x, lambda x: _all_gather(x, self, dim), scatter.finish)
+        return y if torch.compiler.is_compiling() else on_gradient(y, scatter.start)
 
     def all_gather_replicated(self, x: Tensor, dim: int) -> Tensor:
         """The same where all ranks then compute the same. Backward: this rank's shard of the gradient."""
@@ -99,11 +106,41 @@ def _all_gather(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
     return out.movedim(0, dim).flatten(dim, dim + 1)  # a copy, unless the dims before `dim` have size 1
 
 
+def _shards(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
+    """x, split on `dim`: [n, ...], contiguous; a copy, unless the dims before `dim` have size 1."""
+    return x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+
+
 def _reduce_scatter(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
-    shards = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
+    shards = _shards(x, group, dim)
     out = torch.empty_like(shards[0])
     _reduce_scatter_single(out, shards.flatten(0, 1), group=group.group)
     return out
+
+
+class _Scatter:
+    """The reduce-scatter of the gradient of a gathered tensor."""
+
+    def __init__(self, group: MeshGroup, dim: int):
+        self.group, self.dim = group, dim
+        self.started: list[tuple[Tensor, int, Tensor, dist.Work]] = []
+
+    def start(self, dy: Tensor) -> None:
+        """Starts it for dy, which is the whole gradient if one layer alone calls this."""
+        shards = _shards(dy, self.group, self.dim)
+        out = torch.empty_like(shards[0])
+        work = _reduce_scatter_single(out, shards.flatten(0, 1), group=self.group.group, async_op=True)
+        self.started.append((dy, dy._version, out, work))
+
+    def finish(self, dy: Tensor) -> Tensor:
+        """The result for dy, the whole gradient: what was started for it, unless another gradient was added since."""
+        started, self.started = self.started, []
+        for _, _, _, work in started:
+            work.wait()
+        for given, version, out, _ in started if len(started) == 1 else ():
+            if given.data_ptr() == dy.data_ptr() and version == dy._version:
+                return out
+        return _reduce_scatter(dy, self.group, self.dim)
 
 
 def _all_reduce(x: Tensor, group: MeshGroup) -> Tensor:
@@ -114,7 +151,7 @@ def _all_reduce(x: Tensor, group: MeshGroup) -> Tensor:
 
 def _all_to_all(x: Tensor, group: MeshGroup, split: int, join: int) -> Tensor:
     """Sends the i-th shard of x on dim `split` to rank i; concatenates what arrives on dim `join`."""
-    shards = x.unflatten(split, (group.size, -1)).movedim(split, 0).contiguous()
+    shards = _shards(x, group, split)
     out = torch.empty_like(shards)
     dist.all_to_all_single(out, shards, group=group.group)
     return out.movedim(0, join).flatten(join, join + 1)

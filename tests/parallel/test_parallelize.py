@@ -80,6 +80,7 @@ QUICK = [
     job("norm", family="llama", split="tp2"),
     job("mixed", family="llama", split="fsdp2", recompute="block"),
     job("joint", family="llama_biased", split="tp2"),
+    job("scattered"),
 ]
 TWO = [
     *all_families(*PAIRS),
