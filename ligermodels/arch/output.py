@@ -1,13 +1,12 @@
 """The output of a forward pass, and the contents of generation_config.json: dicts with attributes."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
 import torch.utils._pytree as pytree
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import TOKEN_IDS, Attributes, Options
+from ligermodels.generation.options import KNOWN_NAMES, TOKEN_IDS, Attributes
 
 
 class CausalLMOutput(Attributes):
@@ -53,7 +52,7 @@ _NO_LOGITS = (
 class GenerationConfig(Attributes):
     """The contents of generation_config.json, whose values are the defaults of `generate`."""
 
-    fields = frozenset(field.name for field in dataclasses.fields(Options)) | {"_from_model_config"}
+    fields = KNOWN_NAMES | {"_from_model_config"}
 
     @classmethod
     def of_file(cls, content: Mapping[str, Any]) -> Self:

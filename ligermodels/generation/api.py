@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation.continuous import ContinuousEngine
+from ligermodels.generation.drafters import DraftingEngine
+from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.options import Attributes
-from ligermodels.generation.padded import PaddedEngine
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.layers.state import TransformersCache
 
@@ -123,7 +124,7 @@ def generate(
             the vocabulary; NaN logits.
     """
     request = Request.checked(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
-    engine, first = PaddedEngine(request, to_host=streamer is not None or request.can_stop), request.without_ids
+    engine, first = _engine(request, streamer is not None or request.can_stop), request.without_ids
     if streamer is not None:
         streamer.put(engine.ids[:, first : engine.length].cpu())
     for new in engine.decode():
@@ -147,7 +148,11 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
     Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
     stop early, leave the loop.
     """
-    return PaddedEngine(Request.checked(model, *args, **options), to_host=True).decode()  # type: ignore[return-value]
+    return _engine(Request.checked(model, *args, **options), True).decode()  # type: ignore[return-value]
+
+
+def _engine(request: Request, to_host: bool) -> PaddedEngine:
+    return DraftingEngine(request) if request.drafts else PaddedEngine(request, to_host=to_host)
 
 
 def generate_many(

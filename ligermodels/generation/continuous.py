@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ligermodels.generation import graphs
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.graphs import Step
 from ligermodels.generation.processors import to_device
@@ -87,16 +86,13 @@ class ContinuousEngine(Engine):
         self.first = self.length - max(texts, default=0)
         if texts and (fills or ended):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache
-                self.captured = graphs.step_of(self.cache)
+                self.captured = Step.of(self.cache)
                 self.captured.begin(self.model, self.cache, self.capacity, by_host=self.by_host)
-            self.place(self.captured)
+            # A free row begins again, so that it stays shorter than the others.
+            ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
+            self.cache.length = max(ends)
+            self.captured.place(0, to_device(ends, self.device, torch.int32))
         return bool(texts)
-
-    def place(self, step: Step) -> None:
-        """A free row begins again, so that it stays shorter than the others."""
-        ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
-        self.cache.length = max(ends)
-        step.place(0, to_device(ends, self.device, torch.int32))
 
     def step(self) -> None:
         step: Any = self.captured

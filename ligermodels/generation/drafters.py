@@ -8,11 +8,12 @@ of the text is unchanged (https://arxiv.org/abs/2211.17192, for deterministic dr
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
@@ -21,28 +22,26 @@ from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
 
-class Drafter(Protocol):
-    """count: the maximum number of tokens proposed. needs_hidden: whether `propose` reads hidden states. reads_prompt:
-    whether also those of the prompt."""
+class Drafter:
+    """count: the maximum number of tokens proposed."""
 
     count: int
-    needs_hidden: bool
-    reads_prompt: bool
 
     def begin(self, cache: Cache, *, captures: bool) -> None:
-        """Comes before the prompt. cache: the model's. captures: whether proposals may be a CUDA graph."""
+        """Comes after the prompt. cache: the model's. captures: whether proposals may be a CUDA graph."""
 
     def observe(self, token: int) -> None:
         """Takes a new token of the text."""
 
-    def propose(self, hidden: Tensor) -> list[int]:
-        """The tokens after the last one.
+    def read(self, hidden: Tensor) -> None:
+        """Takes [N, H], the hidden states after the next N tokens of the text, whose last token has none yet."""
 
-        hidden: [N, H] after the N tokens before the last one that were not in an earlier call; empty if not needed.
-        """
+    def propose(self) -> list[int]:
+        """The tokens after the last one."""
+        raise NotImplementedError
 
 
-def drafter_of(request: Request) -> Drafter | None:
+def drafter_of(request: Request) -> Drafter:
     """The drafter that a call asks for."""
     options, prompt = request.options, request.input_ids[0]
     if options.medusa is not None:
@@ -50,20 +49,16 @@ def drafter_of(request: Request) -> Drafter | None:
     if options.prompt_lookup_num_tokens is not None:
         size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
         return PromptLookup(prompt.tolist(), count, size)
-    if options.use_mtp:
-        known = 0 if request.cache is None else request.cache.length
-        return MultiToken(request.model, prompt.tolist(), int(options.num_assistant_tokens or 2), known)
-    return None
+    known = 0 if request.cache is None else request.cache.length
+    return MultiToken(request.model, prompt.tolist(), int(options.num_assistant_tokens or 2), known)
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Proposes what followed the first earlier occurrence of the last few tokens.
 
     tokens: the text so far. size: the maximum n-gram that is looked up; the longest match wins. The time of a call does
     not depend on the length of the text.
     """
-
-    needs_hidden = reads_prompt = False
 
     def __init__(self, tokens: Sequence[int], count: int, size: int):
         self.tokens: list[int] = []
@@ -72,16 +67,13 @@ class PromptLookup:
         for token in tokens:
             self.observe(token)
 
-    def begin(self, cache: Cache, *, captures: bool) -> None:
-        pass
-
     def observe(self, token: int) -> None:
         end = len(self.tokens)
         for size in range(1, min(self.size, end) + 1):
             self._after.setdefault(tuple(self.tokens[end - size :]), end)
         self.tokens.append(token)
 
-    def propose(self, hidden: Tensor) -> list[int]:
+    def propose(self) -> list[int]:
         for size in range(min(self.size, len(self.tokens)), 0, -1):
             begin = self._after.get(tuple(self.tokens[-size:]))
             if begin is not None:
@@ -89,37 +81,31 @@ class PromptLookup:
         return []
 
 
-class Medusa:
+class Medusa(Drafter):
     """heads: hidden states [1, H] -> the logits [1, V] of each of the next tokens but one."""
 
-    needs_hidden, reads_prompt = True, False
-
     def __init__(self, heads: Any):
-        self.heads, self.count = heads, len(heads)
+        self.heads, self.count, self.last = heads, len(heads), torch.empty(0)
 
-    def begin(self, cache: Cache, *, captures: bool) -> None:
-        pass
+    def read(self, hidden: Tensor) -> None:
+        self.last = hidden[-1:] if len(hidden) else self.last
 
-    def observe(self, token: int) -> None:
-        pass
-
-    def propose(self, hidden: Tensor) -> list[int]:
-        return torch.stack([logits.argmax(-1) for logits in self.heads(hidden[-1:])])[:, 0].tolist()
+    def propose(self) -> list[int]:
+        return torch.stack([logits.argmax(-1) for logits in self.heads(self.last)])[:, 0].tolist()
 
 
-class MultiToken:
+class MultiToken(Drafter):
     """Proposes by the model's own layer for multi-token prediction, `model.mtp`, each token from the one before.
 
     tokens: the prompt. start: the number of its tokens whose states nobody gives, since they are in a cache already.
     The layer counts positions from there: only their distances matter.
     """
 
-    needs_hidden = reads_prompt = True
-
     def __init__(self, model: Any, tokens: Sequence[int], count: int, start: int = 0):
         self.model, self.count = model, count
         self.tokens: list[int] = list(tokens)
-        self.read = start  # tokens whose states have been read
+        self.known = start  # tokens whose states the layer has read
+        self.unread: list[Tensor] = []
         self.room = 0  # tokens for which a captured step has memory
 
     def begin(self, cache: Cache, *, captures: bool) -> None:
@@ -133,15 +119,18 @@ class MultiToken:
     def observe(self, token: int) -> None:
         self.tokens.append(token)
 
-    def propose(self, hidden: Tensor) -> list[int]:
-        ids = self.tokens[self.read + 1 :]
+    def read(self, hidden: Tensor) -> None:
+        self.unread.append(hidden)
+
+    def propose(self) -> list[int]:
+        ids, hidden, self.unread = self.tokens[self.known + 1 :], torch.cat(self.unread), []
         assert len(ids) == len(hidden), "the state of each token but the last is read once"
-        self.read += len(ids)
+        self.known += len(ids)
         known, step = self.cache.length + len(ids), self.step
         if self.captures and self.cache.length and len(ids) <= step.tokens:
             if known + step.tokens + self.count > self.room:
                 self.room = max(2 * self.room, known + BUCKET)
-                step.begin(self.model, self.cache, self.room)
+                step.begin(self.model, self.cache, self.room, by_host=False)
             step.read(ids, hidden)
             step.run(self.model, self.cache)
             proposed = step.proposed
@@ -190,7 +179,7 @@ class DraftStep(Step):
         self.last.copy_(sent[-1:])
         self.states[: len(ids), 0].copy_(states)
 
-    def _compute(self, model: Any, cache: Cache) -> None:
+    def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
         ids, states, ends = self.ids, self.states, self.ends
         proposed: list[Tensor] = []
         for _ in range(self.count):
@@ -207,3 +196,74 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
     """The layer's states [B, N, H] of tokens with `states` [B, N, H]; ids [B, N]: the token after each."""
     batch = Batch(rotary={"full": model.decoder.rotary_emb(positions)}, **options)
     return model.mtp(model.decoder.embed_tokens(ids), states, batch, cache[0])
+
+
+class DraftingEngine(PaddedEngine):
+    """`generate` of one row with a drafter. The logits after a token may be known before it is sampled.
+
+    tokens: those that the last pass read, the last one of the text and the proposed ones. verified: the index of the
+    one that the last token follows. hidden: [N, H], N >= len(tokens), the states after each.
+    """
+
+    def __init__(self, request: Request):
+        super().__init__(request, to_host=True)
+        self.drafter = drafter_of(request)
+        self.capacity += self.drafter.count  # a step writes all of its guesses
+        self.tokens, self.verified = [0], 0
+        self.hidden: Any = None
+        self.call = self._run
+
+    def prefill(self) -> None:
+        super().prefill()
+        self.runs_ahead = False
+        self.drafter.begin(self.cache, captures=self.captures)
+
+    def step(self) -> None:
+        drafter, rotary = self.drafter, self.model.decoder.rotary_emb
+        if self.length == self.start:
+            super().step()
+            return
+        last, after = self.rows[0].ids[-1], self.verified + 1  # type: ignore[union-attr]
+        drafter.observe(last)
+        if after < len(self.tokens) and self.tokens[after] == last:
+            self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
+            return
+        drafter.read(self.hidden[:after].clone())  # which the next pass overwrites
+        self.cache.crop(self.length - 1)
+        self.drop_stale()
+        self.tokens, self.verified = [last], 0
+        if not self.past:
+            self.forward()
+            return
+        most = min(self.end - self.length - 1, rotary.tokens_left(self.longest), drafter.count)
+        if most:
+            self.tokens += drafter.propose()[: int(most)]
+        if self.captured is None:
+            self.captured = Step.of(self.cache, 1 + drafter.count)
+            self.captured.begin(self.model, self.cache, self.capacity, by_host=not self.captures)
+        self.place(self.captured)
+        self.captured.run(self.model, self.cache)
+        self.hidden, self.logits = self.captured.hidden, self.captured.logits[:1]
+
+    def place(self, step: Step) -> None:
+        """The tokens are rows of one token each: each attends up to itself, by the kernels of decoding.
+
+        Where guesses are missing the last token is repeated, at its own position: rotary tables may depend on the
+        largest one.
+        """
+        past = self.cache.length
+        repeated = [max(0, i + 1 - len(self.tokens)) for i in range(step.tokens)]
+        tokens = [self.tokens[i - n] for i, n in enumerate(repeated)]
+        ids, starts, ends = to_device([tokens, repeated, list(range(past, past + step.tokens))], self.device)
+        step.ids.copy_(ids[:, None])
+        step.place(starts, ends)
+
+    def _run(self, **inputs: Any) -> Any:
+        """The output of the model for tokens of the text; of a prompt, the drafter gets the states."""
+        output = self.model(**inputs | {"return_logits": False})
+        hidden = output.last_hidden_state[0]
+        if self.length == self.start:
+            self.drafter.read(hidden[:-1] if self.hidden is None else torch.cat([self.hidden, hidden[:-1]]))
+        self.hidden = hidden[-1:]
+        output["logits"] = self.model.logits_of(hidden[None, -1:])
+        return output

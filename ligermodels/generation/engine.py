@@ -2,8 +2,8 @@
 
 A turn of the loop samples a token of each row on the model's device, and computes the logits after it. The host reads
 one small tensor a turn where it has to decide or show something (stop ids, stop strings, criteria, streaming), and
-nothing otherwise. graphs.py has the step that it runs, padded.py the engine of `generate`, continuous.py that of
-`generate_many`.
+nothing otherwise. graphs.py has the step that it runs, continuous.py the engine of `generate_many`, drafters.py the one
+that verifies proposed tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graphs
-from ligermodels.generation.processors import draw, make_processors
-from ligermodels.generation.request import Request
+from ligermodels.generation.graphs import Step
+from ligermodels.generation.processors import draw, make_processors, to_device
+from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost
+from ligermodels.layers.state import TransformersCache, as_cache
 
 
 @dataclass
@@ -170,6 +173,148 @@ class Engine:
         """Keeps the cache for the next call, unless the caller gets it."""
         if self.kept is not None and not self.options.return_dict_in_generate:
             self.model.kept_caches.keep(self.kept)
+
+
+class PaddedEngine(Engine):
+    """The engine of `generate`: rows of one length, padded on the left, that start together.
+
+    The columns of the cache are those of the ids. The prompt runs once for all its copies.
+    """
+
+    def __init__(self, request: Request, *, to_host: bool):
+        prompt, copies = request.input_ids, request.copies
+        rows, self.start = len(prompt) * copies, prompt.shape[1]
+        self.end = self.start + request.max_new_tokens
+        self.mask: Tensor | None = None  # [B, end]
+        if request.mask is not None:
+            self.mask = F.pad(request.mask.repeat_interleave(copies, 0), (0, request.max_new_tokens), value=True)
+        super().__init__(request, rows, self.end, to_host=to_host, mask=self.mask)
+        self.ids[:, : self.start] = prompt.repeat_interleave(copies, 0)
+        self.length, self.first = self.start, request.without_ids
+        recent: list[list[int]] = [[]] * rows
+        if request.stop_strings:
+            recent = self.ids[:, max(self.first, self.start - 8) : self.start].tolist()
+        self.rows[:] = [self.new_row(self.start, ids, request.max_new_tokens) for ids in recent]
+        self.done, self.capacity = [False] * rows, self.end
+        self.use_cache = self.options.use_cache is not False
+        self.call: Callable[..., Any] = self.model
+        # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
+        self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
+        self.cache = request.cache
+        self.virtual = 0  # the number of virtual tokens
+        self.captured: Step | None = None  # the step, where it has begun and nothing else ran since
+
+    @property
+    def past(self) -> int:
+        """The number of cached columns."""
+        return 0 if self.cache is None else self.cache.length - self.virtual
+
+    def prefill(self) -> None:
+        self.captures = self.runs_ahead = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
+            self.is_adapted and ADAPTED,
+            isinstance(self.cache, TransformersCache)
+            and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
+            not self.request.pads_left and "attention_mask has gaps between tokens",
+        )  # fmt: skip
+        kind = self.options.kv_cache_dtype
+        if self.use_cache and self.cache is None and not self.is_adapted:
+            if self.captures:
+                self.kept = self.model.kept_caches.take(self.model, len(self.rows), self.capacity, kind)
+                self.cache = self.kept[1]
+            else:  # its rows are multiplied with those of the prompt
+                self.cache = self.model.new_cache(len(self.request.input_ids), self.capacity, kv_cache_dtype=kind)
+        self.step()
+
+    def admit(self) -> bool:
+        done = [row.done for row in self.rows if row is not None]
+        if done != self.done and not all(done):
+            self.finished = to_device(done, self.device, torch.bool)
+        self.done = done
+        return not all(done)
+
+    def step(self) -> None:
+        self.drop_stale()
+        if not self.captures or self.length == self.start or self.past < self.length - 1:
+            self.forward()
+            return
+        if self.captured is None:
+            self.captured = Step.of(self.cache)
+            self.captured.begin(self.model, self.cache, self.capacity, by_host=False)
+            self.captured.place(0 if self.mask is None else self.mask[:, : self.past].int().argmax(1), self.past)
+        self.captured.ids.copy_(self.ids[:, self.length - 1 : self.length])
+        self.captured.run(self.model, self.cache)
+        self.logits = self.captured.logits
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row."""
+        return self.request.longest + self.length - self.start + self.virtual
+
+    def drop_stale(self) -> None:
+        """Empties the cache where its keys do not fit the rotary tables of the next token (longrope)."""
+        new = self.length - self.past
+        if not self.past or not self.model.decoder.rotary_emb.needs_recompute(self.longest - new, self.longest):
+            return
+        if self.is_adapted:
+            self.cache = None
+        else:
+            self.cache.reset()
+
+    def forward(self) -> None:
+        """Runs the columns that are not cached."""
+        request, model, length, past, cache = self.request, self.model, self.length, self.past, self.cache
+        is_prompt, self.captured = length == self.start, None
+        copies = request.copies if self.use_cache and is_prompt else 1  # a prompt runs once for all its copies
+        if copies > 1 and self.kept is not None:
+            kind = self.options.kv_cache_dtype
+            cache = model.new_cache(len(request.input_ids), length, kv_cache_dtype=kind, whole=True)
+        ids, mask = self.ids[::copies, :length], None if self.mask is None else self.mask[::copies, :length]
+        # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp_(min=0)
+        embeds = request.embeds if past < self.start else None
+        if embeds is not None:
+            new = model.get_input_embeddings()(ids[:, self.start :]).to(embeds.dtype)
+            embeds = torch.cat([embeds.repeat_interleave(request.copies // copies, 0), new], 1)
+
+        def run(begin: int, end: int, **options: Any) -> Any:
+            """The output of the model for the columns from `begin` to `end`."""
+            own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+            inputs = self.prepare(
+                ids[:, begin:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                position_ids=None if positions is None else positions[:, begin:end],
+                past_key_values=cache,
+                use_cache=self.use_cache,
+                **own,
+                **options,
+            )
+            if own and inputs.get("inputs_embeds") is not own["inputs_embeds"]:
+                raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
+            return self.call(**inputs | {"input_ids": None} if own else inputs)
+
+        begin, chunk = past, self.options.prefill_chunk_size or length
+        extra = request.inputs if is_prompt or past == 0 else {}
+        with model.decoder.rotary_emb.of_length(self.longest):
+            while length - begin > chunk:
+                run(begin, begin + chunk, return_logits=False)
+                begin += chunk
+            output = run(begin, length, logits_to_keep=1, **extra)
+        if self.use_cache and cache is None:
+            self.cache = as_cache(output.past_key_values, model.config.get_text_config().num_hidden_layers)
+            self.virtual = self.cache.length - length
+        self.logits = output.logits[:, -1]
+        if copies > 1:
+            copied = torch.arange(len(request.input_ids), device=ids.device).repeat_interleave(copies)
+            if self.kept is not None:
+                self.cache.take(cache, copied)
+            else:
+                self.cache.reorder(copied)
+            self.logits = self.logits[copied]
+
+    def close(self) -> None:
+        if self.past > self.length - 1:  # the loop was left while a step ran ahead
+            self.cache.crop(self.length - 1)
+        super().close()
 
 
 def _nan_logits() -> InputError:

@@ -10,7 +10,7 @@ where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +36,36 @@ class Step:
     """One forward pass of N tokens over `cache`: one of each row, or the next N = `tokens` of one row.
 
     ids [N, 1]: the tokens. starts, ends: int32 [N] on the device, the column of a row's first token and the column
-    after its last, to which its new token is written; `run` counts it. After `run`, logits [N, V] and, with_hidden,
-    hidden [N, H] are those after the tokens, in memory that the next run overwrites.
+    after its last, to which its new token is written; `run` counts it. After `run`, logits [N, V] and hidden [N, H] are
+    those after the tokens, in memory that the next run overwrites.
     """
 
-    def __init__(self, cache: Cache, tokens: int = 1, *, with_hidden: bool = False):
+    def __init__(self, cache: Cache, tokens: int = 1):
         rows = cache.rows * tokens
-        self.tokens, self.with_hidden, self.by_host = tokens, with_hidden, False
+        self.tokens, self.by_host = tokens, False
         with torch.inference_mode(False):  # they outlive the call
-            self.ids, self._positions = torch.zeros(2, rows, 1, dtype=torch.int64, device=cache.device).unbind()
+            self.ids = torch.zeros(rows, 1, dtype=torch.int64, device=cache.device)
             self.starts, self.ends = torch.zeros(2, rows, dtype=torch.int32, device=cache.device).unbind()
         self.logits = self.hidden = torch.empty(0)
         self._captured: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool = False) -> None:
+    @classmethod
+    def of(cls, cache: Cache, tokens: int = 1) -> Self:
+        """The step of `tokens` tokens a row over the memory of `cache`, which keeps it."""
+        found = cache.steps.get(tokens)
+        if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
+            found = cache.steps[tokens] = cls(cache, tokens)
+        return found
+
+    def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool) -> None:
         """Comes before the first run, and after anything else has changed model or cache.
 
         length: the capacity that the cache needs. by_host: the host launches every kernel, without a graph.
         """
         self.by_host = by_host or cache.device.type != "cuda"
         cache.reserve(length, self.tokens)
-        state = self._state(model, cache)
+        state = _state(model, cache)
         if state != self._captured:
             self._graph, self._captured = None, state
 
@@ -65,40 +73,33 @@ class Step:
         """Sets `starts` and `ends`: numbers, or tensors [N] of any device."""
         for mine, value in ((self.starts, starts), (self.ends, ends)):
             mine.copy_(value, non_blocking=True) if isinstance(value, Tensor) else mine.fill_(value)
-        self._positions.copy_((self.ends - self.starts - 1)[:, None])
 
     def run(self, model: Any, cache: Cache) -> None:
         """Computes the step and counts its tokens."""
-        cache.advance(self.tokens)
-        try:
-            if self.by_host:
-                self._forward(model, cache)
-                return
+        if self.by_host:
+            self._forward(model, cache)
+        else:
             with torch.cuda.device(cache.device):
                 if self._graph is None:
                     self._graph = self._capture(model, cache)
                 self._graph.replay()
-        except BaseException:
-            cache.crop(cache.length - self.tokens)
-            raise
+        cache.advance(self.tokens)
 
     def _forward(self, model: Any, cache: Cache) -> None:
         torch.clear_autocast_cache()  # weights that were cast outside of the graph are not in it, nor the reverse
-        self._positions.add_(1)
+        positions = (self.ends - self.starts)[:, None]
         self.ends.add_(1)
-        self._compute(model, cache)
+        self._compute(model, cache, positions)
         torch.clear_autocast_cache()
 
-    def _compute(self, model: Any, cache: Cache) -> None:
+    def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
+        """positions [N, 1]: of the tokens."""
         output = model(
-            input_ids=self.ids, position_ids=self._positions, past_key_values=cache, step=(self.starts, self.ends),
-            return_logits=not self.with_hidden,
+            input_ids=self.ids, position_ids=positions, past_key_values=cache, step=(self.starts, self.ends),
+            return_logits=False,
         )  # fmt: skip
-        if self.with_hidden:
-            self.hidden = output.last_hidden_state[:, -1]
-            self.logits = model.logits_of(self.hidden)
-        else:
-            self.logits = output.logits[:, -1]
+        self.hidden = output.last_hidden_state[:, -1]
+        self.logits = model.logits_of(self.hidden)
 
     def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
         values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -111,7 +112,6 @@ class Step:
                 # recurrent state would take the token twice.
                 with as_if_capturing():
                     self._forward(model, cache)
-                self._positions.sub_(1)
                 self.ends.sub_(1)
                 for x, was in zip(recurrent, before, strict=True):
                     x.copy_(was)
@@ -124,23 +124,27 @@ class Step:
             cache.values = values
         return graph
 
-    def _state(self, model: Any, cache: Cache) -> list[Any]:
-        """Everything that a graph captures and would keep using."""
-        kind, config = model.device.type, model.config.get_text_config()
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        found: list[Any] = [
-            autocast,
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-        ]
-        found += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
-        found += [value for value in cache.values.values() if not isinstance(value, Tensor)]
-        found.append(_numbers(config))
-        for module in model.modules():
-            found.append((type(module), _numbers(module)))
-            tensors = [*module._parameters.values(), *module._buffers.values()]
-            found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
-        return found
+
+def _state(model: Any, cache: Cache) -> list[Any]:
+    """Everything that a graph captures and would keep using."""
+    found: list[Any] = [
+        _autocast(model),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    ]
+    found += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
+    found += [value for value in cache.values.values() if not isinstance(value, Tensor)]
+    found.append(_numbers(model.config.get_text_config()))
+    for module in model.modules():
+        found.append((type(module), _numbers(module)))
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
+    return found
+
+
+def _autocast(model: Any) -> torch.dtype | None:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _numbers(owner: Any) -> list[tuple[str, Any]]:
@@ -155,9 +159,8 @@ class KeptCaches:
 
     def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
         """An empty cache for `rows` sequences of up to `length` tokens, with its key: an entry for `keep`."""
-        kind, length = model.device.type, cdiv(length, BUCKET) * BUCKET
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
+        length = cdiv(length, BUCKET) * BUCKET
+        key = rows, length, model.decoder.compute_dtype, model.device, _autocast(model), kv_cache_dtype
         for i, (its_key, cache) in enumerate(self.entries):
             if its_key == key:
                 cache.reset()
@@ -180,14 +183,6 @@ class KeptCaches:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeptCaches, ()  # a model that is copied or pickled has none
-
-
-def step_of(cache: Cache, tokens: int = 1, *, with_hidden: bool = False) -> Step:
-    """The step of `tokens` tokens a row over the memory of `cache`, which keeps it."""
-    found = cache.steps.get((tokens, with_hidden))
-    if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
-        found = cache.steps[tokens, with_hidden] = Step(cache, tokens, with_hidden=with_hidden)
-    return found
 
 
 def obstacle_to_capture(model: Any) -> str | None:

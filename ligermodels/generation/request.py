@@ -44,6 +44,10 @@ class Request:
     inputs: dict[str, Any]  # inputs of the prompt besides ids and mask, such as pixel_values
 
     @property
+    def drafts(self) -> bool:
+        return any(getattr(self.options, name) not in (None, False) for name in DRAFTERS)
+
+    @property
     def can_stop(self) -> bool:
         """Whether a row may end before max_new_tokens."""
         return bool(self.eos_ids or self.stop_strings or self.criteria)
@@ -141,6 +145,7 @@ class Request:
         images = bool(self.inputs), ", ".join(sorted(self.inputs))
         padding = self.mask is not None, "padding in the prompt"
         batch = rows * self.copies > 1, f"a batch of {rows * self.copies} rows (call generate for each row)"
+        crosses = getattr(self.model.decoder.config, "cross_attention_layers", ()), "a model with cross-attention"
         adapter = is_adapted(self.model), (
             f"an adapter: {ADAPTED}; call generate of the model inside (PEFT's `get_base_model()`, whose layers "
             "keep their LoRA)"
@@ -148,7 +153,7 @@ class Request:
         for one, others in (
             (no_cache, (chunks, fp8, past, *drafters, images)),
             (images, (chunks, embeds)),
-            *((one, (*drafters[i + 1 :], embeds, padding, batch, foreign)) for i, one in enumerate(drafters)),
+            *((one, (*drafters[i + 1 :], embeds, padding, batch, foreign, crosses)) for i, one in enumerate(drafters)),
             *((one, (adapter,)) for one in (chunks, fp8, past, *drafters)),
         ):
             for other in others:

@@ -171,7 +171,7 @@ def test_nothing_stays_alive_or_is_copied(device, steps):
     again = copy.deepcopy(model)
     assert not again.kept_caches.entries and len(pickle.dumps(model)) < 10_000_000
     (_, cache), *_ = model.kept_caches.entries
-    held = weakref.ref(cache), weakref.ref(cache.steps[1, False])
+    held = weakref.ref(cache), weakref.ref(cache.steps[1])
     del cache
     steps.clear()
     model.release()
@@ -221,7 +221,7 @@ def test_a_change_of_the_model_is_seen(what, device, steps):
     model.to(device).eval()
     before = assert_same_ids(model, steps, ids)
     (_, cache), *_ = model.kept_caches.entries
-    decode = cache.steps[1, False]
+    decode = cache.steps[1]
     captured = decode._captured
     CHANGES.get(what, write_weight)(model)
     after = assert_same_ids(model, steps, ids)

@@ -8,7 +8,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter
-from ligermodels.generation.padded import PaddedEngine
+from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.request import Request
 from tests.generation.models import VOCAB, llama, padded, prompt
 

@@ -155,7 +155,7 @@ def test_rows_move_and_a_cache_continues(model):
 def guess(monkeypatch, text, rate):
     """Prompt lookup guesses the tokens of `text`, each with this probability, else another one."""
 
-    def foresee(self, hidden):
+    def foresee(self):
         draw, ahead = random.Random(len(self.tokens)), text[len(self.tokens) :][: self.count]
         return [token if draw.random() < rate else (token + 1) % 90 for token in ahead]
 

@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, StaticCache
 
+import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter, generate_many_iter
 from ligermodels.generation.options import KNOWN_NAMES
 from ligermodels.training import add_medusa
 from ligermodels.training.lora import add_lora
+from tests.arch import llama_vision
 from tests.generation.models import VOCAB, family, llama
 
 ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
@@ -106,6 +108,12 @@ def test_what_belongs_to_another_model():
     generate(llama(), ONE, max_new_tokens=3, past_key_values=fp8, **FP8)
     with pytest.raises(InputError, match=r"do not fit a cache of .* in torch\.float32"):
         fp8[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), fp8.length)
+
+
+def test_speculation_does_not_capture_cross_attention():
+    model = ligermodels.LlamaVision.from_config(llama_vision.tiny())
+    with pytest.raises(InputError, match="prompt_lookup_num_tokens contradicts a model with cross-attention"):
+        generate(model, ONE, max_new_tokens=3, **LOOKUP)
 
 
 def test_what_a_checkpoint_sets():
