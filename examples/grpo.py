@@ -6,10 +6,10 @@ A tiny random model first learns from sums of which half are wrong (`train sft`)
 answers sums by itself, and the function `reward` below says which answers are right (`train grpo`). The same from the
 command line, once FOLDER/sft/model is there:
 
-    ligermodels train grpo FOLDER/sft/model --data FOLDER/sums.jsonl --out FOLDER/grpo \\
+    ligermodels train grpo FOLDER/sft/model --data FOLDER/sums.jsonl --output-dir FOLDER/grpo \\
         --reward-funcs examples/grpo.py:reward
 
-with the options below as flags: `--lr 1e-3 --num-generations 8` and so on.
+with the options below as flags: `--learning-rate 1e-3 --num-generations 8` and so on.
 """
 
 import argparse

@@ -59,13 +59,16 @@ WITHOUT_TORCH = {
     "generate model --prompt x --top-p 2": (2, "top_p"),
     "generate model --prompt x --dtype int3": (2, "float32 (fp32, "),
     "chat empty": (3, "neither model.safetensors"),
-    "train --help": (0, "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --out tuned"),
+    "train --help": (
+        0,
+        "ligermodels train sft HuggingFaceTB/SmolLM2-135M-Instruct --data chats.jsonl --output-dir tuned",
+    ),
 }
 """Command -> its exit status, and words that it prints."""
 OF_RECIPES = {
     "train sft --help": (0, "--batch-tokens"),
-    "train sft model --data x --out y --deepspeed z": (2, "torchrun"),
-    "train pretrain model --data x --out y --steps 1 --epochs 1": (2, "both say how long"),
+    "train sft model --data x --output-dir y --deepspeed z": (2, "has no option --deepspeed"),
+    "train pretrain model --data x --output-dir y --max-steps 1 --num-train-epochs 1": (2, "give one of the two"),
 }
 """The same, of commands that read the options of a recipe, which stand beside its loss."""
 

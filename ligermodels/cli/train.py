@@ -46,10 +46,10 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _example(recipe: str) -> str:
-    adapters = "" if recipe == "medusa" else " --lora 16"
+    adapters = "" if recipe == "medusa" else " --lora-r 16"
     return (
         f"ligermodels train {recipe} HuggingFaceTB/SmolLM2-135M-Instruct --data {_DATA.get(recipe, 'chats.jsonl')} "
-        f"--out tuned{adapters}{_MORE.get(recipe, '')}\n"
+        f"--output-dir tuned{adapters}{_MORE.get(recipe, '')}\n"
     )
 
 

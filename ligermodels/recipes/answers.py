@@ -32,7 +32,7 @@ class PreferenceOptions(TrainOptions):
     group: ClassVar[str] = "loss"
     default_rates = (1e-6, 1e-5)
     sequences = 2
-    whole_rows = "preferences are trained with whole rows on each GPU"
+    unsupported = dict.fromkeys(("cp", "tp"), "preferences are trained with whole rows on each GPU")
     beta: float = option(0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0)
 
 

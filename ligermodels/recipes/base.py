@@ -3,28 +3,23 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import losses
+from ligermodels.processes import Processes
 from ligermodels.recipes import formats, masking
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
 from ligermodels.recipes.rows import Rows
+from ligermodels.recipes.steps import Metrics, StepBatches
 from ligermodels.text import Tokenizer
 from ligermodels.training.lora import adapters_off, save_adapter
-
-if TYPE_CHECKING:
-    from ligermodels.recipes.steps import StepBatches
-    from ligermodels.recipes.trainer import Trainer
-
-Metrics = dict[str, tuple[Any, Any]]
-"""For the log: by name, a sum over the batch of this rank, and the number of values in it."""
 
 
 class Recipe:
@@ -70,6 +65,10 @@ class Recipe:
         """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
         return masking.encode(self.read(row), self.tokenizer)
 
+    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
+        """The same of a row to evaluate on."""
+        return self.process(row)
+
     def read(self, row: Mapping[str, Any]) -> formats.Item:
         """The row as its format is read, with the system prompt of the options."""
         return formats.with_system(formats.read(row), self.options.system_prompt)
@@ -83,6 +82,10 @@ class Recipe:
         """The batch of some examples; of none, a batch without a label."""
         make = packed_batch if self.options.packing else padded_batch
         return make(examples, self.pad_id, self.multiple)
+
+    def step_batches(self, batches: StepBatches) -> Any:
+        """The source of each step's batches: those of the data, or rollouts made from them."""
+        return batches
 
     def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""
@@ -103,11 +106,10 @@ class Recipe:
     def prepare(self, model: Any) -> None:
         """Adds modules to the model, before it is sharded. Called if `adds_modules`."""
 
-    def setup(self, trainer: "Trainer") -> None:
-        """Makes what the loss needs beside the model, which is loaded: a reference, a teacher, a sampler."""
+    def setup(self, model: Any, folder: Path, processes: Processes) -> None:
+        """Makes what the loss needs beside the model, which is loaded: a reference, a teacher. folder: of MODEL."""
         if self.options.frozen_copies:
-            o, folder, processes = trainer.options, trainer.folder, trainer.processes
-            self.frozen_model = load_model(o, folder, processes, self, frozen=True)
+            self.frozen_model = load_model(self.options, folder, processes, frozen=True)
 
     @contextlib.contextmanager
     def reference(self, model: Any) -> Iterator[Any]:
@@ -115,10 +117,6 @@ class Recipe:
         adapters = contextlib.nullcontext() if self.frozen_model is not None else adapters_off(model)
         with torch.no_grad(), adapters:
             yield model if self.frozen_model is None else self.frozen_model
-
-    def step_batches(self, batches: "StepBatches") -> Any:
-        """The source of each step's batches: those of the data, or rollouts made from them."""
-        return batches
 
     def save(self, model: Any, folder: Path) -> None:
         """Writes what was trained. Called by every rank."""

@@ -190,7 +190,9 @@ class Batches(Iterator[list[Any]]):
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
         self.packing, self.capacity = recipe.batch_size(evaluates)
         split = recipe.splits and self.packing
-        self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, split, o.skip_bad)
+        self.outcomes = Outcomes(
+            rows, recipe.process_evaluation if evaluates else recipe.process, o.max_length, format, split, o.skip_bad
+        )
         self.seed, self.window, self._digest, self._has_warned = o.seed, window, digest, False
         self._start(0, 0)
 

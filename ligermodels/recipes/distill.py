@@ -11,59 +11,51 @@ Checked against: trl/experimental/gkd/gkd_trainer.py of TRL 1.16.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ligermodels.arch import load
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError
-from ligermodels.recipes import formats
-from ligermodels.recipes.base import Metrics, Recipe
+from ligermodels.layers.losses import LinearJSDLoss
+from ligermodels.processes import Processes
+from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
-from ligermodels.recipes.options import groups_of, option
+from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
-from ligermodels.recipes.rollout import Prompt, RolloutOptions, Sampling
+from ligermodels.recipes.rollout import RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
-from ligermodels.recipes.teacher import check_teacher, distill_loss, load_teacher
+from ligermodels.recipes.steps import Metrics
+from ligermodels.text import Tokenizer
 
 
 @dataclass(kw_only=True)
 class DistillOptions(RolloutOptions):
     recipe = "distill"
     group = "loss"
+    unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
     # fmt: off
-    teacher: str = option("", "repository on the Hub, or folder, of the model to learn from")
+    teacher: str = option("", "repository on the Hub, or folder, of the model to learn from", required=True)
     beta: float = option(
         1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL, between them a mixture", least=0, most=1)
     temperature: float = option(1.0, "divides the logits of both", above=0)
-    hard_weight: float = option(0.0, "weight of the cross entropy of the examples' own tokens", least=0, below=1)
-    lmbda: float = option(
-        0.0, "fraction of the steps that train on sampled completions. At 1, rows need no completion of their own",
-        least=0, most=1)
-    sampling_temperature: float = option(1.0, "divides the logits in sampling; 0: greedy", least=0)
+    hard_weight: float = option(
+        0.0, "weight of the cross entropy of the examples' own tokens", least=0, below=1, excludes=("on_policy",))
+    on_policy: bool = option(
+        False, "train on completions that the model samples for the prompts (lmbda 1 of GKD)", excludes=("cp",))
+    sampling_temperature: float = option(
+        1.0, "divides the logits in sampling; 0: greedy", least=0, needs=("on_policy",))
     # fmt: on
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require("teacher")
-        if self.tp > 1:
-            raise InputError("a teacher is not supported under tensor parallelism: leave --tp out, FSDP shards both")
-        if self.lmbda and self.hard_weight:
-            raise InputError(
-                f"hard_weight={self.hard_weight:g} would teach the model its own samples; leave it out, or --lmbda"
-            )
-        for field in dataclasses.fields(self):
-            samples = groups_of(type(self))[field.name] == "rollout" or field.name == "sampling_temperature"
-            if samples and not self.lmbda and getattr(self, field.name) != field.default:
-                raise InputError(f"{field.name} is given, but nothing is sampled: add --lmbda 1")
-
     @property
-    def num_generations(self) -> int:  # type: ignore[override]
-        return int(self.lmbda > 0)
+    def samples(self) -> bool:  # type: ignore[override]
+        return self.on_policy
 
 
 class Distill(Recipe):
@@ -73,7 +65,7 @@ class Distill(Recipe):
 
     @classmethod
     def of(cls, options: DistillOptions) -> type[Recipe]:
-        return OnPolicy if options.lmbda else cls
+        return OnPolicy if options.on_policy else cls
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
         check_teacher(hub.resolve(self.options.teacher), self.tokenizer, self.options.max_length)
@@ -84,8 +76,12 @@ class Distill(Recipe):
         teacher = sum(p.numel() for p in sketch(hub.resolve(self.options.teacher)).parameters())
         return dataclasses.replace(sizes, frozen=teacher)
 
-    def setup(self, trainer: Any) -> None:
-        self.teacher = load_teacher(hub.resolve(self.options.teacher), trainer.processes)
+    def setup(self, model: Any, folder: Path, processes: Processes) -> None:
+        """Loads the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
+        where: dict[str, Any] = dict(device=processes.device) if processes.mesh is None else dict(mesh=processes.mesh)
+        dtype = torch.bfloat16 if processes.device.type == "cuda" else torch.float32
+        teacher = load(str(hub.resolve(self.options.teacher)), dtype=dtype, **where)
+        self.teacher = teacher.requires_grad_(False).eval()
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         o = self.options
@@ -94,57 +90,83 @@ class Distill(Recipe):
 
 
 class OnPolicy(Sampling, Distill):
-    """Rows are prompts, or chats, whose last answer is cut off. Evaluations are off-policy, on the rows' own answers.
-
-    A share `lmbda` of the steps trains on samples, and the others on the rows' own answers.
-    """
+    """Rows are prompts, or chats without their last answer. Evaluations are off-policy, on the rows' own answers."""
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        prompt = rows[0].get("prompt")
-        if not is_evaluation:
-            check_teacher(hub.resolve(self.options.teacher), self.tokenizer, self.options.max_length)
-            self.set_chat(prompt is None or isinstance(prompt, list))
-        return None if prompt is not None else formats.detect(rows)
+        found = Distill.check_rows(self, rows) if is_evaluation or "prompt" not in rows[0] else None
+        return found if is_evaluation else super().check_rows(rows)
 
-    def process(self, row: Mapping[str, Any]) -> Prompt:
-        asked, own = row, None
-        if row.get("prompt") is None:
-            item = formats.read(row)
-            if not isinstance(item, formats.Conversation) or item.images:
-                raise InputError("the row has no prompt to sample completions of: a text, or messages without images")
-            messages = item.messages[:-1] if item.messages[-1]["role"] == "assistant" else item.messages
-            asked = {"prompt": messages, "tools": item.tools}
-        if row.get("prompt") is None or row.get("completion") is not None:
-            own = Distill.process(self, row)
-        if self.options.lmbda < 1 and (own is None or not own.trained):
-            raise InputError("the row has no completion, on which some steps train; mend it, or give --lmbda 1")
-        prompt = super().process(asked)
-        return dataclasses.replace(prompt, where=getattr(row, "where", ""), own=own if own and own.trained else None)
+    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
+        return Distill.process(self, row)
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         return Distill.batch_size(self) if evaluates else super().batch_size()
 
-    def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """Of an evaluation: the rows' own answers."""
-        if without := [prompt.where for prompt in examples if prompt.own is None]:
-            raise InputError(f"{without[0]}: the row has no completion, and the evaluation is on rows' own completions")
-        return super().collate([prompt.own for prompt in examples])
+    def setup(self, model: Any, folder: Path, processes: Processes) -> None:
+        Distill.setup(self, model, folder, processes)
+        self.processes, self.model, self.vocab_size = processes, model, self.teacher.vocab_size
 
-    def show(self, example: Prompt) -> str:
-        return super().show(example) if example.own is None else Distill.show(self, example.own)
 
-    def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
-        lines, share = super().plan(steps, counts), self.options.lmbda
-        lines["samples"] += f", in {share:.0%} of the steps; the others train on the rows' own" * (share < 1)
-        return lines
+def check_teacher(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Raises InputError if the teacher's tokens or lengths do not fit a student with this tokenizer."""
+    teacher, config = Tokenizer.from_hub(folder), sketch(folder).config.get_text_config()
+    probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
+    wrong = ""
+    if different := {index for _, index in tokenizer.get_vocab().items() ^ teacher.get_vocab().items()}:
+        one, other = (repr(either.convert_ids_to_tokens(min(different))) for either in (tokenizer, teacher))
+        wrong = f"id {min(different)} is {one} for the model and {other} for the teacher ({len(different)} ids differ)"
+    elif tokenizer.encode(probe, add_special_tokens=False) != teacher.encode(probe, add_special_tokens=False):
+        wrong = "it has the same tokens, but splits texts differently"
+    elif config.vocab_size < tokenizer.vocab_size:
+        wrong = f"the teacher has logits for {config.vocab_size} of its {tokenizer.vocab_size} tokens"
+    if wrong:
+        raise InputError(f"the teacher has another tokenizer: {wrong}. Give a teacher of the same family")
+    if max_length > config.max_position_embeddings:
+        raise InputError(
+            f"max_length={max_length} is more than the teacher's {config.max_position_embeddings} positions"
+        )
 
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        self.vocab_size = self.teacher.vocab_size
 
-    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
-        """On-policy steps are spread evenly; the first is one."""
-        share, n = self.options.lmbda, rollout or 0
-        if math.ceil((n + 1) * share) == math.ceil(n * share):
-            return [prompt.own for prompt in prompts if prompt.own is not None]
-        return super().roll_out(prompts, rollout)
+def distill_loss(
+    model: Any, batch: Batch, count: Tensor, *, teacher: Any, beta: float, temperature: float, hard_weight: float
+) -> tuple[Tensor, Metrics]:
+    """The batch's part of the loss; in evaluation also divergence and cross entropy, separately."""
+    metrics: Metrics = {}
+    head: list[Any] = []
+
+    def keep(
+        x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, softcap: float | None, **_: Any
+    ) -> Tensor:
+        # FSDP keeps the weight of the last group whole until a backward, of which the teacher has none.
+        head[:] = x, weight, bias, softcap
+        return x.new_zeros((), dtype=torch.float32)
+
+    def divergence(
+        x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, softcap: float | None,
+        workspace_bytes: int | None, num_items_in_batch: Tensor, num_valid: int | None,
+    ) -> Tensor:  # fmt: skip
+        y, teacher_weight, teacher_bias, teacher_softcap = head
+        if (rows := len(teacher_weight)) < len(weight):  # the further rows of the student are padding
+            weight, bias = weight[:rows], None if bias is None else bias[:rows]
+        workspace: Any = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
+        jsd = LinearJSDLoss(
+            beta, temperature=temperature, weight_soft=1 - hard_weight, weight_hard=hard_weight, reduction="sum",
+            student_softcap=softcap, teacher_softcap=teacher_softcap, return_soft_hard_loss=not model.training,
+            **workspace,
+        )  # fmt: skip
+        found: Any = jsd(
+            x, weight, y, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias, num_valid=num_valid
+        )
+        if not model.training:
+            number = (labels != -100).sum()
+            metrics.update(divergence=(found.soft_loss, number), cross_entropy=(found.hard_loss, number))
+            found = found.loss
+        return found / num_items_in_batch
+
+    if unread := sorted((model.extra_inputs & batch.keys()) - teacher.extra_inputs):
+        raise InputError(
+            f"the examples have images ({', '.join(unread)}), which the teacher does not read; give a teacher that does"
+        )
+    with torch.no_grad():
+        teacher(**batch, num_items_in_batch=count, loss_function=keep)
+    return model(**batch, num_items_in_batch=count, loss_function=divergence).loss, metrics

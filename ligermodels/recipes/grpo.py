@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.errors import InputError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import Metrics
-from ligermodels.recipes.options import TrainOptions, option, override
+from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.policy import completions_batch, evaluation_loss, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
-from ligermodels.recipes.rows import Rows
+from ligermodels.recipes.steps import Metrics
 
 
 @dataclass(kw_only=True)
@@ -26,13 +25,11 @@ class GRPOOptions(RolloutOptions):
     recipe = "grpo"
     group = "policy"
     default_rates = (1e-6, 1e-5)
-    data: tuple[str, ...] = override(
-        TrainOptions, "data", help="the prompts: rows with `prompt`, a text or messages; rewards get the other columns"
-    )
-    accumulation: int | None = override(TrainOptions, "accumulation", help="the same as --prompts")
+    unsupported = dict.fromkeys(("cp", "tp"), "a model whose rows or layers are split does not sample")
     # fmt: off
     reward_funcs: tuple[str, ...] = option(
-        (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers")
+        (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers",
+        required=True)
     reward_weights: tuple[float, ...] = option((), "weight of each reward in their sum (default 1)")
     scale_rewards: str = option(
         "auto", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all of a "
@@ -53,15 +50,9 @@ class GRPOOptions(RolloutOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("reward_funcs", "FILE.py:FUNCTION")
         if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
             raise InputError(
-                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards; give one "
-                "each"
-            )
-        if self.rollout_rows is not None and self.rollout_rows < self.num_generations:
-            raise InputError(
-                f"rollout_rows={self.rollout_rows} is less than the num_generations={self.num_generations} of a prompt"
+                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards"
             )
 
     @property
@@ -94,17 +85,6 @@ class GRPO(Sampling):
         super().__init__(options, tokenizer, multiple)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
 
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> None:
-        """The rewards judge an empty completion too, so that their errors come before anything is written."""
-        super().check_rows(rows)
-        if self.options.skip_bad or is_evaluation:
-            return
-        try:
-            prompt = self.process(rows[0])
-        except LigermodelsError as error:
-            raise InputError(f"{rows.where(0)}: {error}") from error
-        self.rewards.judge([Completion(prompt, [self.stop_ids[0]], "", truncated=False)], chat=self.chat)
-
     def collate(self, examples: Sequence[Prompt]) -> Batch:
         return self.collate_prompts(examples)
 
@@ -128,9 +108,9 @@ class GRPO(Sampling):
             one.advantage, one.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])
         return completions
 
-    def batch_of(self, samples: Sequence[Completion]) -> Batch:
+    def batch_of(self, completions: Sequence[Completion]) -> Batch:
         masks_truncated = self.options.mask_truncated_completions
-        return completions_batch(samples, super().batch_of, masks_truncated=masks_truncated)
+        return completions_batch(completions, self.batch_of_examples, masks_truncated=masks_truncated)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
-from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearCrossEntropyLoss
-from ligermodels.recipes.base import Metrics, Recipe
+from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.steps import Metrics
 from ligermodels.training.medusa import add_medusa, save_medusa
 
 
@@ -30,7 +30,10 @@ class MedusaOptions(TrainOptions):
     recipe = "medusa"
     group = "heads"
     default_rates = (1e-3, 1e-3)
-    whole_rows = "heads are trained under FSDP alone"
+    unsupported = {  # noqa: RUF012
+        **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
+        "lora_r": "heads are trained on a frozen model, or with all of it (--train-base)",
+    }
     heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1)
     head_layers: int = option(1, "residual blocks of each head", least=0)
     head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
@@ -38,11 +41,6 @@ class MedusaOptions(TrainOptions):
         False, "train the model too, by the cross entropy of its own head (Medusa-2), by default at 2e-5"
     )
     heads_weight: float = option(0.2, "with --train-base: weight of the heads' losses beside the model's", least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lora_r:
-            raise InputError("lora_r: heads are trained on a frozen model, or with all of it (--train-base)")
 
     @property
     def peak_lr(self) -> float:

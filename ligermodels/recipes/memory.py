@@ -1,4 +1,4 @@
-"""The memory that a run needs on one GPU, in bytes, and what to change where it does not fit.
+"""The memory that a run needs on one GPU, in bytes.
 
 The peak is the larger of two moments (docs/distributed.md):
 
@@ -15,10 +15,9 @@ e: on one GPU, where embedding and head are one parameter, its gradient from the
 Of frozen parameters, only the weights count; where those are in 4 bits, also the MLP weights of a block in 16 bits.
 """
 
-import dataclasses
+import itertools
 import os
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,9 @@ from torch import nn
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.gated_delta_net import GatedDeltaNet
+from ligermodels.processes import Processes
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.training.lora import ending, stacked_weights
 
 MARGIN = 0.92
 """The share of the free memory that a plan may use. Fragments and workspaces of libraries take the rest."""
@@ -58,8 +60,8 @@ class Sizes:
     heads: int = 0
 
     @classmethod
-    def of(cls, model: Any, *, trained: int | None = None) -> "Sizes":
-        """The sizes of a model, which may be on the meta device. trained: trained parameters, if not all are."""
+    def of(cls, model: Any, options: TrainOptions) -> "Sizes":
+        """The sizes of a model, which may be on the meta device, or of its adapters."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
@@ -70,7 +72,7 @@ class Sizes:
         parameters = sum(p.numel() for p in model.parameters())
         return cls(
             parameters=parameters,
-            trained=parameters if trained is None else trained,
+            trained=adapter_parameters(model, options) if options.lora_r else parameters,
             head=config.vocab_size * config.hidden_size,
             block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
             blocks=config.num_hidden_layers,
@@ -98,26 +100,20 @@ def _saved_by_mixer(block: nn.Module, heads: int, kv_heads: int) -> int:
     return attention
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The settings that decide how much memory a run needs.
-
-    tokens: of a forward. accumulates: a step has several forwards. gpus: GPUs that share the weights. split: GPUs that
-    share a row's tokens (cp x tp). quantized: frozen blocks are in 4 bits. copies: frozen models of the same size.
-    sequences: of an example.
-    """
-
-    precision: str
-    activations: str
-    tokens: int
-    accumulates: bool
-    gpus: int = 1
-    split: int = 1
-    tp: int = 1
-    on_cpu: bool = False
-    quantized: bool = False
-    copies: int = 0
-    sequences: int = 1
+def adapter_parameters(model: Any, options: TrainOptions) -> int:
+    """The number of parameters that the lora_ options train."""
+    rank, targets, total = options.lora_r, options.lora_target_modules, 0
+    for name, module in model.decoder.layers.named_modules():
+        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
+            total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
+    stacked = stacked_weights(model)
+    for name in {name for end in options.lora_target_parameters for name in ending(stacked, end)}:
+        number, rows, columns = getattr(*stacked[name]).shape
+        total += number * rank * (rows + columns)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in options.lora_modules_to_save:
+            total += sum(parameter.numel() for parameter in module.parameters())
+    return total
 
 
 class Need(NamedTuple):
@@ -136,111 +132,58 @@ class Need(NamedTuple):
         return f"{_gib(self.total)} (tensors, estimated): {', '.join(parts)}"
 
 
-def estimate(sizes: Sizes, setting: Setting) -> Need:
-    """The memory of a run, by the formulas at the top of this file."""
-    weight, gradient, state = _BYTES[setting.precision]
-    if setting.precision == "fp32" and setting.gpus == 1 and not setting.on_cpu:
+def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", activations: str = "") -> Need:
+    """The memory of a run, by the formulas at the top. precision, activations: in place of those of the options."""
+    assert o.batch_tokens is not None and o.accumulation is not None, "the options are complete"
+    precision, activations = precision or o.precision, activations or o.activations
+    on_cpu, gpus, quantized = p.device.type == "cpu", p.size // o.dp_replicate, o.quantize != "none"
+    weight, gradient, state = _BYTES[precision]
+    if precision == "fp32" and gpus == 1 and not on_cpu:
         weight, gradient, state = _ONE_GPU_FP32
-    frozen, frozen_bytes = 0, 4 if setting.on_cpu and setting.precision == "fp32" else 2
+    frozen, frozen_bytes = 0, 4 if on_cpu and precision == "fp32" else 2
     adapters = sizes.trained < sizes.parameters and not sizes.heads
     if adapters:  # in fp32, on a frozen model
         frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
     elif sizes.heads:
         frozen = sizes.parameters - sizes.trained
-    packed = sizes.block * sizes.blocks if setting.quantized else 0  # nf4: 4.127 bits, in blocks
+    packed = sizes.block * sizes.blocks if quantized else 0  # nf4: 4.127 bits, in blocks
     frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
-    copy = (4 if setting.precision == "fp32" and (setting.on_cpu or setting.gpus > 1) else 2) * sizes.parameters
-    weights = (weight * sizes.trained + frozen_total + setting.copies * copy) // setting.gpus
-    weights += (4 if setting.on_cpu else 2) * sizes.frozen // setting.gpus
-    gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
-    element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
-    saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
-    if setting.activations == "block":
+    copy = (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters
+    weights = (weight * sizes.trained + frozen_total + o.frozen_copies * copy) // gpus
+    weights += (4 if on_cpu else 2) * sizes.frozen // gpus
+    gradients, states = (size * sizes.trained // gpus for size in (gradient, state))
+    element, tokens = (4 if on_cpu else 2), -(-o.batch_tokens // p.ranks_per_batch)
+    saved = sizes.blocks * tokens * sizes.saved[activations] * element
+    if activations == "block":
         saved += tokens * sizes.saved["none"] * element
-    head, block = sizes.head // setting.tp, sizes.block // setting.tp
-    saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // setting.tp
-    saved += 2 * sizes.mlp * setting.quantized
-    gathered = (2 if adapters else 8) * head * (1 + sizes.heads) if setting.gpus > 1 else (0 if adapters else 4) * head
-    forward = weights + states + saved + gathered + (gradients if setting.accumulates else 0)
-    backward = weights + states + gradients + ((2 if frozen else 10) * block if setting.gpus > 1 else 0)
-    backward += weight * head * (sizes.tied and not frozen and setting.gpus == 1)
+    head, block = sizes.head // o.tp, sizes.block // o.tp
+    saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // o.tp
+    saved += 2 * sizes.mlp * quantized
+    gathered = (2 if adapters else 8) * head * (1 + sizes.heads) if gpus > 1 else (0 if adapters else 4) * head
+    accumulates = o.accumulation > p.batch_ranks
+    forward = weights + states + saved + gathered + (gradients if accumulates else 0)
+    backward = weights + states + gradients + ((2 if frozen else 10) * block if gpus > 1 else 0)
+    backward += weight * head * (sizes.tied and not frozen and gpus == 1)
     if forward < backward:
         gathered, saved = backward - weights - states - gradients, 0
-    shown = gradients if setting.accumulates or forward < backward else 0
+    shown = gradients if accumulates or forward < backward else 0
     return Need(weights, shown, states, saved, gathered, max(forward, backward))
 
 
-def fits(sizes: Sizes, setting: Setting, available: int | None) -> bool:
-    """available: bytes, or None where they are not known: then everything fits."""
-    return available is None or estimate(sizes, setting).total <= MARGIN * available
+def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tuple[str, str]:
+    """Precision and activations, each "auto" replaced: the most exact weights that fit, and the least recomputation.
 
-
-def choose(sizes: Sizes, asked: Setting, available: int | None) -> Setting:
-    """The setting with each "auto" replaced: the most exact weights that fit, and the least recomputation.
-
-    Where nothing fits, the smallest.
+    free: bytes, or None where they are not known: then everything fits. Where nothing fits, the smallest.
     """
-    precisions, policies = [asked.precision], [asked.activations]
-    if asked.precision == "auto":
-        precisions = ["fp32"] if asked.on_cpu else ["bf16-masters", "bf16"]
-    if asked.activations == "auto":
-        policies = ["none", "mlp", "block"]
-    settings = [
-        dataclasses.replace(asked, precision=precision, activations=policy)
-        for precision in precisions
-        for policy in policies
-    ]
-    return next((setting for setting in settings if fits(sizes, setting, available)), settings[-1])
+    exact = ("fp32",) if p.device.type == "cpu" else ("bf16-masters", "bf16")
+    precisions = exact if o.precision == "auto" else (o.precision,)
+    policies = ("none", "mlp", "block") if o.activations == "auto" else (o.activations,)
+    pairs = list(itertools.product(precisions, policies))
+    return next((pair for pair in pairs if fits(estimate(sizes, o, p, *pair), free)), pairs[-1])
 
 
-def advice(sizes: Sizes, setting: Setting, available: int, adapters: int | None) -> list[str]:
-    """Changes that would make a run fit, each as a flag with its need.
-
-    adapters: parameters of LoRA of rank 16, or None where that is no choice.
-    """
-    found: list[str] = []
-
-    def offer(*changes: tuple[str, Sizes, Setting]) -> None:
-        """Adds the first change that fits."""
-        for flags, other, small in changes:
-            if fits(other, small, available):
-                found.append(f"{flags}: {_gib(estimate(other, small).total)}")
-                return
-
-    change = partial(dataclasses.replace, setting, activations="block")
-    if setting.activations != "block":
-        offer(("--activations block", sizes, change()))
-    if setting.precision in ("fp32", "bf16-masters") and not setting.on_cpu:
-        offer(("--precision bf16", sizes, change(precision="bf16")))
-    lengths = [setting.tokens // part for part in (2, 4, 8, 16, 32) if setting.tokens // part >= 128]
-    flags = [f"--max-length {tokens // setting.sequences} --batch-tokens {tokens}" for tokens in lengths]
-    offer(*((flag, sizes, change(tokens=tokens)) for flag, tokens in zip(flags, lengths, strict=True)))
-    if adapters is not None:
-        offer(("--lora-r 16", dataclasses.replace(sizes, trained=adapters), change(copies=0)))
-    if not setting.on_cpu:
-        more = [gpus for gpus in (2, 4, 8, 16, 32, 64) if gpus > setting.gpus]
-        offer(*((f"torchrun over {gpus} GPUs", sizes, change(gpus=gpus)) for gpus in more))
-    return found
-
-
-def adapter_parameters(model: Any, options: Any) -> int:
-    """The number of parameters that the lora_ options train."""
-    rank, targets, total = options.lora_r, options.lora_target_modules, 0
-    for name, module in model.decoder.layers.named_modules():
-        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets):
-            total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
-    if options.lora_target_parameters:
-        from ligermodels.training.lora import ending, stacked_weights
-
-        found = stacked_weights(model)
-        for name in {name for end in options.lora_target_parameters for name in ending(found, end)}:
-            experts, weight = found[name]
-            number, rows, columns = getattr(experts, weight).shape
-            total += number * rank * (rows + columns)
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in options.lora_modules_to_save:
-            total += sum(parameter.numel() for parameter in module.parameters())
-    return total
+def fits(need: Need, free: int | None) -> bool:
+    return free is None or need.total <= MARGIN * free
 
 
 def available(device: torch.device) -> int | None:

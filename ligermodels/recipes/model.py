@@ -2,8 +2,9 @@
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,13 +14,11 @@ from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.errors import InputError
 from ligermodels.parallel import parallelize
+from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
 from ligermodels.training.lora import add_lora
-
-if TYPE_CHECKING:
-    from ligermodels.recipes.base import Recipe
 
 
 def find(options: TrainOptions) -> Path:
@@ -38,51 +37,47 @@ def sketch(folder: Path, *, text_only: bool = False) -> Any:
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
-    """The tokenizer, with the template of --chat-template, which is a file or a name in the checkpoint."""
-    tokenizer, given = Tokenizer.from_hub(folder), options.chat_template
-    if given is None:
-        return tokenizer
-    if hasattr(sketch.config, "vision_config"):
-        raise InputError("chat_template: a model of images needs its own template, which places them; leave it out")
-    if given in (templates := tokenizer.files.templates):
-        tokenizer.chat_template = templates[given]
-    elif Path(given).expanduser().is_file():
-        tokenizer.read_chat_template(given)
-    else:
-        names = f", nor has the model a template of this name; it has {', '.join(templates)}" if templates else ""
-        raise InputError(f"chat_template={given}: there is no such file{names}")
+    """The tokenizer, with the template of --chat-template."""
+    tokenizer = Tokenizer.from_hub(folder)
+    if options.chat_template is not None:
+        if hasattr(sketch.config, "vision_config"):
+            raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
+        tokenizer.read_chat_template(Path(options.chat_template).expanduser())
     return tokenizer
 
 
-def check_capture(sketch: Any, processes: Any) -> None:
+def check_capture(sketch: Any, processes: Processes) -> None:
     """Raises InputError if steps cannot be CUDA graphs, or if padding would change the loss."""
+    reason = ""
     if processes.mesh is not None:
-        raise InputError(
-            "capture is for one process, and there are several: leave out --capture, or start without torchrun"
-        )
-    if hasattr(sketch.config, "vision_config"):
-        raise InputError(f"capture: the images of a {type(sketch).__name__} have no fixed shape; leave --capture out")
-    if getattr(sketch.config, "output_router_logits", False):
-        raise InputError(
-            "capture pads forwards, and the balancing loss of the routers would count the padding: leave --capture "
-            "out, or set output_router_logits to false in the model's config.json"
-        )
+        reason = "it is for one process, and there are several"
+    elif hasattr(sketch.config, "vision_config"):
+        reason = f"the images of a {type(sketch).__name__} have no fixed shape"
+    elif getattr(sketch.config, "output_router_logits", False):
+        reason = "the balancing loss of the routers (output_router_logits in config.json) would count the padding"
+    if reason:
+        raise InputError(f"capture: {reason}; leave --capture out")
 
 
-def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: "Recipe", *, frozen: bool = False) -> Any:
-    """The model, ready to train. frozen: for a reference, which is not trained."""
+def load_model(
+    options: TrainOptions, folder: Path, processes: Processes, prepare: Callable[[Any], None] | None = None, *,
+    frozen: bool = False,
+) -> Any:  # fmt: skip
+    """The model, ready to train. prepare: adds modules before it is sharded. frozen: for a reference."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
-    how: dict[str, Any] = dict(dtype=weight_dtype(options, processes), activation_checkpointing=options.activations)
-    shards_later = processes.mesh is None or options.lora_r or recipe.adds_modules  # after modules are added
+    low = options.precision != "fp32" or (gpu and processes.mesh is None)
+    how: dict[str, Any] = dict(
+        dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations
+    )
+    shards_later = processes.mesh is None or options.lora_r or prepare is not None  # after modules are added
     if shards_later:
         how["device"] = processes.device
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
     if options.scratch:
-        model = arch_of(folder, text_only=options.text_only).from_config(
-            config_values(folder, None), seed=options.seed, **how
-        )
+        kind = arch_of(folder, text_only=options.text_only)
+        model = kind.from_config(config_values(folder, None), seed=options.seed, **how)
         model.source_folder = folder  # for the files of the tokenizer
     else:
         if options.quantize != "none":
@@ -97,8 +92,8 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: "Rec
             modules_to_save=options.lora_modules_to_save, target_parameters=options.lora_target_parameters,
             seed=options.seed,
         )  # fmt: skip
-    if recipe.adds_modules and not frozen:
-        recipe.prepare(model)
+    if prepare is not None:
+        prepare(model)
     if shards_later and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
     if frozen:
@@ -108,13 +103,7 @@ def load_model(options: TrainOptions, folder: Path, processes: Any, recipe: "Rec
     return model.train()
 
 
-def weight_dtype(options: TrainOptions, processes: Any) -> torch.dtype:
-    """The dtype of the weights, in memory and as they are saved."""
-    low = options.precision != "fp32" or (processes.device.type == "cuda" and processes.mesh is None)
-    return torch.bfloat16 if low else torch.float32
-
-
-def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, captured: bool) -> AdamW:
+def make_optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
     """AdamW over the trained parameters, without weight decay of norms and biases."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -130,5 +119,5 @@ def make_optimizer(options: TrainOptions, model: nn.Module, processes: Any, *, c
         state_dtype=torch.float32 if exact else None,
         max_grad_norm=options.max_grad_norm or math.inf,
         seed=options.seed,
-        capturable=captured,
+        capturable=options.capture,
     )

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ligermodels.layers import preference as losses
 from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
-from ligermodels.recipes.base import Metrics, mean_of, sum_over_ranks
+from ligermodels.recipes.base import mean_of, sum_over_ranks
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.steps import Metrics
 
 DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))
 """Loss types that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""

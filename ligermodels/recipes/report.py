@@ -1,94 +1,70 @@
-"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, report.md and a card.
+"""Reports of a run: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, and the card of the result.
 
 metrics.jsonl has a line for each step and for each evaluation. A run that is resumed drops the lines after the step
 that it is resumed from.
 """
 
+import importlib.util
 import json
 import math
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
+from typing import Any
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
+from ligermodels.processes import Processes
+from ligermodels.recipes.data import Data
+from ligermodels.recipes.memory import GIB, Sizes, available, estimate, fits
 from ligermodels.recipes.options import TrainOptions
 
-if TYPE_CHECKING:
-    from ligermodels.recipes.trainer import Trainer
-
-Line = dict[str, float]
 _SECONDS = 5.0
-"""Between lines of progress where stderr is no terminal."""
+"""Between lines of progress."""
 _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 """Metrics in a line of progress, beside the loss."""
-_IN_REPORT = (
-    "loss", "eval_loss", "perplexity", "reward", "eval_reward", "reward_std", "reward_margin", "eval_reward_margin",
-    "reward_accuracy", "eval_reward_accuracy", "tied", "completion_length", "truncated", "kl", "clipped", "entropy",
-)  # fmt: skip
-"""Metrics in the table of report.md, where there are such."""
+_NOT_IN_CARD = ("step", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second", "rollout_seconds", "gib")
 
 
 class Reporter:
     """Writes the metrics of steps and evaluations. active: False on ranks other than 0, where it writes nothing.
 
-    resumed, evaluated: the steps after which the run continues, and after which it was evaluated last. on_gpu: the peak
-    memory is that of tensors on the GPU, and else that of the process.
+    resumed, evaluated: the steps after which the run continues, and after which it was evaluated last.
     """
 
-    def __init__(
-        self, options: TrainOptions, steps: int, resumed: int, evaluated: int, *, on_gpu: bool, active: bool = True
-    ):
-        self.active, self.out, self.steps, self._first = active, Path(options.output_dir), steps, resumed
-        self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
-        self.memory = "tensors" if on_gpu else "process"
-        self._bar: Any = None
+    def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int, *, active: bool = True):
+        self.active, self.steps, self._first = active, steps, resumed
+        self.file = Path(options.output_dir) / "metrics.jsonl"
+        self._start, self._shown, self.close = time.perf_counter(), 0.0, lambda: None
         if not active:
             return
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True)
-        with write_errors(self.out):
-            metrics = self.out / "metrics.jsonl"
+        with write_errors(self.file.parent):
             kept = [
                 json.dumps(line) + "\n"
-                for line in _lines(metrics)
+                for line in self.lines()
                 if line["step"] <= (evaluated if "eval_loss" in line else resumed)
             ]
-            whole = metrics.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
+            whole = self.file.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
             whole.write_text("".join(kept), "utf-8")
-            whole.replace(metrics)
-            self._file = metrics.open("a", encoding="utf-8", buffering=1)
-        self._log, self._close_log = _logger(options, resumed)
+            whole.replace(self.file)
+        self._log, self.close = _logger(options, resumed)
 
-    def say(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        elif self.active:
-            say(text)
-
-    def step(self, step: int, **values: float) -> None:
+    def step(self, step: int, values: Mapping[str, float]) -> None:
         if not self.active:
             return
         self._write(step, values)
-        self.gib = max(self.gib, values["gib"])
         seconds = time.perf_counter() - self._start
-        text = (
-            f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"peak {self.gib:.1f} GiB ({self.memory}){_shown(values)}"
-        )
-        if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
-            self._bar.update()
-        elif step == self._first + 1 or step == self.steps or seconds - self._shown >= _SECONDS:
+        if step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
             self._shown = seconds
-            left = seconds / (step - self._first) * (self.steps - step)
-            say(f"step {step}/{self.steps}: {text}, {tqdm.format_interval(left)} left")
+            left = round(seconds / (step - self._first) * (self.steps - step))
+            say(
+                f"step {step}/{self.steps}: loss {values['loss']:.4f}, lr {values['lr']:.2e}, "
+                f"{values['tokens_per_second']:,.0f} tokens/s, peak {values['gib']:.1f} GiB{_shown(values)}, "
+                f"{left // 60}:{left % 60:02} left"
+            )
 
     def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
         """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
@@ -97,83 +73,90 @@ class Reporter:
         perplexity = math.exp(min(loss, 700.0))
         metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": perplexity}
         self._write(step, {"eval_loss": loss, **metrics})
-        best = ", the best so far" if better and step > 0 else ""
         more = _shown(values) if values else f", perplexity {perplexity:,.2f}"
-        self.say(f"evaluation after step {step}: loss {loss:.4f}{more}{best}")
+        say(f"evaluation after step {step}: loss {loss:.4f}{more}{', the best so far' * (better and step > 0)}")
 
-    def finish(self, trainer: "Trainer", saved: Path) -> None:
-        """Writes report.md, and README.md beside what was trained, in the folder `saved`."""
-        self.close()
-        o, progress = trainer.options, trainer.progress
-        counts = trainer.data.train.counts.report()
-        facts = {
-            **trainer.plan,
-            "steps taken": f"{progress.step:,} of {progress.steps:,}",
-            "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{left_out(counts)}",
-            "time": f"{tqdm.format_interval(progress.seconds)} in steps",
-            "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s",
-            "peak memory": f"{self.gib:.2f} GiB ({self.memory})",
-        }
-        if progress.best_step >= 0:
-            facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
-        lines = _lines(self.out / "metrics.jsonl")
-        table = "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in facts.items())
-        end = f"{_usage(o, saved)}\n\n## Options\n\n```yaml\n{o.dump()}```\n"
-        _write_text(self.out / "report.md", f"# {o.recipe} of {o.model}\n\n{table}\n{_metrics(lines)}{end}")
-        _write_text(saved / "README.md", f"{card(o, saved)}\n{table}\n{_metrics(lines)}{end}")
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self.active and not self._file.closed:
-            self._file.close()
-            self._close_log()
+    def lines(self) -> list[dict[str, float]]:
+        """The whole lines of metrics.jsonl; a kill may have cut the last."""
+        found = []
+        for line in self.file.read_text("utf-8").splitlines() if self.file.is_file() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                break
+        return found
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        with write_errors(self.out / "metrics.jsonl"):
-            self._file.write(json.dumps({"step": step, **values}) + "\n")
+        with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
         self._log(step, values)
+
+
+# ---- before the run ----
 
 
 def check_logger(logger: str) -> None:
     """Raises InputError where the logger that was asked for is not installed."""
-    if logger in ("tensorboard", "wandb"):
-        try:
-            __import__(logger)
-        except ImportError:
-            how = "ligermodels[train]" if logger == "tensorboard" else logger
-            raise InputError(
-                f"--report-to {logger} needs a package that is not installed: pip install '{how}'"
-            ) from None
+    if logger in ("tensorboard", "wandb") and importlib.util.find_spec(logger) is None:
+        raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
 
 
 def _logger(
     options: TrainOptions, resumed: int
 ) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
     """log(step, values) and close() of TensorBoard or Weights & Biases, or of neither."""
-    folder = Path(options.output_dir).resolve()
-    if options.report_to == "wandb":
+    folder, kind = Path(options.output_dir).resolve(), options.report_to
+    if kind == "wandb":
         import wandb
 
         run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
         return lambda step, values: run.log(dict(values), step=step), run.finish
-    try:
-        if options.report_to == "none":
-            raise ImportError
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    if kind == "none" or importlib.util.find_spec("tensorboard") is None:
         return lambda step, values: None, lambda: None
+    from torch.utils.tensorboard import SummaryWriter
+
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1 if resumed else None)  # type: ignore[no-untyped-call]
-
-    def log(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return log, writer.close
+    return lambda step, values: [writer.add_scalar(*item, step) for item in values.items()], writer.close  # type: ignore[return-value]
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def make_plan(
+    o: Any, p: Processes, name: str, sizes: Sizes, data: Data, counts: Mapping[str, int] | None, steps: int
+) -> dict[str, str]:
+    """The plan of a run, as lines by name. name: the class of the model. counts: of a pass over the data, or None."""
+    need, free, on_gpu = estimate(sizes, o, p), available(p.device), p.device.type == "cuda"
+    format, share = data.format[0] if data.format else "prompts", sizes.trained / sizes.parameters
+    plan = {
+        "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
+        "trained": f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them",
+        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
+        "tokens": "not counted, since --max-steps is given",
+        "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each",
+        "learning rate": f"{o.peak_lr:g}, {o.lr_scheduler_type}",
+        "precision": f"{o.precision}, activation checkpointing: {o.activations}",
+        "memory": str(need),
+    }
+    if o.lora_r:
+        targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
+        plan["trained"] = f"LoRA of rank {o.lora_r} on {targets}: {plan['trained']}"
+    if data.eval_rows is not None:
+        plan["evaluation"] = f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
+    if counts is not None:
+        plan["tokens"] = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
+    if p.size > 1:
+        plan["steps"] += f", on {p.size} processes"
+    if free:
+        plan["memory"] += f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / GIB:.1f} GiB"
+    if not fits(need, free):
+        plan["warning"] = (
+            "this does not fit by the estimate. Less memory: --activations block, --precision bf16, a smaller "
+            "--max-length or --batch-tokens, --lora-r 16, more GPUs"
+        )
+    if o.capture:
+        plan["capture"] = f"each step is a CUDA graph; forwards are padded to {o.batch_tokens:,} tokens"
+        if counts is not None:
+            padding = 1 - counts["tokens"] / (counts["batches"] * o.batch_tokens)
+            plan["capture"] += f", of which {padding:.1%} are padding"
+    return plan
 
 
 def left_out(counts: Mapping[str, int]) -> str:
@@ -187,73 +170,63 @@ def left_out(counts: Mapping[str, int]) -> str:
     return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def _shown(values: Mapping[str, float]) -> str:
     return "".join(f", {name.replace('_', ' ')} {values[name]:.3f}" for name in _SHOWN if name in values)
 
 
-def _lines(file: Path) -> list[Line]:
-    """The whole lines of a metrics.jsonl; a kill may have cut the last."""
-    found = []
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+# ---- after it ----
 
 
-# ---- at the end of a run ----
+def write_card(
+    options: TrainOptions, facts: Mapping[str, str], lines: Sequence[Mapping[str, float]], saved: Path
+) -> None:
+    """Writes README.md, as the Hub shows it, in the folder of what was trained: the plan, results, and options.
+
+    facts: of the plan and the run, by name. lines: those of metrics.jsonl.
+    """
+    adapter = saved.name == "adapter"
+    head = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "image-text-to-text" if (saved / "preprocessor_config.json").is_file() else "text-generation",
+        "tags": [options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"],
+    }
+    if _is_repository(options.model):
+        head |= {"base_model": options.model, "base_model_relation": "adapter" if adapter else "finetune"}
+    if sets := [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]:
+        head["datasets"] = sets
+    use = {
+        "model": f"ligermodels chat {shlex.quote(str(saved))}; it opens in transformers too",
+        "adapter": f"an adapter, as PEFT writes it: ligermodels chat {shlex.quote(str(saved))}",
+        "medusa": f"ligermodels.training.load_medusa(model, {str(saved)!r})",
+    }[saved.name]
+    header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
+    table = "".join(f"| {name} | {text} |\n" for name, text in {**facts, "to use it": use}.items())
+    text = (
+        f"---\n{header}---\n\n# {saved.resolve().parent.name}\n\n{options.recipe} of {options.model} by `ligermodels "
+        f"train`.\n\n| | |\n|---|---|\n{table}\n{_metrics(lines)}\n## Options\n\n```yaml\n{options.dump()}```\n"
+    )
+    with write_errors(saved / "README.md"):
+        (saved / "README.md").write_text(text, "utf-8")
 
 
-def _metrics(lines: list[Line]) -> str:
+def _metrics(lines: Sequence[Mapping[str, float]]) -> str:
     """A table of the metrics of some steps and of all evaluations, with a column for each that there is."""
-    steps = [line for line in lines if "loss" in line]
-    some = {line["step"] for line in steps[:: max(1, len(steps) // 10)] + steps[-1:]}
+    steps = [line["step"] for line in lines if "loss" in line]
+    some = {*steps[:: max(1, len(steps) // 10)], *steps[-1:]}
     chosen = [line for line in lines if "eval_loss" in line or line["step"] in some]
-    names = [name for name in _IN_REPORT if any(name in line for line in chosen)]
+    found = dict.fromkeys(name for line in chosen for name in line if name not in _NOT_IN_CARD)
+    names = sorted(found, key=lambda name: "loss" not in name)
     text = f"| step | {' | '.join(name.replace('_', ' ') for name in names)} |\n|{'---:|' * (len(names) + 1)}\n"
     for line in chosen:
         values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
         text += f"| {int(line['step'])} | {values} |\n"
-    return text + "\n"
-
-
-def _usage(options: TrainOptions, saved: Path) -> str:
-    """How to use what was trained."""
-    base, folder = options.model, str(saved)
-    if saved.name == "model":
-        command = f"ligermodels {'generate' if options.recipe == 'pretrain' else 'chat'} {shlex.quote(folder)}"
-        return f"To use it:\n\n    {command}\n\nor `ligermodels.load({folder!r})`; it opens in transformers too."
-    kind = "adapter" if saved.name == "adapter" else "medusa"
-    return (
-        f"The folder has {'an adapter, as PEFT writes it' if kind == 'adapter' else 'Medusa heads'}, of {base}. To use "
-        f"it:\n\n    model = ligermodels.load({base!r})\n    ligermodels.training.load_{kind}(model, {folder!r})"
-    )
-
-
-def card(options: TrainOptions, folder: Path) -> str:
-    """The beginning of README.md in the folder of what was trained, as the Hub shows it."""
-    adapter = folder.name == "adapter"
-    head = ""
-    if _is_repository(options.model):
-        head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
-    if sets := [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]:
-        head += "datasets:\n" + "".join(f"- {name}\n" for name in sets)
-    sees = (folder / "preprocessor_config.json").is_file()
-    tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"))
-    return (
-        f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
-        f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
-        f"tags:\n{tags}---\n\n"
-        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n"
-    )
+    return text
 
 
 def _is_repository(name: str) -> bool:
     """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
-
-
-def _write_text(file: Path, text: str) -> None:
-    with write_errors(file):
-        file.write_text(text, "utf-8")

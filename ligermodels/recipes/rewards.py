@@ -37,8 +37,8 @@ class Rewards:
         """Of files, "FILE.py:function", or "FILE.py" for its function `reward`. Runs them. Raises InputError."""
         functions: dict[str, Function] = {}
         for source in sources:
-            name, function = _load(source)
-            functions[name if name not in functions else source] = function
+            path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
+            functions[name if name not in functions else source] = _load(source, Path(path).expanduser(), name)
         return cls(functions, weights)
 
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
@@ -61,63 +61,32 @@ class Rewards:
             one.reward = sum(weight * value for weight, value in weighted if value is not None)
 
 
-def _numbers(name: str, function: Function, given: Mapping[str, list[Any]], where: Sequence[str]) -> list[float | None]:
+def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: Sequence[str]) -> list[float | None]:
     """The numbers of one function, a number or None for each completion. Raises InputError."""
+    parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        given = {key: values for key, values in given.items() if key in parameters}
     try:
-        returned: Any = _call(function, given)
-        found = None if returned is None or isinstance(returned, str | Mapping) else list(returned)
+        found: list[Any] = list(function(**given))
     except Exception as error:
-        row = _failing_row(function, given, where)
+        lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
         what = f"{type(error).__name__}: {error}"
-        raise InputError(f"the reward {name} failed{_line(function, error)}{row}: {what}") from error
-    own = f"the reward {name}{_line(function)} returned"
-    if found is None:
-        raise InputError(f"{own} {short(returned)}; it must return a list with a number for each completion")
+        raise InputError(f"the reward {name} failed at {lines[-1]}, for completions of {rows}: {what}") from error
     if len(found) != len(where):
-        raise InputError(f"{own} {len(found)} numbers for {len(where)} completions, the first of {where[0]}")
+        raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions of {rows}")
     for n, value in enumerate(found):
         value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             raise InputError(
-                f"{own} {short(value)} for a completion of {where[n]}; it must be a finite number, or None"
+                f"the reward {name} returned {short(value)} for a completion of {where[n]}, not a finite number or None"
             )
         found[n] = None if value is None else float(value)
     return found
 
 
-def _call(function: Function, given: Mapping[str, list[Any]]) -> Sequence[float | None]:
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return function(**given)
-    return function(**{name: values for name, values in given.items() if name in parameters})
-
-
-def _failing_row(function: Function, given: Mapping[str, list[Any]], where: Sequence[str]) -> str:
-    """The row whose completion alone makes the function fail."""
-    for n, row in enumerate(where):
-        try:
-            list(_call(function, {key: values[n : n + 1] for key, values in given.items()}))
-        except Exception:
-            return f" at {row}, for the completion {short(given['completions'][n])}"
-    return ""
-
-
-def _line(function: Function, error: BaseException | None = None) -> str:
-    """ " (FILE:LINE)": where in the function's file the error was raised, or where the function begins."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return ""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f" ({code.co_filename}:{(lines or [code.co_firstlineno])[-1]})"
-
-
-def _load(source: str) -> tuple[str, Function]:
-    """The function's name and itself."""
-    path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
-    file = Path(path).expanduser()
+def _load(source: str, file: Path, name: str) -> Function:
     if not file.is_file():
-        raise InputError(f"reward={source}: there is no file {path or source}; give FILE.py, or FILE.py:function")
+        raise InputError(f"reward={source}: there is no file {file}; give FILE.py, or FILE.py:function")
     spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
     assert spec is not None and spec.loader is not None, "the file ends in .py"
     module = importlib.util.module_from_spec(spec)
@@ -125,12 +94,9 @@ def _load(source: str) -> tuple[str, Function]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
-        at = f", line {lines[-1]}" if lines else ""  # a syntax error names its own
-        what = f"{type(error).__name__}: {error}"
-        raise InputError(f"reward={source}: {path} cannot be imported{at}: {what}") from error
-    function = getattr(module, name, None)
+        raise InputError(f"reward={source}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+    function: Function | None = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise InputError(f"reward={source}: {path} has no function {name}; it has {', '.join(names) or 'none'}")
-    return name, function
+        raise InputError(f"reward={source}: {file} has no function {name}; it has {', '.join(names) or 'none'}")
+    return function

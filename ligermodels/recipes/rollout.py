@@ -6,7 +6,6 @@ and no copy of the weights. The samples depend on the seed, the number of the ro
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,23 +19,22 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
-from ligermodels.generation import generate_many
+from ligermodels.processes import Processes
 from ligermodels.recipes import formats
-from ligermodels.recipes.base import Metrics, Recipe
+from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
-from ligermodels.recipes.steps import StepBatches, check_ids, on_device
+from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
 
-GREEDY: dict[str, Any] = {"do_sample": False} | dict.fromkeys(
-    ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens",
-     "min_length", "max_length", "stop_strings")
+OFF: dict[str, Any] = dict.fromkeys(
+    ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
+     "begin_suppress_tokens", "min_new_tokens", "min_length", "max_length", "stop_strings")
 )  # fmt: skip
-SAMPLED = GREEDY | {"do_sample": True} | dict.fromkeys(("top_k", "top_p", "min_p"))
-"""Options of `generate` that switch off what a checkpoint's generation_config may set."""
+"""Options of `generate` that a checkpoint's generation_config may set, switched off."""
 
 
 @dataclass(kw_only=True)
@@ -44,36 +42,25 @@ class RolloutOptions(TrainOptions):
     """The options of recipes whose model samples completions of prompts."""
 
     group: ClassVar[str] = "rollout"
+    samples = True
     num_generations = 1
-    """Completions of each prompt; 0 if nothing is sampled."""
     sampling_temperature = 1.0
     num_iterations = 1
-    prompts: int = option(8, "prompts per step, over all ranks", least=1)
-    max_completion_length: int = option(256, "maximum tokens of a completion", least=1)
+    # fmt: off
+    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs=("on_policy",))
+    max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs=("on_policy",))
     rollout_rows: int | None = option(
-        None, "completions that are sampled at a time on each GPU (default: all)", least=1, fixed_on_resume=False
-    )
+        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs=("on_policy",),
+        fixed_on_resume=False)
+    # fmt: on
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.num_generations:
-            return
-        if self.accumulation not in (None, self.prompts):
+        if self.samples and self.accumulation not in (None, self.prompts):
             raise InputError(
                 f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
             )
-        self.accumulation = self.prompts
-        if self.max_length is not None and self.max_completion_length >= self.max_length:
-            raise InputError(
-                f"max_completion_length={self.max_completion_length} leaves no space for a prompt in "
-                f"max_length={self.max_length}; give a longer --max-length, or a shorter --max-completion-length"
-            )
-        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
-
-    @property
-    def whole_rows(self) -> str:  # type: ignore[override]
-        return "a model whose rows or layers are split does not sample" if self.num_generations else ""
+        self.accumulation = self.prompts if self.samples else self.accumulation
 
     @property
     def rows_at_once(self) -> int:
@@ -83,32 +70,23 @@ class RolloutOptions(TrainOptions):
 
 @dataclass(frozen=True)
 class Prompt:
-    """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors.
-
-    own: the row's own completion, after its prompt, if it has one.
-    """
+    """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors."""
 
     ids: list[int]
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     where: str
-    own: Example | None = None
+    ends: ClassVar[None] = None
 
     @property
     def size(self) -> int:
-        return len(self.ids) if self.own is None else self.own.size
+        return len(self.ids)
 
-    @property
-    def trained(self) -> int:
-        return len(self.ids) if self.own is None else self.own.trained
-
-    @property
-    def ends(self) -> bool | None:
-        return None if self.own is None else self.own.ends
+    trained = size
 
     def cut(self, length: int) -> "Prompt":
-        """With its own completion cut. Prompts are never cut."""
-        return self if self.own is None else dataclasses.replace(self, own=self.own.cut(length))
+        """Itself: prompts are never cut."""
+        return self
 
 
 @dataclass
@@ -128,10 +106,6 @@ class Completion:
     is_tied: bool = False
 
     @property
-    def size(self) -> int:
-        return len(self.prompt.ids) + len(self.ids)
-
-    @property
     def example(self) -> Example:
         return Example(self.prompt.ids + self.ids, [IGNORED] * len(self.prompt.ids) + self.ids)
 
@@ -147,29 +121,22 @@ class Sampling(Recipe):
     # ---- data ----
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        first = rows[0]
-        if not isinstance(first.get("prompt"), str | list):
-            raise InputError(
-                f"{rows.where(0)}: the row has no prompt; expected a text or messages under `prompt`, and any other "
-                f"columns for the reward functions. It has {', '.join(first) or 'nothing'}"
-            )
-        self.set_chat(isinstance(first["prompt"], list))
-        return None
-
-    def set_chat(self, chat: bool) -> None:
-        """Raises InputError if completions would not begin or end."""
-        self.chat = chat
-        if chat and not self.tokenizer.files.templates:
+        try:
+            self.chat = isinstance(_prompt_of(rows[0])[0], list)
+        except InputError as error:
+            raise InputError(f"{rows.where(0)}: {error}") from None
+        if self.chat and not self.tokenizer.files.templates:
             raise InputError(f"{self.options.model} has no chat template, and prompts of messages need one; give texts")
         if not self.stop_ids:
             raise InputError("the tokenizer has no eos token, so that no completion would end")
+        return None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self.tokenizer.chat_stop_ids if self.chat else self.tokenizer.eos_token_ids
 
     def process(self, row: Mapping[str, Any]) -> Prompt:
-        o, prompt = self.options, row.get("prompt")
+        o, (prompt, tools) = self.options, _prompt_of(row)
         if not isinstance(prompt, list if self.chat else str) or not prompt:
             kind = "messages" if self.chat else "a text"
             raise InputError(f"prompt: expected {kind}, as in the first row, not {prompt!r:.80}")
@@ -177,7 +144,7 @@ class Sampling(Recipe):
             formats.with_system(formats.Text("", prompt), o.system_prompt)
             ids = self.tokenizer.encode(prompt)
         else:
-            item: Any = self.read({"messages": prompt, "tools": row.get("tools")})
+            item: Any = self.read({"messages": prompt, "tools": tools})
             if item.images:
                 raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
             if item.messages[-1]["role"] == "assistant":
@@ -216,26 +183,22 @@ class Sampling(Recipe):
 
     def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
         o = self.options
-        lines = {
-            "samples": f"{o.num_generations} of each prompt, of at most {o.max_completion_length:,} tokens, at "
-            f"temperature {o.sampling_temperature:g}",
-            "steps": f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
-            f"{o.batch_tokens:,} tokens",
-        }
-        return lines if counts is None else lines | {"tokens": f"{counts['tokens']:,} of prompts a pass"}
+        samples = f"{o.num_generations} of each prompt, at most {o.max_completion_length:,} tokens, temperature "
+        iterations = f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
+        return {"samples": f"{samples}{o.sampling_temperature:g}", "steps": f"{iterations}{o.batch_tokens:,} tokens"}
 
     # ---- rollouts ----
 
-    def setup(self, trainer: Any) -> None:
-        super().setup(trainer)
-        self.processes, self.model = trainer.processes, trainer.model
+    def setup(self, model: Any, folder: Path, processes: Processes) -> None:
+        super().setup(model, folder, processes)
+        self.processes, self.model = processes, model
 
     def step_batches(self, batches: StepBatches) -> Any:
         batches.collate = self.collate_prompts
         return Rollouts(self, batches)
 
-    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Any]:
-        """What a step trains on: the completions of each prompt; for rollout None one, greedily.
+    def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
+        """The completions of each prompt; for rollout None one, greedily.
 
         Called by all ranks at once, each with as many prompts.
         """
@@ -250,10 +213,13 @@ class Sampling(Recipe):
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
         return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
 
-    def batch_of(self, samples: Sequence[Any]) -> Batch:
-        """The batch of some completions and examples, packed or padded."""
+    def batch_of(self, completions: Sequence[Completion]) -> Batch:
+        """The batch of some completions, packed or padded."""
+        return self.batch_of_examples([one.example for one in completions])
+
+    def batch_of_examples(self, examples: Sequence[Example]) -> Batch:
         make = packed_batch if self.options.packing else padded_batch
-        return make([getattr(one, "example", one) for one in samples], self.stop_ids[0])
+        return make(examples, self.stop_ids[0])
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         """Metrics of the completions of a rollout of this rank."""
@@ -262,6 +228,16 @@ class Sampling(Recipe):
             "completion_length": (sum(len(one.ids) for one in completions), number),
             "truncated": (sum(one.truncated for one in completions), number),
         }
+
+
+def _prompt_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What is asked in a row, a text or messages, and its tools: its `prompt`, or its chat without the last answer."""
+    if (prompt := row.get("prompt")) is not None:
+        return prompt, row.get("tools")
+    item = formats.read(row)
+    if not isinstance(item, formats.Conversation):
+        raise InputError("the row has no prompt to sample completions of: a text or messages under `prompt`, or a chat")
+    return item.messages[: -1 if item.messages[-1]["role"] == "assistant" else None], item.tools
 
 
 def left_padded(rows: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -280,37 +256,29 @@ def sample(
 
     They are drawn from softmax(logits / temperature) and nothing else: top_p, penalties and so on of the checkpoint's
     generation_config are off, so that log probabilities are those of what was drawn. temperature 0 is greedy.
-    rows: the number sampled at a time; a finished one is replaced by the next. together: all ranks take the same number
-    of steps, which FSDP needs; they give equally many prompts, and finished rows keep decoding. vocab_size: ids from it
-    on are not drawn.
+    rows: the number sampled at a time, at least those of one prompt. together: all ranks take the same number of steps,
+    which FSDP needs; they give equally many prompts. vocab_size: ids from it on are not drawn.
     """
-    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
-    options |= SAMPLED | dict(temperature=temperature) if temperature > 0 else GREEDY
+    how = OFF | dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
+    how |= dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
     if vocab_size is not None and vocab_size < model.vocab_size:
-        options["suppress_tokens"] = list(range(vocab_size, model.vocab_size))
-    at_once = len(prompts) * copies if rows is None else max(copies, rows)
-    trains = model.training
+        how["suppress_tokens"] = list(range(vocab_size, model.vocab_size))
+    sampled: list[list[int]] = []
+    number, trains = max(1, (rows or len(prompts) * copies) // copies), model.training
     model.eval()
     try:
-        if not together:
-            found = generate_many(
-                model, prompts, batch_size=at_once, seed=_seed(*seed, 0), eos_token_id=list(stop_ids), **options
-            )
-            return [row.tolist() for row in found]
-        sampled: list[list[int]] = []
-        number = max(1, at_once // copies)
         for n, first in enumerate(range(0, len(prompts), number)):
-            ids, mask = left_padded(prompts[first : first + number], stop_ids[0])
-            out = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), seed=_seed(*seed, n), eos_token_id=(),
-                stopping_criteria=_AllRanks(stop_ids), **options,
-            )  # fmt: skip
+            ids, mask = (x.to(model.device) for x in left_padded(prompts[first : first + number], stop_ids[0]))
+            ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids)) if together else {}
+            seed_of_rows = int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
+            how_now = {"eos_token_id": list(stop_ids), **how, **ends}
+            out = model.generate(ids, attention_mask=mask, seed=seed_of_rows, **how_now)
             for row in out[:, ids.shape[1] :].tolist():
                 end = next((n + 1 for n, index in enumerate(row) if index in stop_ids), len(row))
                 sampled.append(row[:end])
-        return sampled
     finally:
         model.train(trains)
+    return sampled
 
 
 class _AllRanks:
@@ -328,10 +296,6 @@ class _AllRanks:
         return bool(every)
 
 
-def _seed(*numbers: int) -> int:
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-
-
 class Rollouts:
     """The batches of each step: a rollout of the next prompts, on which `num_iterations` steps train.
 
@@ -344,8 +308,6 @@ class Rollouts:
         self.metrics: Metrics = {}
         self._position, self._rollout, self._steps_left = prompts.state_dict(), 0, 0
         self._batches: list[Batch] = []
-        self._file = Path(recipe.options.output_dir) / "completions.jsonl"
-        self._is_trimmed = False
 
     def take(self) -> list[Batch]:
         if self._steps_left == 0:
@@ -361,13 +323,12 @@ class Rollouts:
             self.prompts.prefetch()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"prompts": self._position, "rollout": self._rollout, "left": self._steps_left}
-        if not self._steps_left:
-            return state | {"batches": [], "metrics": {}}
-        batches = [
-            {key: x.cpu() if isinstance(x, Tensor) else x for key, x in batch.items()} for batch in self._batches
-        ]
-        return state | {"batches": batches, "metrics": self.metrics}
+        batches = self._batches if self._steps_left else []
+        return {
+            "prompts": self._position, "rollout": self._rollout, "left": self._steps_left,
+            "metrics": self.metrics if self._steps_left else {},
+            "batches": [{key: x.cpu() if isinstance(x, Tensor) else x for key, x in one.items()} for one in batches],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
@@ -380,15 +341,11 @@ class Rollouts:
         prompts = [prompt for batch in self.prompts.take() for prompt in batch["prompts"]]
         start = time.perf_counter()
         found = self.recipe.roll_out(prompts, self._rollout)
-        seconds = time.perf_counter() - start
-        completions = [one for one in found if isinstance(one, Completion)]
-        self.metrics = {}
-        if completions:
-            self.metrics = {**self.recipe.metrics_of(completions), "rollout_seconds": (seconds, 1)}
+        self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
         if p.is_main:
-            self._write(completions)
+            self._write(found)
         if o.packing:
-            bins = best_fit([one.size for one in found], o.batch_tokens)
+            bins = best_fit([one.example.size for one in found], o.batch_tokens)
         else:
             rows = max(1, o.batch_tokens // o.max_length)
             bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
@@ -397,22 +354,16 @@ class Rollouts:
         return [on_device(check_ids(batch, self.prompts.vocab_size), p.device) for batch in batches]
 
     def _write(self, completions: Sequence[Completion]) -> None:
-        """Adds a line to completions.jsonl for each of this rank, and shows some of the first rollout."""
-        lines = []
-        for one in completions:
-            judged = {"reward": one.reward, "rewards": one.rewards, "advantage": one.advantage} if one.rewards else {}
-            line = {"rollout": self._rollout, "prompt": one.prompt.prompt, "completion": one.text, **judged,
-                    "tokens": len(one.ids), "truncated": one.truncated, "where": one.prompt.where}  # fmt: skip
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-        with write_errors(self._file):
-            if not self._is_trimmed:  # of steps after the checkpoint that a run was resumed from
-                self._is_trimmed = True
-                before = self._file.read_text("utf-8").splitlines(keepends=True) if self._file.is_file() else []
-                kept = [line for line in before if line.endswith("\n") and json.loads(line)["rollout"] < self._rollout]
-                self._file.write_text("".join(kept), "utf-8")
-            with self._file.open("a", encoding="utf-8") as file:
-                file.writelines(lines)
+        """Writes the completions of this rank into DIR/completions, and shows some of the first rollout."""
+        file = Path(self.recipe.options.output_dir) / "completions" / f"rollout-{self._rollout:06}.jsonl"
+        names = ("text", "rewards", "reward", "advantage", "truncated")
+        with write_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            with file.open("w", encoding="utf-8") as lines:
+                for one in completions:
+                    line = {"where": one.prompt.where, "prompt": one.prompt.prompt, "tokens": len(one.ids)}
+                    line |= {name: getattr(one, name) for name in names}
+                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._rollout == 0:
             for one in completions[: self.recipe.options.show]:
-                reward = f"\nreward {one.reward:g}" if one.rewards else ""
-                say(f"\n{one.prompt.where}, sampled:\n{one.text}{reward}")
+                say(f"\n{one.prompt.where}, sampled, reward {one.reward:g}:\n{one.text}")

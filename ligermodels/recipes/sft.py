@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ligermodels.errors import InputError
 from ligermodels.recipes import masking
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TextOptions, TrainOptions, option, override
+from ligermodels.recipes.options import TextOptions, option
 from ligermodels.training.mtp import add_mtp, check_has_mtp, load_mtp
 
 
@@ -56,15 +55,12 @@ class PretrainOptions(TextOptions):
     recipe = "pretrain"
     group = "pretraining"
     scratch: bool = option(  # type: ignore[misc]
-        False, "draw the weights at random, by the config.json of MODEL; the learning rate is then 3e-4 by default"
+        False,
+        "draw the weights at random, by the config.json of MODEL; the learning rate is then 3e-4 by default",
+        excludes=("lora_r",),
     )
-    weight_decay: float = override(TrainOptions, "weight_decay", 0.1)
-    adam_beta2: float = override(TrainOptions, "adam_beta2", 0.95)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scratch and self.lora_r:
-            raise InputError("scratch draws all weights at random, and lora_r would freeze them; give one of the two")
+    weight_decay: float = option(0.1, "weight decay of matrices; norms and biases have none", least=0)
+    adam_beta2: float = option(0.95, "beta2 of AdamW", least=0, below=1)
 
     @property
     def peak_lr(self) -> float:

@@ -1,4 +1,4 @@
-"""What a step needs: batches, for any number of ranks, a learning rate, metrics, and signals that end the run."""
+"""What a step needs: batches, for any number of ranks, a learning rate, means of metrics, signals that end the run."""
 
 import math
 import os
@@ -13,14 +13,12 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes.base import Metrics
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch
 
-Collate = Callable[[Sequence[Any]], Batch]
-FEW_STEPS = 20
-"""A run of fewer steps learns little."""
+Metrics = dict[str, tuple[Any, Any]]
+"""For the log: by name, a sum over the batch of this rank, and the number of values in it."""
 
 
 class StepBatches:
@@ -33,7 +31,10 @@ class StepBatches:
     metrics: ClassVar[Metrics] = {}
     """Metrics of making the batches; only rollouts have some."""
 
-    def __init__(self, batches: Batches, collate: Collate, per_step: int, processes: Processes, vocab_size: int):
+    def __init__(
+        self, batches: Batches, collate: Callable[[Sequence[Any]], Batch], per_step: int, processes: Processes,
+        vocab_size: int,
+    ) -> None:  # fmt: skip
         self.batches, self.collate, self.per_step = batches, collate, per_step
         self.processes, self.vocab_size = processes, vocab_size
         self._next: list[Batch] | None = None
@@ -73,8 +74,7 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 def check_ids(batch: Batch, vocab_size: int) -> Batch:
     """The batch. Raises InputError for ids that the embedding has no row for: a GPU would read other memory."""
-    highest = int(batch["input_ids"].max())
-    if highest >= vocab_size:
+    if (highest := int(batch["input_ids"].max())) >= vocab_size:
         raise InputError(
             f"the tokenizer gave the id {highest}, and the model has {vocab_size} ids: they do not belong together"
         )
@@ -84,12 +84,11 @@ def check_ids(batch: Batch, vocab_size: int) -> Batch:
 def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
     """This rank's share of the batches. All ranks get the same number; a batch that is one too many has no labels."""
     own: list[Batch] = []
-    for first in range(0, len(batches), processes.batch_ranks):
-        index = first + processes.batch_rank
-        batch = batches[min(index, len(batches) - 1)]
-        if index >= len(batches):
-            batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}  # type: ignore[arg-type]
-        own.append(batch)
+    for index in range(processes.batch_rank, len(batches) + processes.batch_rank, processes.batch_ranks):
+        if index < len(batches):
+            own.append(batches[index])
+        else:
+            own.append(batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], -100)})
     return own
 
 
@@ -100,38 +99,29 @@ def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | No
     ranks. forwards: of the run, if they were counted.
     """
     if accumulation is None:
-        wanted = 8 if forwards is None else max(1, min(8, int(forwards // FEW_STEPS)))
+        wanted = 8 if forwards is None else max(1, min(8, int(forwards // 20)))
         return -(-wanted // ranks) * ranks
     if accumulation % ranks:
-        fits = sorted({max(ranks, accumulation // ranks * ranks), -(-accumulation // ranks) * ranks})
         raise InputError(
-            f"accumulation={accumulation} forwards a step cannot be split over {ranks} processes; "
-            f"give {' or '.join(map(str, fits))}"
+            f"accumulation={accumulation}: {accumulation} forwards or prompts a step cannot be split over {ranks} "
+            f"processes; give {-(-accumulation // ranks) * ranks}"
         )
     return accumulation
 
 
-class MetricSums:
-    """The metrics of a step, summed over batches and ranks."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, metrics: Metrics) -> None:
-        for name, pair in metrics.items():
-            both = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair])
-            self._sums[name] = self._sums[name] + both if name in self._sums else both
-
-    def means(self, processes: Processes) -> dict[str, float]:
-        """The means over all ranks, of metrics that have a value."""
-        if not self._sums:
-            return {}
-        sums = torch.stack([pair.to(processes.device) for pair in self._sums.values()])
-        totals = processes.sum_tensor(sums).tolist()
-        means = {name: total / number for name, (total, number) in zip(self._sums, totals, strict=True) if number}
-        if {"reward_chosen", "reward_rejected"} <= means.keys():
-            means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
-        return means
+def means_of(found: Sequence[Metrics], processes: Processes) -> dict[str, float]:
+    """The means over batches and all ranks, of metrics that have a value. All ranks have the same names."""
+    sums: dict[str, Tensor] = {}
+    for name, pair in (item for metrics in found for item in metrics.items()):
+        both = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in pair]).to(processes.device)
+        sums[name] = sums[name] + both if name in sums else both
+    if not sums:
+        return {}
+    totals = processes.sum_tensor(torch.stack(list(sums.values()))).tolist()
+    means = {name: total / number for name, (total, number) in zip(sums, totals, strict=True) if number}
+    if {"reward_chosen", "reward_rejected"} <= means.keys():
+        means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+    return means
 
 
 class Signals:

@@ -9,8 +9,7 @@ DIR/checkpoints/       the newest checkpoints, from which --resume continues
 DIR/metrics.jsonl      a line per step and per evaluation
 DIR/tensorboard/       the same for TensorBoard
 DIR/best/              the model, or the adapters, of the best evaluation
-DIR/model/             the tuned model; adapter/ or medusa/ where that is what was trained
-DIR/report.md          the plan and the results
+DIR/model/             the tuned model, with plan and results in README.md; adapter/ or medusa/ where that was trained
 """
 
 import contextlib
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
@@ -40,14 +40,13 @@ from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.packing import Batch, filled_batch
-from ligermodels.recipes.plan import choose_memory, make_plan
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
-    MetricSums,
     Signals,
     StepBatches,
     forwards_per_step,
     learning_rate,
+    means_of,
     on_device,
     peak_memory,
     shard_batches,
@@ -73,10 +72,11 @@ def train(kind: type[Recipe], options: TrainOptions) -> int:
 
 def start_processes(options: TrainOptions) -> Processes:
     """Joins the processes that torchrun has started; a single one needs no process group."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not dist.is_initialized():
+    degrees: dict[str, Any] = dict(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized() and set(degrees.values()) == {1}:
         on_gpu = torch.cuda.is_available()
         return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-    return Processes.of_mesh(make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp))
+    return Processes.of_mesh(make_mesh(**degrees))
 
 
 @dataclass
@@ -121,17 +121,18 @@ class Trainer:
 
         The options and the first rows are checked before weights are read and before anything is written.
         """
-        p, out = self.processes, self.out
-        if not self.options.dry_run:
-            p.from_main(lambda: folder.check(out, resume=self.options.resume))
-        before = p.from_main(lambda: folder.read_options(out, self.options)) if self.options.resume else None
-        if self.options.resume and before is None and p.is_main:
+        o, p, out = self.options, self.processes, self.out
+        file = out / "options.yaml"
+        if not o.dry_run:
+            p.from_main(lambda: folder.check(out, resume=o.resume))
+        before = p.from_main(lambda: type(o).load(file) if file.is_file() else None) if o.resume else None
+        if o.resume and before is None and p.is_main:
             say(f"warning: --resume, but {out} has no run: a new one begins")
 
         # The data
-        self.folder = models.find(self.options)
-        sketch = models.sketch(self.folder, text_only=self.options.text_only)
-        tokenizer = models.tokenizer_of(self.options, self.folder, sketch)
+        source = models.find(o)
+        sketch = models.sketch(source, text_only=o.text_only)
+        tokenizer = models.tokenizer_of(o, source, sketch)
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
         if o.capture:
@@ -144,15 +145,17 @@ class Trainer:
 
         # The plan
         self.progress = Progress(steps)
-        adapters = memory.adapter_parameters(sketch, o) if o.lora_r else None
-        sizes = recipe.memory(memory.Sizes.of(sketch, trained=adapters), sketch)
-        choose_memory(self, sizes)
-        self.plan, notes = make_plan(self, sketch, sizes, counts)
+        sizes = recipe.memory(memory.Sizes.of(sketch, o), sketch)
+        free = memory.available(p.device)
+        free = free if free is None else min(p.gather(free))
+        o.precision, o.activations = memory.choose(sizes, o, p, free)
+        self.plan = report.make_plan(o, p, type(sketch).__name__, sizes, self.data, counts, steps)
+        self.plan |= recipe.plan(steps, counts)
         if p.is_main:
-            lines = [f"{name:14} {text}" for name, text in self.plan.items()]
-            print("\n".join(lines + notes), file=sys.stdout if o.dry_run else sys.stderr, flush=True)
-            for text in self.data.examples(o.show):
-                say(f"\n{text}")
+            text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
+            print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)
+            for example in self.data.examples(o.show):
+                say(f"\n{example}")
         if o.dry_run:
             return False
 
@@ -166,11 +169,12 @@ class Trainer:
         changed = [] if before is None else o.check_resumed(before)
 
         # The model
-        self.model = models.load_model(o, self.folder, p, recipe)
-        self.stack.enter_context(folder.lock(out, o, p))  # before anything is written
-        p.from_main(lambda: folder.write_options(out, o, replace=False))
-        recipe.setup(self)
-        self.optimizer = models.make_optimizer(o, self.model, p, captured=o.capture)
+        prepare = recipe.prepare if recipe.adds_modules else None
+        self.model = models.load_model(o, source, p, prepare)
+        self.stack.enter_context(folder.locked(out, p, resume=o.resume))  # before anything is written
+        self._write_options(replace=False)
+        recipe.setup(self.model, source, p)
+        self.optimizer = models.make_optimizer(o, self.model, p)
         self.checkpoints = self.stack.enter_context(
             Checkpoints(
                 out / "checkpoints", self.model, self.optimizer, keep=o.save_total_limit,
@@ -181,16 +185,15 @@ class Trainer:
         resumed = self.checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
-        p.from_main(lambda: folder.write_options(out, o, replace=True))  # now that the run can continue with them
-        if o.resume and before is not None and p.is_main:
+        self._write_options(replace=True)  # now that the run can continue with them
+        if before is not None and p.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
             if changed:
                 say(f"changed since the run began: {', '.join(changed)}")
         if not resumed:
             torch.manual_seed(o.seed + p.batch_rank)
-        on_gpu = p.device.type == "cuda"
-        self.reporter = report.Reporter(o, steps, resumed, self.progress.evaluated, on_gpu=on_gpu, active=p.is_main)
-        self.stack.callback(self.reporter.close)
+        self.reporter = report.Reporter(o, steps, resumed, self.progress.evaluated, active=p.is_main)
+        self.stack.callback(lambda: self.reporter.close())
         return True
 
     def _with_lengths(self, sketch: Any) -> TrainOptions:
@@ -214,21 +217,30 @@ class Trainer:
         finally:
             note.cancel()
 
+    def _write_options(self, *, replace: bool) -> None:
+        file = self.out / "options.yaml"
+
+        def write() -> None:
+            if replace or not file.is_file():
+                with write_errors(file):
+                    file.write_text(self.options.dump(), "utf-8")
+
+        self.processes.from_main(write)
+
     # ---- one step ----
 
     def train_step(self) -> bool:
         """One optimizer step over the batches of all ranks. Returns whether a signal has come to any rank."""
         o, p, progress, start = self.options, self.processes, self.progress, time.perf_counter()
-        metrics, lr = MetricSums(), o.peak_lr * learning_rate(progress.step, progress.steps, o)
+        lr = o.peak_lr * learning_rate(progress.step, progress.steps, o)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         try:
             batches = self.batches.take()
         except LigermodelsError as error:  # of reward functions, which all ranks raise
             self._stop_with(error)
-        metrics.add(self.batches.metrics)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count = self._sum_of_counts(batches)
+        count, metrics = self._sum_of_counts(batches), [self.batches.metrics]
         loss = torch.zeros((), device=p.device)
         for batch in batches:
             if o.capture:  # the last call also takes the optimizer's step
@@ -237,7 +249,7 @@ class Trainer:
                 part, found = self.recipe.loss(self.model, batch, count.clamp(min=1))
                 part.backward()
                 loss += part.detach()
-                metrics.add(found)
+                metrics.append(found)
         if not o.capture:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -257,10 +269,11 @@ class Trainer:
         progress.tokens += round(tokens_of_all)
         progress.trained += round(count.reshape(-1)[0].item())
         progress.seconds += seconds
-        self.reporter.step(
-            progress.step, loss=value, lr=lr, grad_norm=norm, tokens=progress.tokens, trained_tokens=progress.trained,
-            tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **metrics.means(p),
+        values = dict(
+            loss=value, lr=lr, grad_norm=norm, tokens=progress.tokens, trained_tokens=progress.trained,
+            tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **means_of(metrics, p),
         )  # fmt: skip
+        self.reporter.step(progress.step, values)
         if failures:
             self._stop_with(next(error for error in p.gather(failed) if error is not None))
         return came > 0
@@ -286,11 +299,10 @@ class Trainer:
         raise error
 
     def _diverged(self, loss: float, norm: float) -> TrainingError:
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the norm of the gradient is {norm}"
         return TrainingError(
-            f"step {self.progress.step + 1} of {self.progress.steps}: {what}. The step was not saved; earlier "
-            "checkpoints are unchanged.\n  Likely: the learning rate is too high "
-            f"(--learning-rate {self.options.peak_lr:g}), or examples of this step are broken.\n"
+            f"step {self.progress.step + 1} of {self.progress.steps}: the loss is {loss}, the norm of the gradient "
+            f"{norm}. The step was not saved; earlier checkpoints are unchanged.\n  Likely: the learning rate is too "
+            f"high (--learning-rate {self.options.peak_lr:g}), or examples of this step are broken.\n"
             "  Next: a lower --learning-rate or a longer --warmup-steps, in another --output-dir."
         )
 
@@ -299,37 +311,32 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> None:
         """The loss over the evaluation data of all ranks; keeps the best model."""
-        progress, loss, metrics = self.progress, 0.0, MetricSums()
+        progress, loss, metrics = self.progress, 0.0, []
         count = self._sum_of_counts(self.evaluation).clamp(min=1)
         self.model.eval()
         for batch in self.evaluation:
             batch = on_device(batch, self.processes.device) | {"return_logits": False}
             part, found = self.recipe.loss(self.model, batch, count)
             loss += part.item()  # over all ranks
-            metrics.add(found)
+            metrics.append(found)
         self.model.train()
         if not math.isfinite(loss):
             raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; it was not saved")
         progress.evaluated = progress.step
-        better = loss < progress.best
-        if better:
+        if better := loss < progress.best:
             progress.best, progress.best_step = loss, progress.step
-        self.reporter.evaluation(progress.step, loss, better=better, **metrics.means(self.processes))
+        self.reporter.evaluation(progress.step, loss, better=better, **means_of(metrics, self.processes))
         if better and progress.step > 0:
             self._save_model(self.out / "best")
 
     # ---- saving ----
 
     def save(self, *, wait: bool) -> None:
-        """Saves a checkpoint. An error names the size of a checkpoint and the free space, which torch's does not."""
+        """Saves a checkpoint. An error names the free space, which torch's does not."""
         try:
             self.checkpoints.save(self.progress.step, wait=wait)
         except CheckpointError as error:
-            saved = self.checkpoints.folder
-            newest = max(saved.glob("step-*"), default=None)
-            size = sum(file.stat().st_size for file in newest.iterdir()) if newest else 0
-            takes = f"A checkpoint takes {size / 1e6:,.1f} MB, and " if size else ""
-            error.add_note(f"  {takes}{shutil.disk_usage(saved).free / 1e9:,.1f} GB are free on that disk.")
+            error.add_note(f"  {shutil.disk_usage(self.out).free / 1e9:,.1f} GB are free on that disk.")
             raise
 
     def _save_model(self, target: Path, *, merged: bool = False) -> None:
@@ -373,10 +380,8 @@ class Trainer:
                 self.save(wait=True)
         except (KeyboardInterrupt, LigermodelsError) as error:
             if self.stopped:
-                error.add_note(
-                    f"stopped after step {progress.step} of {progress.steps}, which is saved. To continue:\n"
-                    f"  {self._resume_command(error)}"
-                )
+                text = f"stopped after step {progress.step} of {progress.steps}, which is saved. To continue:"
+                error.add_note(f"{text}\n  {self._resume_command(error)}")
             raise
         self._finish()
         return 0
@@ -386,25 +391,29 @@ class Trainer:
         return step in (0, self.progress.steps) or (every > 0 and step % every == 0)
 
     def _resume_command(self, error: BaseException) -> str:
-        command = (
-            f"ligermodels train {self.options.recipe} --config {shlex.quote(str(self.out / 'options.yaml'))} --resume"
-        )
+        file = shlex.quote(str(self.out / "options.yaml"))
         torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
-        return torchrun + command + " --skip-bad" * isinstance(error, BadRowError)
+        skips = " --skip-bad" * isinstance(error, BadRowError)
+        return f"{torchrun}ligermodels train {self.options.recipe} --config {file} --resume{skips}"
 
     def _finish(self) -> None:
-        """Writes the result and the report, and prints the path of the result to stdout."""
-        o, saved = self.options, self.out / self.recipe.result
+        """Writes the result and its card, and prints the path of the result to stdout."""
+        progress, saved = self.progress, self.out / self.recipe.result
         self._save_model(saved)
-        if o.merge:
+        if self.options.merge:
             saved = self.out / "model"
             self._save_model(saved, merged=True)
         if not self.processes.is_main:
             return
-        self.reporter.finish(self, saved)
-        say(f"report: {self.out / 'report.md'}")
-        end = "" if sys.stdout.isatty() else f"{saved}\n"  # where stdout is a file, the terminal shows the path too
-        print(f"{saved.name}: ", end=end, file=sys.stderr, flush=True)
+        lines, counts = self.reporter.lines(), self.data.train.counts.report()
+        facts = self.plan | {
+            "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{report.left_out(counts)}",
+            "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s in {progress.seconds:,.0f} s",
+            "peak memory": f"{max(line.get('gib', 0.0) for line in lines):.2f} GiB",
+        }
+        if progress.best_step >= 0:
+            facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
+        report.write_card(self.options, facts, lines, saved)
         print(saved)
 
 

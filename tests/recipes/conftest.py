@@ -59,5 +59,5 @@ def tokenizer(home):
 @pytest.fixture(scope="module")
 def teacher(home):
     """The model after some training, in home/teacher/model."""
-    assert train(home, "teacher", *LEARN, "--epochs", "10") == 0
+    assert train(home, "teacher", *LEARN, "--num-train-epochs", "10") == 0
     return home / "teacher" / "model"

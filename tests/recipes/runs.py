@@ -45,13 +45,13 @@ def reward(completion_ids, letter, **others):
     return [sum(i % 5 == ord(c) % 5 for i in ids) for ids, c in zip(completion_ids, letter)]
 """
 
-LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
+LEARN = ("--max-length", "128", "--accumulation", "1", "--learning-rate", "4e-3")
 FEW = (
-    "--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup-steps", "0",
+    "--max-length", "64", "--accumulation", "2", "--max-steps", "6", "--learning-rate", "3e-3", "--warmup-steps", "0",
     "--eval-share", "0.3",
 )  # fmt: skip
 """Options of a short run with evaluations."""
-SAMPLED = ("--accumulation", "4", "--prompts", "4", "--steps", "4", "--max-completion-length", "5")
+SAMPLED = ("--accumulation", "4", "--prompts", "4", "--max-steps", "4", "--max-completion-length", "5")
 RECIPES = {
     "sft": ("chats", ()),
     "pretrain": ("texts", ("--scratch", "--capture")),
@@ -69,7 +69,7 @@ RECIPES = {
 
 def train(home, out, *flags, recipe="sft", data="chats.jsonl", model="model") -> int:
     """The exit status of a run into home/out."""
-    argv = ["train", recipe, home / model, "--data", home / data, "--out", home / out]
+    argv = ["train", recipe, home / model, "--data", home / data, "--output-dir", home / out]
     return main([str(argument) for argument in (*argv, "--show", "0", "--report-to", "none", *flags)])
 
 
@@ -91,6 +91,12 @@ def all_metrics(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     ignored = ("step", "tokens_per_second", "rollout_seconds", "gib")
     return {(name, line["step"]): x for line in lines for name, x in line.items() if name not in ignored}
+
+
+def completions(folder):
+    """All that was sampled, in order."""
+    files = sorted((folder / "completions").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def weights(folder):

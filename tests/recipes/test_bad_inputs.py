@@ -54,7 +54,7 @@ FILES = {  # name, content, what the error says; the first word of a case may be
     "kto pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "train with dpo, orpo, cpo or simpo"),
     "kto empty": ("a.jsonl", '{"prompt": "a", "completion": "", "label": true}', "completion: it is empty"),
     "orpo same": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "b"}', "both are the same"),
-    "grpo text": ("a.jsonl", '{"text": "a"}', "a.jsonl:1: the row has no prompt; expected"),
+    "grpo text": ("a.jsonl", '{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
     "grpo mixed": ("a.jsonl", '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
                    "a.jsonl:2: prompt: expected a text, as in the first row"),
     "grpo answered": ("a.jsonl", json.dumps({"prompt": [said("assistant", "a")]}), "prompt: it ends with what the"),
@@ -62,8 +62,8 @@ FILES = {  # name, content, what the error says; the first word of a case may be
                   "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64"),
 }  # fmt: skip
 FLAGS = {
-    "rows of two tokens": (("--length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
-    "template that is nowhere": (("--chat-template", "odd"), "chat_template=odd: there is no such file"),
+    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
+    "template that is nowhere": (("--chat-template", "odd"), "there is no file odd"),
     "template of bytes": (("--chat-template", "BYTES"), "bytes.jinja is not UTF-8"),
     "template with a syntax error": (("--chat-template", "SYNTAX"), "syntax.jinja, line 2: syntax error: "),
     "template with an error": (
@@ -71,15 +71,15 @@ FLAGS = {
     ),
     "evaluation missing": (("--eval-data", "nowhere.jsonl"), "there is no file or folder nowhere.jsonl"),
     "targets": (
-        ("--lora", "2", "--lora-target-modules", "q_proj,qproj"),
+        ("--lora-r", "2", "--lora-target-modules", "q_proj,qproj"),
         "'qproj' is not there; targets are linear modules: down_proj, gate_proj, k_proj, o_proj, q_proj,",
     ),
-    "out in a file": (("--out", "FILE/out"), "cannot be written, since "),
-    "out that is a file": (("--out", "FILE"), "is a file; give a folder"),
-    "out with other files": (("--out", "FOLDER"), "is not empty; give a folder that is new"),
+    "out in a file": (("--output-dir", "FILE/out"), "cannot be written, since "),
+    "out that is a file": (("--output-dir", "FILE"), "is a file; give a folder"),
+    "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
     "no file of options": (("--config", "none.yaml"), "cannot be read: No such file"),
-    "no wandb": (("--report-to", "wandb"), "not installed: pip install 'wandb'"),
+    "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
 }  # fmt: skip
 TEMPLATES = {
     "BYTES": b"\xff",
@@ -105,7 +105,7 @@ def test_wrong_data(home, write, tmp_path, capsys, case):
         pytest.importorskip("datasets")
     recipe = case.split()[0] if case.split()[0] in RECIPES else "sft"
     flags = [flag.format(home=home) for flag in RECIPES[recipe][1]]
-    flags += ["--steps", "1", "--length", "64"] if recipe != "sft" else ["--steps", "1"]
+    flags += ["--max-steps", "1", "--max-length", "64"] if recipe != "sft" else ["--max-steps", "1"]
     text = refused(capsys, home, tmp_path / "out", words, *flags, recipe=recipe, data=write(name, content))
     assert text.count("Parquet") == (case == "parquet that is none")
 
@@ -126,38 +126,34 @@ def test_wrong_flags(home, tmp_path, capsys, case):
     assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error", "targets"))
 
 
-@pytest.mark.parametrize("said, flags", [
-    ("the reward reward failed (", ("--reward-funcs", "{home}/stripped.py")),
-    ("reward=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")),
-])  # fmt: skip
-def test_rewards_that_fail_at_once(home, tmp_path, capsys, said, flags):
-    (home / "stripped.py").write_text(
-        "def reward(completions):\n    return [len(text['content']) for text in completions]"
-    )
-    flags = [flag.format(home=home) for flag in flags]
+def test_a_reward_that_is_nowhere(home, tmp_path, capsys):
+    said, flags = "reward=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")
     refused(capsys, home, tmp_path / "out", said, *flags, recipe="grpo", data="prompts.jsonl")
 
 
 def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     out = tmp_path / "out"
-    assert train(home, out, "--length", "64", "--steps", "2") == 0
+    assert train(home, out, "--max-length", "64", "--max-steps", "2") == 0
     before = (out / "options.yaml").read_text()
-    assert train(home, out, "--length", "64", "--steps", "1", "--resume") == 3
+    assert train(home, out, "--max-length", "64", "--max-steps", "1", "--resume") == 3
     assert "has a checkpoint after step 2, and this run is to have 1" in capsys.readouterr().err
     assert (out / "options.yaml").read_text() == before
-    assert train(home, out, "--length", "64", "--steps", "1", "--resume", recipe="pretrain", data="texts.jsonl") == 3
+    assert (
+        train(home, out, "--max-length", "64", "--max-steps", "1", "--resume", recipe="pretrain", data="texts.jsonl")
+        == 3
+    )
     assert "options.yaml is of `train sft`, and this is `train pretrain`" in capsys.readouterr().err
     assert (out / "options.yaml").read_text() == before
-    assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
+    assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
     assert "changed since the run began: max_steps 2 -> 3, learning_rate default -> 0.5\n" in capsys.readouterr().err
     assert "max_steps: 3" in (out / "options.yaml").read_text()
-    assert train(home, out, "--length", "64", "--steps", "3", "--lr", "0.5", "--resume") == 0
+    assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
     said = capsys.readouterr().err
     assert "resumed after step 3\n" in said and "changed since" not in said and "has no run" not in said
 
 
 def test_resuming_where_nothing_is_says_that_a_run_begins(home, tmp_path, capsys):
-    assert train(home, tmp_path / "new", "--length", "64", "--steps", "1", "--resume") == 0
+    assert train(home, tmp_path / "new", "--max-length", "64", "--max-steps", "1", "--resume") == 0
     assert capsys.readouterr().err.startswith(f"warning: --resume, but {tmp_path / 'new'} has no run: a new one begins")
 
 
@@ -200,7 +196,7 @@ def test_wrong_models(home, tmp_path, capsys, case):
     change, words = MODELS[case]
     shutil.copytree(home / "model", tmp_path / "model")
     change(tmp_path / "model")
-    refused(capsys, tmp_path, tmp_path / "out", words, "--steps", "1", data=home / "chats.jsonl")
+    refused(capsys, tmp_path, tmp_path / "out", words, "--max-steps", "1", data=home / "chats.jsonl")
 
 
 def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
@@ -210,7 +206,7 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     shutil.copytree(home / "model", tmp_path / "model")
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
-    flags = ("--steps", "1", "--length", "32", "--eval-data", evaluation, "--no-packing")
+    flags = ("--max-steps", "1", "--max-length", "32", "--eval-data", evaluation, "--no-packing")
     assert train(tmp_path, tmp_path / "out", *flags, data=data) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 
@@ -223,7 +219,7 @@ def test_only_bad_rows_are_not_skipped_to_nothing(home, write, tmp_path, capsys)
 
 def test_what_cannot_be_resumed(home, capsys):
     """A folder that has no run, a checkpoint that is damaged, and data that has grown."""
-    notes, flags = home / "notes", ("--steps", "4", "--save-steps", "2", "--length", "64")
+    notes, flags = home / "notes", ("--max-steps", "4", "--save-steps", "2", "--max-length", "64")
     notes.mkdir()
     (notes / "notes.txt").write_text("mine")
     assert train(home, "notes", *flags, "--resume") == 3
@@ -233,7 +229,7 @@ def test_what_cannot_be_resumed(home, capsys):
     assert train(home, "resumed", *flags, data="growing.jsonl") == 0
     with (home / "growing.jsonl").open("a") as file:
         file.write(f"\n{CHAT}")
-    longer = (*flags, "--steps", "6", "--resume")
+    longer = (*flags, "--max-steps", "6", "--resume")
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
     assert "rows was 16, now it is 17. Next step: restore what was before (rows" in capsys.readouterr().err
     other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")

@@ -318,7 +318,7 @@ def test_system_prompt(write):
     assert "Be brief." in recipe.tokenizer.decode(made.sequences[0].ids)
     rewards = str(write("r.py", "def reward(completions):\n    return [1.0]"))
     sampling = recipe_of("grpo", system_prompt="Be brief.", max_completion_length=9, reward_funcs=(rewards,))
-    sampling.set_chat(True)
+    sampling.chat = True
     assert "Be brief." in recipe.tokenizer.decode(sampling.process({"prompt": said("a")}).ids)
     with pytest.raises(InputError, match="system_prompt: it is for chats"):
         recipe.process({"text": "a"})

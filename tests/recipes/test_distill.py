@@ -11,14 +11,13 @@ import torch.nn.functional as F
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
-from ligermodels.recipes.distill import OnPolicy
+from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
-from ligermodels.recipes.teacher import distill_loss
 from ligermodels.text import Tokenizer
 from tests.arch import qwen2_vl
 from tests.recipes import losses, runs
-from tests.recipes.runs import SAMPLED, metrics, run
+from tests.recipes.runs import SAMPLED, completions, metrics, run
 
 OPTIONS = dict(beta=1.0, temperature=1.0, hard_weight=0.0)
 
@@ -90,7 +89,7 @@ def test_images_that_the_teacher_does_not_read_are_refused():
 
 @pytest.mark.parametrize(("says", "change"), [
     ("id 32 is 'A' for the model and 'zz' for the teacher (1 ids", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
-    ("has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),
+    ("it has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),
 ], ids=["ids", "splits"])  # fmt: skip
 def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says, change):
     shutil.copytree(home / "model", tmp_path / "teacher")
@@ -103,27 +102,34 @@ def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says,
 
 # ---- on-policy ----
 
-ON_POLICY = (*SAMPLED, "--lmbda", "1", "--max-completion-length", "9")
-
-
-def sampled(folder):
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+ON_POLICY = (*SAMPLED, "--on-policy", "--max-completion-length", "9")
 
 
 def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
-    flags = ("--eval-data", home / "chats.jsonl", "--eval-steps", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
+    flags = (
+        "--eval-data",
+        home / "chats.jsonl",
+        "--eval-steps",
+        "6",
+        "--learning-rate",
+        "6e-3",
+        "--max-steps",
+        "12",
+        "--show",
+        "2",
+    )
     assert run(home, home / "own", "distill", *ON_POLICY, "--eval-share", "0", *flags) == 0
     said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
     assert losses[12] < 0.75 * losses[1]  # of the samples
     assert told[12] < 0.85 * told[0]  # of the rows' answers, with the line break after them, which no sample has
-    lines = sampled(home / "own")
-    assert len(lines) == 12 * 4 and lines[-1]["rollout"] == 11 and said.count(", sampled:\n") == 2
-    assert lines[0]["prompt"][-1]["role"] == "user" and "reward" not in lines[0]
+    lines = completions(home / "own")
+    assert len(lines) == 12 * 4 and said.count(", sampled, reward 0:\n") == 2
+    assert lines[0]["prompt"][-1]["role"] == "user"
     lengths = metrics(home / "own", "completion_length")
     assert lengths[1] == sum(line["tokens"] for line in lines[:4]) / 4
     trained = metrics(home / "own", "trained_tokens")
     assert trained[1] == 4 * lengths[1] and metrics(home / "own", "truncated").keys() == losses.keys()
-    assert "1 of each prompt, of at most 9 tokens, at temperature 1\n" in said
+    assert "1 of each prompt, at most 9 tokens, temperature 1\n" in said
     assert "12; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
 
 
@@ -140,25 +146,24 @@ ROWS = {
 def data_of(home, write, *rows, **options):
     given = dict(model=str(home / "model"), teacher=str(home / "model"), data=str(write("rows.jsonl", list(rows))))
     tokenizer = Tokenizer.from_hub(home / "model")
-    return runs.data_of("distill", tokenizer, max_completion_length=9, **given, **{"lmbda": 1, **options})
+    return runs.data_of("distill", tokenizer, max_completion_length=9, on_policy=True, **given, **options)
 
 
-@pytest.mark.parametrize("share", [0.5, 1])
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_asked_and_what_the_row_says(home, write, name, share):
-    """The last answer is cut off, where there is one; steps that do not sample train on what sft trains on."""
+def test_what_is_asked_and_what_an_evaluation_reads(home, write, name):
+    """The last answer is cut off, where there is one; evaluations read what sft trains on."""
     tokenizer, row = Tokenizer.from_hub(home / "model"), ROWS[name]
-    prompt = next(data_of(home, write, row, lmbda=share).train)[0]
+    data = data_of(home, write, row)
+    prompt, evaluated = next(data.train)[0], data.recipe.process_evaluation(row)
     assert prompt.ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
     assert prompt.where.endswith("rows.jsonl:1")
-    assert prompt.own == encode(read(row), tokenizer)
-    assert prompt.own.ids[: len(prompt.ids)] == prompt.ids and set(prompt.own.labels[: len(prompt.ids)]) == {-100}
+    assert evaluated == encode(read(row), tokenizer) and evaluated.ids[: len(prompt.ids)] == prompt.ids
 
 
 def test_what_a_step_trains_on(home, write):
-    """Samples at their temperature, of ids that the teacher knows; between them the rows' own completions."""
+    """Samples at their temperature, of ids that the teacher knows."""
     rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
-    data = data_of(home, write, *rows, lmbda=0.5)
+    data = data_of(home, write, *rows)
     prompts = [next(data.train)[0] for _ in rows]
     model = losses.model(vocab_size=600).float()
 
@@ -166,14 +171,12 @@ def test_what_a_step_trains_on(home, write):
         recipe = OnPolicy(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
         recipe.chat, recipe.processes, recipe.vocab_size = True, Processes(torch.device("cpu")), 20
         recipe.model = model
-        return [recipe.roll_out(prompts, n) for n in range(4)]
+        return [recipe.roll_out(prompts, n) for n in range(2)]
 
     greedy, drawn = steps(sampling_temperature=0.0), steps()
-    assert [greedy[1], greedy[3]] == [[prompt.own for prompt in prompts]] * 2 == [drawn[1], drawn[3]]
-    assert greedy[0] == greedy[2] and drawn[0] != drawn[2] and drawn == steps() != steps(seed=1)
+    assert greedy[0] == greedy[1] and drawn[0] != drawn[1] and drawn == steps() != steps(seed=1)
     assert all(index < 20 and len(one.ids) == 9 for one in greedy[0] + drawn[0] for index in one.ids)
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
-    assert steps(lmbda=0.25)[1:] == [drawn[1]] * 3
 
 
 def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
@@ -183,11 +186,11 @@ def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
     ligermodels.Llama.from_config(config, device="cpu", seed=0).save_pretrained(folder)
     (tmp_path / "chats.jsonl").symlink_to(home / "chats.jsonl")
     for out, known in (("wide", teacher), ("both", folder)):  # "both": ids that the tokenizer has no names for
-        assert run(tmp_path, tmp_path / out, "distill", *ON_POLICY, "--steps", "1", "--teacher", known) == 0
+        assert run(tmp_path, tmp_path / out, "distill", *ON_POLICY, "--max-steps", "1", "--teacher", known) == 0
     assert metrics(tmp_path / "both")[1] == pytest.approx(0, abs=1e-6)
 
 
-def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
+def test_prompts_need_no_answer(home, write):
     tokenizer = Tokenizer.from_hub(home / "model")
     longer = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
     for row, messages in (
@@ -197,25 +200,13 @@ def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
     ):
         prompt = next(data_of(home, write, row).train)[0]
         assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    rows = [{"prompt": "Say", "completion": "a" * number} for number in (99, 9)]
-    batches = data_of(home, write, *rows, lmbda=0.5).train
-    found = [next(batches)[0].own for _ in rows]
-    assert sorted((one.size, one.trained) for one in found) == [(13, 10), (64, 61)]
-    with pytest.raises(InputError, match=r"(?s)none of 1 rows trains a token that stops .*: rows are cut before it"):
-        next(data_of(home, write, rows[0], lmbda=0.5).train)
-    text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, lmbda=0.5).train)[0]
-    assert text.ids == tokenizer.encode("Say")
-    assert text.own.ids == [*tokenizer.encode("Say a"), tokenizer.eos_token_id] and text.own.labels[:3] == [-100] * 3
+    assert next(data_of(home, write, {"prompt": "Say", "completion": " a"}).train)[0].ids == tokenizer.encode("Say")
 
 
 @pytest.mark.parametrize("says, rows, options", [
-    ("rows.jsonl:1: the row has no completion, on which some steps train", [{"prompt": "a"}], {"lmbda": 0.5}),
-    ("has no completion, and the evaluation is on rows' own completions",
-     [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
-    ("rows.jsonl:2: the row has no completion, on which some steps train",
-     [{"messages": ASKED + SAID}, {"messages": ASKED}], {"lmbda": 0.5}),
+    ("rows.jsonl:[12]: .*", [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
     ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
-    ("rows.jsonl:2: messages.* the first message is the assist", [{"messages": ASKED}, {"messages": SAID}], {}),
+    ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
     ("rows.jsonl:1: prompt: it has 60 tokens, and with max_completion_length=9 more", [{"prompt": "a" * 60}], {}),
 ], ids=str)  # fmt: skip
 def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):

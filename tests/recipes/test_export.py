@@ -11,7 +11,18 @@ from ligermodels.recipes import report
 from tests.conversion.gguf_files import small_model
 from tests.recipes.runs import CHATS, metrics, options_of, train
 
-FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup-steps", "0")
+FEW = (
+    "--max-length",
+    "64",
+    "--accumulation",
+    "1",
+    "--max-steps",
+    "3",
+    "--learning-rate",
+    "5e-3",
+    "--warmup-steps",
+    "0",
+)
 TEXT = "Say bcd.<|eot|>"
 
 
@@ -60,13 +71,15 @@ def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, 
 
     card = (whole / "model" / "README.md").read_text()
     losses, evaluated = metrics(whole), metrics(whole, "eval_loss")
-    assert f"| 1 | {losses[1]:.4f} |" in card and f"| 3 | {losses[3]:.4f} |" in card
+    assert f"| 1 |  | {losses[1]:.4f} |" in card and f"| 3 |  | {losses[3]:.4f} |" in card
     assert (
         f"{evaluated[3]:.4f}, after step 3" in card and "12 rows of messages" in card and "learning_rate: 0.005" in card
     )
     monkeypatch.chdir(tmp_path)
     options = options_of("sft", model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
-    head = yaml.safe_load(report.card(options, tmp_path / "out" / "adapter").split("---\n")[1])
+    (folder := tmp_path / "out" / "adapter").mkdir(parents=True)
+    report.write_card(options, {}, [], folder)
+    head = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
     assert head == {
         "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
         "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "lora", "ligermodels"],

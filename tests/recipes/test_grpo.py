@@ -12,7 +12,7 @@ from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from tests.recipes import losses, runs
-from tests.recipes.runs import REWARD, metrics, on_two, run, weights
+from tests.recipes.runs import REWARD, completions, metrics, on_two, run, weights
 
 CPU = torch.device("cpu")
 
@@ -211,11 +211,11 @@ def test_rewards_of_files(tmp_path):
     assert [one.rewards for one in both] == [{"reward": 4, "right": 1}, {"reward": 3, "right": None}]
     assert [one.reward for one in both] == [14, 3]
     for name, says in {
-        "fails": r"fails failed \(.*rewards.py:6\) at x.jsonl:2, for the completion 'bad': ZeroDivisionError: div",
-        "few": r"the reward few \(.*rewards.py:7\) returned 1 numbers for 2 completions, the first of x.jsonl:1",
-        "nan": r"the reward nan \(.*rewards.py:9\) returned nan for a completion of x.jsonl:1",
-        "lazy": r"the reward lazy failed \(.*rewards.py:15\) at x.jsonl:1, for the completion 'good': KeyError: 'good'",
-        "nothing": r"the reward nothing \(.*rewards.py:16\) returned None; it must return a list with a number",
+        "fails": r"fails failed at .*rewards.py:6, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
+        "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
+        "nan": r"the reward nan returned nan for a completion of x.jsonl:1",
+        "lazy": r"the reward lazy failed at .*rewards.py:15, .*: KeyError: 'good'",
+        "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
         "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     }.items():
         with pytest.raises(InputError, match=says):
@@ -223,12 +223,12 @@ def test_rewards_of_files(tmp_path):
     for source, says in {
         f"{file}:other": "has no function other; it has reward, right, fails",
         str(tmp_path / "no.py"): "there is no file",
-        "reward": "there is no file reward",
+        "reward": "there is no file .; give FILE.py",
     }.items():
         with pytest.raises(InputError, match=says):
             Rewards.load([source])
     (tmp_path / "broken.py").write_text("import math\nimport nothing_like_it")
-    with pytest.raises(InputError, match="cannot be imported, line 2: ModuleNotFoundError"):
+    with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
         Rewards.load([str(tmp_path / "broken.py")])
 
 
@@ -244,30 +244,24 @@ def test_a_reward_that_fails_loses_nothing_and_a_constant_one_teaches_nothing(ho
     assert set(metrics(tmp_path / "whole").values()) == {0}
     (home / "fails.py").write_text(
         f"import pathlib{REWARD}"
-        f"lines = pathlib.Path({str(tmp_path / 'out/completions.jsonl')!r})\nown = reward\n"
+        f"third = pathlib.Path({str(tmp_path / 'out/completions/rollout-000001.jsonl')!r})\nown = reward\n"
         "def reward(**given):\n"
-        "    if lines.is_file() and len(lines.read_text().splitlines()) == 32:\n        raise OSError('no server')\n"
+        "    if third.is_file():\n        raise OSError('no server')\n"
         "    return own(**given)\n"
     )
     assert train("out") == 3
     said = capsys.readouterr().err
-    assert "the reward reward failed (" in said and "fails.py:8) at " in said and "OSError: no server" in said
+    assert "the reward reward failed at " in said and "fails.py:8, for completions of " in said
+    assert "OSError: no server" in said
     assert "stopped after step 2 of 4, which is saved" in said and "--resume\n" in said
     (home / "fails.py").write_text(REWARD)
     assert train("out", "--resume") == 0
     assert train("right") == 0
-    assert lines(tmp_path / "out") == lines(tmp_path / "right")
+    assert completions(tmp_path / "out") == completions(tmp_path / "right")
     assert weights(tmp_path / "out") == weights(tmp_path / "right")
-    assert (
-        "| step | loss | eval loss | reward | eval reward | reward std |"
-        in (tmp_path / "out" / "report.md").read_text()
-    )
+    assert "| step | eval loss | loss | eval reward |" in (tmp_path / "out" / "model" / "README.md").read_text()
     rewards, evaluated = (metrics(tmp_path / "out", name) for name in ("eval_reward", "eval_loss"))
     assert set(rewards) == {0, 4} and evaluated[4] == pytest.approx(-rewards[4])
-
-
-def lines(folder):
-    return (folder / "completions.jsonl").read_text().splitlines()
 
 
 @pytest.mark.slow
@@ -278,7 +272,7 @@ def test_two_processes_sample_together(home, tmp_path, capfd):
     assert run(home, tmp_path / "one", "grpo", *flags) == 0
     one, two = (metrics(tmp_path / name, "eval_reward") for name in ("one", "two"))
     assert one[0] == two[0]  # greedy
-    assert len(lines(tmp_path / "two")) == 4 * 8  # rank 0's
+    assert len(completions(tmp_path / "two")) == 4 * 8  # rank 0's
     (home / "wrong.py").write_text(
         "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0 for _ in letter]"
     )

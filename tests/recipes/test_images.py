@@ -251,7 +251,7 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
     answers = dict(zip(NAMES, ("the cat sat", "a dog", "cat"), strict=True))
     rows = [{"messages": [asked(image(image=name), "What?"), said(answer)]} for name, answer in answers.items()]
     rows_of(home, *rows, name="images.jsonl")
-    flags = ["--length", "120", "--accumulation", "1", "--epochs", "40", "--lr", "4e-3"]
+    flags = ["--max-length", "120", "--accumulation", "1", "--num-train-epochs", "40", "--learning-rate", "4e-3"]
     flags += ["--eval-data", home / "images.jsonl"]
     flags += ["--no-packing", "--batch-tokens", "360"] if home.name.startswith("mllama") else []
     assert train(home, "tuned", *flags, data="images.jsonl") == 0
@@ -273,7 +273,7 @@ def test_the_text_of_a_model_that_reads_images_trains_alone(home, tmp_path, caps
     home, settings = tmp_path, tmp_path / "model" / "tokenizer_config.json"  # whose template is for texts
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
     rows_of(home, {"messages": [{"role": "user", "content": "why"}, said("a cat")]}, name="texts.jsonl")
-    flags = ["--length", "64", "--accumulation", "1", "--max-steps", "2"]
+    flags = ["--max-length", "64", "--accumulation", "1", "--max-steps", "2"]
     before = load_file(home / "model" / "model.safetensors")
     for name, more in (("whole", []), ("text", ["--text-only"])):
         assert train(home, name, *flags, *more, data="texts.jsonl") == 0

@@ -10,10 +10,22 @@ from tests.processes import Child
 from tests.recipes.runs import all_metrics, metrics, reached, train, weights
 
 KILLS = 20
-STEPS = ("--length", "64", "--accumulation", "2", "--steps", "20", "--lr", "3e-3", "--warmup-steps", "2", "--resume")
+STEPS = (
+    "--max-length",
+    "64",
+    "--accumulation",
+    "2",
+    "--max-steps",
+    "20",
+    "--learning-rate",
+    "3e-3",
+    "--warmup-steps",
+    "2",
+    "--resume",
+)
 RUNS = {
     "full": ("--eval-share", "0.2", "--save-steps", "2", "--eval-steps", "3"),
-    "adapters": ("--lora", "4", "--merge", "--eval-share", "0.2", "--save-steps", "5", "--eval-steps", "2"),
+    "adapters": ("--lora-r", "4", "--merge", "--eval-share", "0.2", "--save-steps", "5", "--eval-steps", "2"),
 }
 
 
@@ -51,7 +63,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["checkpoints/*.partial", ".best*", ".model*", "report.md"])
+@pytest.mark.parametrize("file", ["checkpoints/*.partial", ".best*", ".model*", "model/README.md"])
 def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
     flags = (*STEPS, "--eval-share", "0.2", "--save-steps", "1", "--eval-steps", "2")
     undisturbed, out = home / "left alone", home / f"while {file.replace('/', ' ')}"
@@ -69,7 +81,7 @@ def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_in_the_same_folder_is_refused(home, resume, capfd):
-    flags = (*STEPS, "--steps", "1000", "--save-steps", "0")
+    flags = (*STEPS, "--max-steps", "1000", "--save-steps", "0")
     out = home / f"twice-{resume}"
     child = Child(lambda: train(home, out, *flags))
     reached(out, 2, child)
@@ -79,4 +91,4 @@ def test_a_second_run_in_the_same_folder_is_refused(home, resume, capfd):
     child.signal(signal.SIGINT)
     assert child.wait() == 0  # of the fork; the run itself ended by the signal, and saved
     assert "which is saved" in capfd.readouterr().err
-    assert train(home, out, *flags, "--steps", str(max(metrics(out)))) == 0
+    assert train(home, out, *flags, "--max-steps", str(max(metrics(out)))) == 0

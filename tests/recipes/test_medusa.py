@@ -12,6 +12,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.processes import Processes
 from ligermodels.recipes import memory
 from ligermodels.training import add_medusa, load_medusa, save_medusa
 from tests.recipes import losses
@@ -143,20 +144,23 @@ def test_heads_alone_are_trained_and_saved(home, capsys):
     assert kept < 2 * 3 * file.stat().st_size + 2 * 100_000  # of two checkpoints: the heads, two moments, headers
     for name in ("medusa", "best"):
         assert len(load_medusa(ligermodels.load(home / "model"), home / "heads" / name)) == 2
-    assert f"load_medusa(model, '{home}" in (home / "heads" / "report.md").read_text()
+    assert f"load_medusa(model, '{home}" in (home / "heads" / "medusa" / "README.md").read_text()
 
 
 def test_the_estimate_of_memory():
     """A frozen base takes its weights alone, and blocks that nothing is trained in save nothing."""
     sketch = ligermodels.Llama.from_config(losses.TINY, device="meta")
-    sizes, base = memory.Sizes.of(sketch), sum(p.numel() for p in sketch.parameters())
+    base = sum(p.numel() for p in sketch.parameters())
     heads = sum(p.numel() for p in add_medusa(losses.model(), 3).parameters())
-    setting = memory.Setting("bf16-masters", "none", tokens=100, accumulates=True)
+    processes, how = Processes(torch.device("cuda")), dict(accumulation=2, batch_tokens=100, max_length=50)
+    how |= dict(precision="bf16-masters", activations="none")
     for train_base, trained, states in ((False, heads, 3 * 3 * 32), (True, base + heads, 3 * 3 * 32 + 1)):
-        found = recipe_of("medusa", heads=3, train_base=train_base).memory(sizes, sketch)
+        recipe = recipe_of("medusa", heads=3, train_base=train_base, **how)
+        sizes = memory.Sizes.of(sketch, recipe.options)
+        found = recipe.memory(sizes, sketch)
         assert (found.parameters, found.trained) == (base + heads, trained)
-        need = memory.estimate(found, setting)
+        need = memory.estimate(found, recipe.options, processes)
         assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
         assert (need.activations == 2 * 100 * (states + sizes.vocab)) != train_base
-    other = memory.estimate(dataclasses.replace(sizes, frozen=1000), setting)
-    assert other.total == memory.estimate(sizes, setting).total + 2000
+    other = memory.estimate(dataclasses.replace(sizes, frozen=1000), recipe.options, processes)
+    assert other.total == memory.estimate(sizes, recipe.options, processes).total + 2000

@@ -281,7 +281,7 @@ def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
 def test_steps_of_distillation_on_policy_are_trls(files, teacher, tmp_path, monkeypatch, beta, temperature):
     steps = 5
     how = dict(beta=beta, temperature=temperature)
-    ours = sampling(files, tmp_path / "ours", "distill", "asked", steps, teacher=str(teacher), lmbda=1, **how)
+    ours = sampling(files, tmp_path / "ours", "distill", "asked", steps, teacher=str(teacher), on_policy=True, **how)
     rows = [{"prompt": row["prompt"]} for row in prompts_in_order(ours, steps)]
     of = trainer(
         files, tmp_path, "trl.Distillation", rows, steps, per_device_train_batch_size=ROLLOUTS, shuffle_dataset=False,

@@ -15,7 +15,7 @@ from tests.recipes.runs import metrics, reached, train
 
 fcntl = pytest.importorskip("fcntl")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-FLAGS = ("--length", "320", "--accumulation", "1", "--save-steps", "0", "--resume")
+FLAGS = ("--max-length", "320", "--accumulation", "1", "--save-steps", "0", "--resume")
 SECONDS = 4
 
 
@@ -39,7 +39,7 @@ def started(folder, out, status=0, group=False):
     def work():
         if group:
             os.setsid()
-        assert train(folder, out, *FLAGS, "--steps", "1000", data="many.jsonl") == status
+        assert train(folder, out, *FLAGS, "--max-steps", "1000", data="many.jsonl") == status
 
     child, before = Child(work), len(metrics(out)) if (out / "metrics.jsonl").is_file() else 0
     reached(out, before + 2, child)
@@ -70,7 +70,7 @@ def all_end(pids):
 def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
     """A resumed run starts them when it already holds its folder."""
     out = folder / "killed"
-    assert train(folder, out, *FLAGS, "--steps", "2", data="many.jsonl") == 0
+    assert train(folder, out, *FLAGS, "--max-steps", "2", data="many.jsonl") == 0
     child, encoding, all_of_it = started(folder, out)
     for pid in encoding:
         os.kill(pid, signal.SIGSTOP)
@@ -118,7 +118,7 @@ def test_a_wrong_row_gives_the_error_that_it_gives_without_processes(folder, mon
     (folder / "wrong.jsonl").write_text("\n".join(lines))
 
     def work():
-        assert train(folder, "wrong", *FLAGS[:4], "--steps", "50", data="wrong.jsonl") == 3
+        assert train(folder, "wrong", *FLAGS[:4], "--max-steps", "50", data="wrong.jsonl") == 3
 
     errors = []
     for workers in (2, 0):

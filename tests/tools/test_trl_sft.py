@@ -62,8 +62,8 @@ def home(tmp_path_factory):
 
 
 def train_ours(home, name, options):
-    argv = ["train", "sft", home / "model", "--data", home / "chats.jsonl", "--out", home / name, "--show", "0"]
-    argv += ["--report-to", "none", "--length", LENGTH, "--steps", STEPS, "--accumulation", ACCUMULATION]
+    argv = ["train", "sft", home / "model", "--data", home / "chats.jsonl", "--output-dir", home / name, "--show", "0"]
+    argv += ["--report-to", "none", "--max-length", LENGTH, "--max-steps", STEPS, "--accumulation", ACCUMULATION]
     argv += ["--eval-steps", 0]
     for key, value in options.items():
         argv += [f"--{key.replace('_', '-')}", value]
