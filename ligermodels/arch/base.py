@@ -208,8 +208,10 @@ class CausalLM(Pretrained, TrainerInterface):
             with_logits = bool(wants_logits) and loss_function is None
             computed = self._loss(x, targets, num_items_in_batch, with_logits=with_logits, loss_function=loss_function)
             if "states_ahead" in output:
-                states = output.pop("states_ahead")
-                computed["mtp_loss"] = self._mtp_loss(states, targets, inputs.cu_seqlens, given_count)
+                states, labels = output.pop("states_ahead"), targets.labels
+                if context is not None and given is not None:
+                    labels = Targets(given, inputs.cu_seqlens, shifted=shifted, ignore_index=ignore_index).labels
+                computed["mtp_loss"] = self._mtp_loss(states, labels, inputs.cu_seqlens, given_count)
                 computed["loss"] = computed["loss"] + self.mtp.loss_weight * computed["mtp_loss"]
         elif wants_logits:
             computed["logits"] = self.logits_of(x[:, -logits_to_keep:] if logits_to_keep else x)
@@ -254,10 +256,10 @@ class CausalLM(Pretrained, TrainerInterface):
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
     def _mtp_loss(
-        self, x: Tensor, targets: Targets, cu_seqlens: Tensor | None, num_items_in_batch: Tensor | int | None
+        self, x: Tensor, labels: Tensor, cu_seqlens: Tensor | None, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
-        """The loss of `mtp`, whose states x predict the token after the next one."""
-        ahead = Targets(targets.labels, cu_seqlens)
+        """The loss of `mtp`, whose states x predict the token after the next one; labels [B, S]: of the next ones."""
+        ahead = Targets(labels, cu_seqlens, self.decoder.context)
         if self.parallel is not None and num_items_in_batch is None:
             num_items_in_batch = self.parallel.total(ahead.labels)
         return self._loss(x, ahead, num_items_in_batch, with_logits=False, loss_function=None)["loss"]

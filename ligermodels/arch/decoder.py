@@ -162,13 +162,14 @@ class Decoder(BaseModel):
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
         batch, tokens_shape = self._batch(tokens, inputs, cross), tokens.shape[:2]
-        if context is not None:
-            tokens = context.shard(tokens, 1)
-        x = self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
+        x = self._embedded(tokens, inputs)
         shape = (*inputs.tokens.shape[:2], x.shape[-1]) if context is None else x.shape
-        embeds = x
+        following = None  # the embeddings of the next tokens
+        if ahead is not None:
+            following = x.roll(-1, 1) if context is None else self._embedded(tokens.roll(-1, 1), inputs)
         if self.tp is not None:
             x = self.tp.scatter(x, 1)
+            following = None if following is None else self.tp.scatter(following, 1)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
         router_logits: list[Tensor] | None = [] if output_router_logits else None
         run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
@@ -183,17 +184,18 @@ class Decoder(BaseModel):
                 x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
             if router_logits is not None:
                 router_logits += routed
-        x = self.norm(x, residual)[0]
-        x = (x if self.tp is None else self.tp.all_gather(x, 1)).reshape(shape)
-        output = CausalLMOutput(last_hidden_state=x)
+        last = {"last_hidden_state": self.norm(x, residual)[0]}
         if ahead is not None:
-            output["states_ahead"] = ahead(embeds.roll(-1, 1), x.view_as(embeds), batch).reshape(shape)
+            last["states_ahead"] = ahead(following, last["last_hidden_state"], batch)
+        if self.tp is not None:
+            last = {name: self.tp.all_gather(x, 1) for name, x in last.items()}
+        output = CausalLMOutput({name: x.reshape(shape) for name, x in last.items()})
         if cache is not None:
             if inputs.step is None:
                 cache.advance(inputs.tokens.shape[1])
             output["past_key_values"] = cache.cache if isinstance(cache, TransformersCache) else cache
         if hidden_states is not None:
-            output["hidden_states"] = (*hidden_states, x)
+            output["hidden_states"] = (*hidden_states, output["last_hidden_state"])
         if router_logits is not None:
             output["router_logits"] = tuple(router_logits)
         return output
@@ -228,6 +230,11 @@ class Decoder(BaseModel):
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
+
+    def _embedded(self, tokens: Tensor, inputs: TextInputs) -> Tensor:
+        """The embeddings of this rank's part of `tokens`, which are ids, or embeddings already."""
+        tokens = tokens if self.context is None else self.context.shard(tokens, 1)
+        return self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
 
     def _own_tokens(self, states: Tensor) -> Tensor:
         """This rank's part of `states` [B, S, hidden_size] of all tokens."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.parallel import MeshGroup
 
 
 class MultiTokenPrediction(nn.Module):
@@ -26,7 +27,10 @@ class MultiTokenPrediction(nn.Module):
     embeds: the embeddings of the next tokens. hidden: the states of the tokens. cache: the state of its one block.
     blocks: modules that map (x, residual, batch, cache) to (x, residual). norm: keyword arguments of the RMSNorms.
     loss_weight: of the loss that `CausalLM.forward` adds in training; 0: the layer does not run.
+    tp: the ranks over which its block is sharded (tensor parallel); embeds and hidden are then a rank's shards.
     """
+
+    tp: MeshGroup | None = None
 
     def __init__(
         self, hidden_size: int, blocks: Iterable[nn.Module], norm: Mapping[str, Any], loss_weight: float = 0.1

@@ -52,8 +52,6 @@ def parallelize(
     zoo: Any = next((module for module in model.modules() if hasattr(type(module), "parallel")), None)
     if zoo is None and parallel.shards > 1:
         raise InputError(f"{type(model).__name__} is no model of the zoo: of its mesh, cp and tp have to be 1")
-    if zoo is not None and zoo.mtp is not None and parallel.shards > 1:
-        raise InputError("a layer for multi-token prediction is not split over cp or tp: use dp_shard instead of them")
     tp = 1 if parallel.tp is None else parallel.tp.size
     if tp > 1:
         check_tensor(zoo, tp)

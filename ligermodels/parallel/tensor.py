@@ -6,7 +6,17 @@ from typing import Any
 from torch import nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import Attention, Embedding, GatedDeltaNet, GatedMLP, GatedRMSNorm, LMHead, MoE, RMSNorm
+from ligermodels.layers import (
+    Attention,
+    Embedding,
+    GatedDeltaNet,
+    GatedMLP,
+    GatedRMSNorm,
+    LMHead,
+    MoE,
+    MultiTokenPrediction,
+    RMSNorm,
+)
 from ligermodels.layers.gated_delta_net import CausalConv
 from ligermodels.layers.moe import Experts, Router
 from ligermodels.layers.parallel import MeshGroup, ShardedLinear, to_dtensor
@@ -55,9 +65,11 @@ def _splits(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def _modules(model: Any) -> Iterator[nn.Module]:
-    """The modules that tensor parallel splits: those of the text model, and the head."""
+    """The modules that tensor parallel splits: those of the text model, the head, and `mtp`."""
     yield from model.decoder.modules()
     yield model.lm_head
+    if model.mtp is not None:
+        yield from model.mtp.modules()
 
 
 def _problems(model: Any, size: int) -> Iterator[str]:
@@ -80,6 +92,8 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             elif module.output_module.in_features % size:
                 yield f"an intermediate size of {module.output_module.in_features}"
             handled |= set(module.joint_modules) | {module.output_module}
+        elif isinstance(module, MultiTokenPrediction):
+            handled.add(module.fc)
         elif isinstance(module, Experts):
             if module.down_proj.shape[-1] % size:
                 yield f"an intermediate size of {module.down_proj.shape[-1]}"
@@ -126,6 +140,8 @@ def shard_tensors(model: Any, tp: MeshGroup) -> None:
             for name in module.joint_names:
                 _replace(module, name, tp, "columns")
             _replace(module, module.output_name, tp, "rows")
+        elif isinstance(module, MultiTokenPrediction):
+            _replace(module, "fc", tp, "heads", module.fc.out_features)  # one head: all of it, on this rank's tokens
         elif isinstance(module, Experts):
             gate_up = module.gate_up_proj.unflatten(1, (2, -1)).detach()
             gate_up.requires_grad_(module.gate_up_proj.requires_grad)

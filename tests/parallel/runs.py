@@ -51,7 +51,7 @@ FAMILIES = {
     ),
     "qwen3_5_mtp": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
-        linear_num_key_heads=2, linear_num_value_heads=4, full_attention_interval=2, tie_word_embeddings=True,
+        linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2, tie_word_embeddings=True,
     ),
     "qwen3_5_one_key_head": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,

@@ -21,8 +21,7 @@ an ulp. The roundings are as many and as large, and others."""
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
-WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head", "qwen3_5_mtp")
-WITHOUT_CP = ("qwen3_5_mtp",)
+WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
@@ -44,7 +43,7 @@ def all_families(*splits, **options):
     pairs = [(family, split) for split in splits for family in FAMILIES]
     return [
         gradients(family, split, **options) for family, split in pairs
-        if not ("tp" in split and family in WITHOUT_TP) and not ("cp" in split and family in WITHOUT_CP)
+        if not ("tp" in split and family in WITHOUT_TP)
     ]  # fmt: skip
 
 
@@ -64,6 +63,8 @@ QUICK = [
     gradients("qwen3_5", "cp2", kind="packed", recompute="block"),
     gradients("qwen3_5_one_key_head", "cp2", kind="left"),
     gradients("qwen3_5_mtp", "fsdp2", kind="restarting"),
+    gradients("qwen3_5_mtp", "tp2", kind="packed"),
+    gradients("qwen3_5_mtp", "cp2", kind="packed"),
     gradients("mixtral", "tp2"),
     gradients("mixtral", "cp2", kind="left"),
     gradients("llama", "fsdp2", kind="few"),
@@ -93,6 +94,7 @@ TWO = [
     *(gradients("qwen2", "fsdp2", kind=kind) for kind in ("restarting", "left", "right")),
     *(gradients("qwen3_5", split, kind=kind) for split in ("tp2", "cp2") for kind in KINDS),
     *(gradients("qwen3_5", split, recompute="mlp") for split in ("tp2", "cp2")),
+    *(gradients("qwen3_5_mtp", split, kind=kind) for split in ("tp2", "cp2") for kind in ("few", "left", "embeds")),
     *(job("norm", family="qwen3_5", split=split) for split in PAIRS),
     *(job("logits", family="qwen3_5", split=split, kind="packed") for split in ("tp2", "cp2")),
     *(gradients("llama", split, trained="o_proj") for split in PAIRS),
@@ -125,7 +127,6 @@ REFUSED = [
     ("llama", "tp2", THREE_HEADS, r"tp=2: 3 heads and 3 key heads\. tp may be 3$"),
     ("llama", "tp2", TWELVE_HEADS, r"12 heads and 3 key heads\. tp may be 3, 6, 12$"),
     ("llama", "cp2", THREE_HEADS, r"cp=2 .* 3 heads and 3 key heads; cp may be 3$"),
-    *(("qwen3_5_mtp", split, {}, r"is not split over cp or tp: use dp_shard") for split in ("tp2", "cp2")),
     ("qwen3_5_one_key_head", "tp2", {}, r"tp=2: 1 key heads of linear attention\. use dp_shard and cp instead of tp"),
     (
         "qwen3_5",
