@@ -158,7 +158,7 @@ def _chosen(operands: Sequence[LinearOperand]) -> str | None:
     weight = operands[0].weight
     dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
     with torch.enable_grad():
-        return choose(torch.empty(2, weight.shape[1], dtype=dtype, device=weight.device).requires_grad_(), operands)
+        return choose(operands, torch.empty(2, weight.shape[1], dtype=dtype, device=weight.device).requires_grad_())
 
 
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:

@@ -57,9 +57,12 @@ def target(weight: Tensor) -> Tensor | None:
     torch.autograd.grad does not; only a private function of torch's engine knows that. weight comes from
     ctx.saved_tensors: checkpointing and offloading make it another tensor of the same leaf.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (weight.is_leaf and weight.requires_grad):
+    if type(weight) is nn.Parameter:
+        if not getattr(weight, MARK, False):
+            return None
+    elif type(weight) is not Tensor:
         return None
-    if type(weight) is not Tensor and not is_marked(weight):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not (weight.is_leaf and weight.requires_grad):
         return None
     with torch.enable_grad():
         view: Any = weight.view_as(weight).grad_fn

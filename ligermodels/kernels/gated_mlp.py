@@ -42,7 +42,7 @@ from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.joint import as_one_layer, rows_of
-from ligermodels.kernels.linear import Layers, linears_reference, needs_x
+from ligermodels.kernels.linear import Layers, linears_reference
 from ligermodels.kernels.low_bit import dequantized
 from ligermodels.kernels.operand import Adapters, LinearOperand, Weight, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.quantized import quantized_glu, quantized_linear
@@ -87,44 +87,47 @@ def _several(tensors: Any) -> tuple:
 
 
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; first, last: layers [F, H], or gated [2F, H] in all, and [N, F]; z: the first's of x -> y [..., N].
+    """x: [..., H]; first, last: layers [F, H], or gated [2F, H] in all, and [N, F]; leaves: of both -> y [..., N].
 
-    handle: x's, or None. rows: tokens per chunk, of which z is recomputed; None: z is given and saved.
-    leaves: of the first layers, then of the last.
+    options: z, the first's of x, or None where rows is given; handle: x's, or None; rows: tokens per chunk, of which z
+    is recomputed, or None; outlines of first and last; gated; activation. Among them nothing needs a gradient.
     It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
     adapters, which exists only then, is recomputed.
     """
 
     @staticmethod
-    def forward(ctx, x, z, handle, first, last, gated, activation, rows, *leaves):
-        need_x, needs, count = ctx.needs_input_grad[0], ctx.needs_input_grad[8:], first.number_of_leaves
-        need_first = needs[:count]
-        reads_z = need_x or True in need_first or needs_x(needs[count:], len(last.weights))
+    def forward(ctx, x, options, *leaves):
+        z, handle, rows, first, last, gated, activation, width, count = options
+        needs = ctx.needs_input_grad
         make_x, made_of = (None, (x,)) if handle is None else handle
-        if not (needs_x(need_first, len(first.weights)) or (reads_z and z is None)):
+        need_first, need_last = needs[2 : 2 + count], needs[2 + count :]
+        reads_z = needs[0] or True in need_first or last.needs_x(need_last)
+        if not (first.needs_x(need_first) or (reads_z and z is None)):
             make_x, made_of = None, ()
-        w1, rest1 = first.flatten(biases=z is None)
-        w2, rest2 = last.flatten(biases=False)
-        ctx.save_for_backward(z if reads_z else None, *w1, *w2, *made_of)
-        ctx.options = make_x, gated, activation, rows, count, rest1, rest2, listener_of(x)
-        return x.new_empty((*x.shape[:-1], last.weights[0].shape[0]))
+        of_first, of_last = leaves[:count], last.without_biases(leaves[count:])
+        if z is not None:
+            of_first = first.without_biases(of_first)
+        ctx.save_for_backward(*of_first, *of_last, z if reads_z else None, *made_of)
+        ctx.options = make_x, rows, first, last, gated, activation, count, listener_of(x)
+        return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, gated, activation, rows, count, rest1, rest2, listener = ctx.options
-        need_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[8:]
-        tensors, lead, dy = iter(ctx.saved_tensors), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
-        chunks, saved = slices(len(dy), rows), next(tensors)
+        make_x, rows, first_outline, last_outline, gated, activation, count, listener = ctx.options
+        need_x, _, *needs = ctx.needs_input_grad
+        total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
+        saved = ctx.saved_tensors
+        chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers.unflatten(tensors, rest1, dy.dtype, needs[:count], several=several)
-        last = Layers.unflatten(tensors, rest2, dy.dtype, needs[count:], several=several)
-        made_of = list(tensors)
-        need_z = need_x or True in needs[:count]
-        if not (need_z or last.need_x):
+        first = Layers.restore(first_outline, saved[:count], dy.dtype, needs[:count], several=several)
+        last = Layers.restore(last_outline, saved[count:total], dy.dtype, needs[count:], several=several)
+        saved_z, *made_of = saved[total:]
+        need_z, need_h = need_x or True in needs[:count], last_outline.needs_x(needs[count:])
+        if not (need_z or need_h):
             chunks = []
         hidden, width = first.weights[0].shape[1], sum(rows_of(first.weights))
-        overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
+        overwrite = need_z and (rows is not None or (saved_z.is_contiguous() and may_overwrite(saved_z)))
         x: Any = None
         x_chunk, dx, z, dz, workspace = x, x, x, x, x
         if made_of:
@@ -140,15 +143,15 @@ class _MLP(torch.autograd.Function):
                     x_chunk = x[chunk]
                 if workspace is not None:
                     z, inner = first.run(x_chunk, out=workspace[: len(dy_chunk)])
-                elif saved is not None:
-                    z = saved.reshape(-1, width)
+                elif saved_z is not None:
+                    z = saved_z.reshape(-1, width)
                 d_inner = last.inner_gradient(dy_chunk)
                 if need_z:
                     h = last.input_gradient(dy_chunk, d_inner)  # dh, until the kernel leaves h in its place
-                    dz, _ = glu_backward(h, z, None, gated, activation, emit=last.need_x, overwrite=overwrite)
-                elif last.need_x:
+                    dz, _ = glu_backward(h, z, None, gated, activation, emit=need_h, overwrite=overwrite)
+                elif need_h:
                     h = glu_forward(z, None, gated, activation)
-                if last.need_x:
+                if need_h:
                     last.add_gradients(dy_chunk, h, None, d_inner)
                 if not need_z:
                     continue
@@ -167,7 +170,7 @@ class _MLP(torch.autograd.Function):
         last.several = False
         last.add_bias_gradients(dy)
         dx = None if dx is None else dx.view(*lead, hidden)
-        return dx, *[None] * 7, *first.take(dy.dtype), *last.take(dy.dtype)
+        return dx, None, *first.take(dy.dtype), *last.take(dy.dtype)
 
 
 @contextlib.contextmanager
@@ -180,7 +183,7 @@ def _for_chunks(first: Layers, last: Layers, dtype: torch.dtype) -> Iterator[Non
     is dequantised where it is read, into the memory of the previous one.
     """
     with dequantized([*first.weights, *last.weights], dtype) as (*w1, w2):
-        first.weights, last.weights = w1, [w2]
+        first.weights, last.weights, first.has_bits, last.has_bits = w1, [w2], False, False
         yield
 
 
@@ -189,13 +192,14 @@ def _run(
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     """On the Triton kernels. rows: as of `_MLP`."""
-    inner, outer = Layers.of(first, x.dtype), Layers.of([last], x.dtype)
-    leaves, z = inner.leaves + outer.leaves, None
-    with torch.no_grad():
-        if rows is None:
+    inner, outer, z = Layers.of(first, x.dtype), Layers.of([last], x.dtype), None
+    if rows is None:
+        with torch.no_grad():
             z = inner.run(x)[0]
     if torch.is_grad_enabled():
-        y = _MLP.apply(x, z, handle_of(x), inner, outer, gated, activation, rows, *leaves)
+        (leaves, of_first), (more, of_last) = inner.flatten(), outer.flatten()
+        options = z, handle_of(x), rows, of_first, of_last, gated, activation, last.weight.shape[0], len(leaves)
+        y = _MLP.apply(x, options, *leaves, *more)
     elif z is not None:
         return outer.run(glu_forward(z, None, gated, activation))[0]
     else:
@@ -234,12 +238,14 @@ def mlp_of(
         x = x.to(cast)
     if how == "bits":
         return _quantized_mlp(x, first, last, activation)
-    op: Any = {"op": _run, "traced": _traced, "formula": _reference}[how]
-    run: Any = functools.partial(op, gated=gated, activation=activation)
-    if recompute and how == "op":
-        tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
-        one_chunk = tokens * row_bytes <= 2 * workspace_bytes  # two would save little memory for the time of fp32 sums
-        return run(x, first, last, rows=tokens if one_chunk else chunk_rows(tokens, row_bytes, workspace_bytes))
+    options: Any = dict(gated=gated, activation=activation)
+    if how == "op":
+        if recompute:
+            tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
+            one_chunk = tokens * row_bytes <= 2 * workspace_bytes  # two save little memory for the time of fp32 sums
+            options["rows"] = tokens if one_chunk else chunk_rows(tokens, row_bytes, workspace_bytes)
+        return _run(x, first, last, **options)
+    run: Any = functools.partial(_traced if how == "traced" else _reference, **options)
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, first, last, use_reentrant=False, preserve_rng_state=False)
     return run(x, first, last)

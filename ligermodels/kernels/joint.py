@@ -13,46 +13,51 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def joint(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors [N_i, ...] as one view [sum N_i, ...] of their memory; None if they are not joint.
+    """The tensors, [N_i, K] or [N_i] each, as one view of their memory; None if they are not joint.
 
-    Joint: each tensor starts where the previous one ends in one storage; all are contiguous, of one dtype, and of one
-    shape apart from N_i. Always None under torch.compile, and for subclasses and meta tensors. The view has no gradient
-    and must not outlive the call, since FSDP frees and refills storages.
+    Joint: each tensor starts where the previous one ends in one storage; all are contiguous, of one dtype and one K.
+    Always None under torch.compile, and for subclasses and meta tensors. The view has no gradient and must not outlive
+    the call, since FSDP frees and refills storages.
     """
     if torch.compiler.is_compiling():
         return None
-    first, end, rows = tensors[0], -1, 0
-    rest, dtype = first.shape[1:], first.dtype
+    first, rows = tensors[0], 0  # few calls for each tensor: this takes most of the host time of a small layer
+    if type(first) not in _PLAIN or first.layout is not torch.strided or not first.is_contiguous():
+        return None
+    dtype, width, dims = first.dtype, first.shape[-1], first.dim()
+    start = end = first.data_ptr()
+    stride = (width, 1) if dims == 2 else (1,)
+    row_bytes = first.itemsize * (width if dims == 2 else 1)
     for t in tensors:
-        if type(t) not in _PLAIN or t.layout is not torch.strided or not t.is_contiguous() or t.dtype != dtype:
+        if type(t) not in _PLAIN or t.data_ptr() != end or t.dtype != dtype or t.stride() != stride:
             return None
-        shape, start = t.shape, t.data_ptr()
-        if (end >= 0 and start != end) or shape[1:] != rest:
+        shape = t.shape
+        if shape[-1] != width and dims == 2:
             return None
-        end = start + t.nbytes
         rows += shape[0]
-    if first.is_meta:
-        return None
-    if len(tensors) == 1:
-        return first.detach()
+        end = start + rows * row_bytes
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # two storages may be neighbours in memory
+    if first.is_meta or end > storage.data_ptr() + storage.nbytes():  # two storages may be neighbours in memory
         return None
-    # first.stride(0) may be anything if first has one row.
-    return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
+    whole = first.detach() if torch.is_grad_enabled() else first
+    return whole.as_strided((rows, width) if dims == 2 else (rows,), stride)
 
 
 def make_joint(parameters: Sequence[Tensor]) -> None:
-    """Moves the parameters [N_i, ...] into one storage, so that they are `joint`, without changing a bit of them.
+    """Moves parameters, [N_i, K] or [N_i] each, into one storage, so that they are `joint`, without changing a bit.
 
     The parameter objects stay, with their gradients and optimizer states. Nothing happens where they are joint already,
     or cannot be: where one is neither exactly a tensor nor an nn.Parameter, is on meta, is mapped from a file, shares
-    its storage with another tensor, or differs from the others in dtype, device or the dims after the first.
+    its storage with another tensor, or differs from the others in dtype, device or K.
     """
     first = parameters[0]
     if any(type(p) not in _PLAIN or p.is_meta or p.layout is not torch.strided for p in parameters):
         return
-    if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1 or not first.dim():
+    if (
+        len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1
+        or first.dim() > 2
+        or not first.dim()
+    ):
         return
     if any(p.numel() == 0 or (p.device.type == "cpu" and _is_foreign(p)) for p in parameters):
         return
@@ -82,13 +87,15 @@ def rows_of(weights: Sequence[Any]) -> list[int]:
     return [w.shape[0] for w in weights]
 
 
-def as_one_layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+def as_one_layer(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
+) -> tuple[Tensor, Tensor | None] | None:
     """(weight, bias) of one linear layer equal to all of these; None where the weights are not joint."""
     weight = as_one(weights)
-    if weight is None or len(weights) == 1:
-        return None if weight is None else (weight, biases[0])
-    if all(b is None for b in biases):
-        return weight, None
+    if weight is None or biases is None:
+        return None if weight is None else (weight, None)
+    if len(weights) == 1:
+        return weight, biases[0]
     if any(b is None for b in biases):
         return None
     bias = joint(biases)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ operand.py.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, joint, rows_of
 from ligermodels.kernels.lora import Branch
-from ligermodels.kernels.low_bit import dequantized, flatten_weights, frozen_linear, unflatten_weights
-from ligermodels.kernels.operand import LinearOperand, LowBitWeight, Weight, check, choose, has_bits, kernel_of
+from ligermodels.kernels.low_bit import dequantized, frozen_linear
+from ligermodels.kernels.operand import Biases, LinearOperand, LowBitWeight, Weight, check, choose, has_bits, kernel_of
 from ligermodels.kernels.quantized import quantized_linear
 
 
@@ -54,7 +54,7 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
 
 
 def matmul(
-    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None, kernel: str = ""
+    x: Tensor, weights: Sequence[Weight], biases: Biases = None, out: Tensor | None = None, kernel: str = ""
 ) -> Tensor:
     """Linear layers of x [..., K], side by side: [..., sum N_i], contiguous; without autograd.
 
@@ -67,14 +67,21 @@ def matmul(
     if has_bits(weights):
         with dequantized(weights, x.dtype) as tensors:
             return matmul(x, tensors, biases, out)
-    run = gemv if kernel == "gemv" else _by_torch
-    whole = as_one_layer(weights, biases)  # type: ignore[arg-type]
+    return _dense(x, weights, biases, out, gemv if kernel == "gemv" else _by_torch)  # type: ignore[arg-type]
+
+
+def _dense(
+    x: Tensor, weights: Sequence[Tensor], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
+) -> Tensor:  # fmt: skip
+    """`matmul` of dense weights by `run`, `gemv` or `_by_torch`."""
+    whole = as_one_layer(weights, biases)
     if whole is not None:
         return run(x, *whole, out)
-    y = x.new_empty(*x.shape[:-1], sum(rows_of(weights))) if out is None else out
-    x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(rows_of(weights), 1)
-    for weight, bias, columns in zip(weights, biases, parts, strict=True):
-        run(x, weight, bias, columns)  # type: ignore[arg-type]
+    sizes = rows_of(weights)
+    y = x.new_empty(*x.shape[:-1], sum(sizes)) if out is None else out
+    x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(sizes, 1)
+    for weight, bias, columns in zip(weights, biases or [None] * len(sizes), parts, strict=True):
+        run(x, weight, bias, columns)
     return y
 
 
@@ -84,18 +91,15 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def input_gradient(dy: Tensor, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
+def _input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """dx [T, K] from dy [T, sum N_i], into `out` where given; without autograd."""
-    if has_bits(weights):
-        with dequantized(weights, dy.dtype) as tensors:
-            return input_gradient(dy, tensors, out)
-    whole = as_one(weights)  # type: ignore[arg-type]
+    whole = as_one(weights)
     if whole is not None:
         return torch.mm(dy, whole, out=out)
-    parts = dy.split(rows_of(weights), 1)
-    dx = torch.mm(parts[0], weights[0], out=out)  # type: ignore[arg-type]
+    parts = dy.split_with_sizes(rows_of(weights), 1)
+    dx = torch.mm(parts[0], weights[0], out=out)
     for part, weight in zip(parts[1:], weights[1:], strict=True):
-        torch.addmm(dx, part, weight, out=dx)  # type: ignore[arg-type]
+        torch.addmm(dx, part, weight, out=dx)
     return dx
 
 
@@ -105,16 +109,17 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
     One matmul if all need one: the gradients are then views of one buffer, also as the .grad of weights whose gradients
     are added in place. One matmul each if every .grad exists and they are not joint.
     """
+    if len(weights) == 1:
+        return [weight_gradient(weights[0], dy, x)]
     rows = rows_of(weights)
-    if len(weights) > 1 and all(needs):
+    if all(needs):
         leaves = [target(w) for w in weights]
         if all(leaf is None for leaf in leaves):
-            parts = (dy.t() @ x).split(rows)
+            parts = (dy.t() @ x).split_with_sizes(rows)
             return [g if g.dtype == w.dtype else g.to(w.dtype) for g, w in zip(parts, weights, strict=True)]
         if _add_to_all(leaves, dy, x):
             return [None] * len(weights)
-    parts = [dy] if len(weights) == 1 else dy.split(rows, 1)
-    each = zip(weights, needs, parts, strict=True)
+    each = zip(weights, needs, dy.split_with_sizes(rows, 1), strict=True)
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 
 
@@ -136,18 +141,42 @@ def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
     return True
 
 
-def needs_x(needs: Sequence[bool], count: int) -> bool:
-    """True if a weight or an adapter needs a gradient, which takes x; needs: of the `leaves` of `count` layers."""
-    return True in needs[:count] or True in needs[2 * count :]
+class Outline(NamedTuple):
+    """What `Layers` are beside their `leaves`: the number of layers, their weights of few bits (None: all are dense),
+    whether one has a bias, and the parts of the branch or None."""
+
+    layers: int
+    bits: Sequence[LowBitWeight | None] | None
+    biases: bool
+    parts: Any
+
+    def split(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], ...]:
+        """The weights', the biases' and the factors' share of something that there is for each leaf."""
+        first = self.layers
+        last = 2 * first if self.biases else first
+        return leaves[:first], leaves[first:last], leaves[last:]
+
+    def without_biases(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves, with None for each bias."""
+        if not self.biases:
+            return leaves
+        weights, biases, factors = self.split(leaves)
+        return *weights, *[None] * len(biases), *factors
+
+    def needs_x(self, needs: Sequence[bool]) -> bool:
+        """True if a weight or an adapter needs a gradient, which takes x."""
+        weights, _, factors = self.split(needs)
+        return True in weights or True in factors
 
 
 class Layers:
     """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
 
-    weights [N_i, K] and biases [N_i] or None: of each layer. branch: their adapters, or None.
+    weights: [N_i, K] each; biases: [N_i] or None for each, or None where no layer has one; branch: their adapters, or
+    None. leaves: the tensors that may be trained: each weight (None: of few bits), each bias, then the branch's
+    factors. They are saved themselves, not their joint view: FSDP may move them before the backward.
     """
 
-    need_x: bool
     need_weights: Sequence[bool]
     need_biases: Sequence[bool]
     need_factors: Sequence[bool]
@@ -156,62 +185,54 @@ class Layers:
     _sums: list[tuple[slice, Tensor]] | None = None
     _bias_sum: Tensor | None = None
 
-    def __init__(self, weights: Sequence[Weight], biases: Sequence[Tensor | None], branch: Branch | None):
-        self.weights, self.biases, self.branch = weights, biases, branch
+    def __init__(self, weights: Sequence[Weight], biases: Biases, branch: Branch | None, has_bits: bool):
+        self.weights, self.biases, self.branch, self.has_bits = weights, biases, branch, has_bits
 
     @classmethod
     def of(cls, operands: Sequence[LinearOperand], dtype: torch.dtype) -> Self:
         """dtype: that of x, in which adapters compute."""
-        weights, adapters = [w for w, _, _ in operands], [adapter for _, _, adapter in operands]
-        branch = Branch.of(weights, adapters, dtype) if any(adapters) else None
-        return cls(weights, [b for _, b, _ in operands], branch)
+        has_bits = has_bias = has_adapter = False
+        for weight, bias, adapter in operands:
+            has_bits = has_bits or not isinstance(weight, Tensor)
+            has_bias = has_bias or bias is not None
+            has_adapter = has_adapter or adapter is not None
+        weights, biases, adapters = zip(*operands, strict=True)
+        branch = Branch.of(weights, adapters, dtype) if has_adapter else None
+        return cls(weights, biases if has_bias else None, branch, has_bits)
 
-    @property
-    def leaves(self) -> tuple[Tensor | None, ...]:
-        """The tensors that may be trained: each weight, or None where it is of few bits, then each bias; with a branch
-        then each A and each B, or None where a layer has no adapter."""
-        weights = self.weights
-        if has_bits(weights):
-            weights = [weight if isinstance(weight, Tensor) else None for weight in weights]  # type: ignore[misc]
-        leaves = (*weights, *self.biases)
-        return leaves if self.branch is None else (*leaves, *self.branch.leaves(len(weights)))  # type: ignore[arg-type,return-value]
-
-    @property
-    def number_of_leaves(self) -> int:
-        return len(self.weights) * (2 if self.branch is None else 4)
-
-    def flatten(self, *, biases: bool) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-        """The tensors, for ctx.save_for_backward, and the rest that `unflatten` needs. The weights themselves, not
-        their joint view: FSDP may move them before the backward."""
-        tensors, kinds = flatten_weights(self.weights)
-        if biases:
-            tensors += self.biases
-        if self.branch is None:
-            return tensors, (kinds, biases, None)
-        return [*tensors, *self.branch.factors], (kinds, biases, self.branch.parts)
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], Outline]:
+        """(leaves, outline), from which `Layers.restore` makes the layers again in a backward."""
+        weights, biases, branch, bits = self.weights, self.biases, self.branch, None
+        leaves: tuple = tuple(weights)
+        if self.has_bits:
+            bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
+            leaves = tuple(weight if isinstance(weight, Tensor) else None for weight in weights)
+        outline = Outline(len(leaves), bits, biases is not None, None if branch is None else branch.parts)
+        if biases is not None:
+            leaves += tuple(biases)
+        return leaves if branch is None else (*leaves, *branch.factors), outline
 
     @classmethod
-    def unflatten(
-        cls, tensors: Iterator[Any], rest: tuple[Any, ...], dtype: torch.dtype, needs: Sequence[bool], *, several: bool
+    def restore(
+        cls, outline: Outline, leaves: Sequence[Any], dtype: torch.dtype, needs: Sequence[bool], *, several: bool
     ) -> Self:
-        """In a backward: from the rest and the next of `tensors`, which `flatten` returned.
-
-        needs: whether each of the `leaves` needs a gradient. several: they are sums over chunks of tokens, in fp32.
-        """
-        kinds, biases, parts = rest
-        weights = unflatten_weights(tensors, kinds)
-        count = len(weights)
-        found = list(itertools.islice(tensors, count)) if biases else [None] * count
-        branch = None if parts is None else Branch(parts, list(itertools.islice(tensors, 2 * len(parts))), dtype)
-        layers = cls(weights, found, branch)
-        layers.several, layers.need_x = several, needs_x(needs, count)
-        layers.need_weights, layers.need_biases = needs[:count], needs[count : 2 * count]
-        layers.need_factors = needs[2 * count :]
+        """needs: whether each leaf needs a gradient. several: they are sums over chunks of tokens, in fp32."""
+        weights, biases, factors = outline.split(leaves)
+        if outline.bits is not None:
+            weights = [w if bits is None else bits for w, bits in zip(weights, outline.bits, strict=True)]
+        branch = None if outline.parts is None else Branch(outline.parts, factors, dtype)
+        layers = cls(weights, biases or None, branch, outline.bits is not None)
+        layers.need_weights, layers.need_biases, layers.need_factors = outline.split(needs)
+        layers.several = several
         return layers
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
         """y [..., sum N_i] of x [..., K], as `matmul`; and H [T, sum r_i] of the adapters."""
-        y = matmul(x, self.weights, self.biases, out, kernel)
+        weights: Any = self.weights
+        if self.has_bits or kernel == "gemv" or x.numel() == x.shape[-1]:
+            y = matmul(x, weights, self.biases, out, kernel)
+        else:
+            y = _dense(x, weights, self.biases, out, _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
@@ -222,7 +243,12 @@ class Layers:
 
     def input_gradient(self, dy: Tensor, dh: Tensor | None, out: Tensor | None = None) -> Tensor:
         """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
-        dx = input_gradient(dy, self.weights, out)
+        weights: Any = self.weights
+        if self.has_bits:
+            with dequantized(weights, dy.dtype) as tensors:
+                dx = _input_gradient(dy, tensors, out)
+        else:
+            dx = _input_gradient(dy, weights, out)
         return dx if self.branch is None else torch.addmm(dx, dh, self.branch.a, out=dx)  # type: ignore[arg-type]
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
@@ -256,56 +282,59 @@ class Layers:
             self._bias_sum = part if self._bias_sum is None else self._bias_sum + part
 
     def take(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """The gradients of the `leaves`, once, biases' in `dtype`; None where one is not needed, or added to .grad."""
+        """The gradients of the leaves, once, biases' in `dtype`; None where one is not needed, or added to .grad."""
         found = self._found if self._sums is None else self._take_sums(self._sums)
-        nothing: list[Tensor | None] = [None] * len(self.weights)
-        found = nothing if found is None else found
-        if self._bias_sum is None:
-            found = found + nothing
-        else:
-            parts = self._bias_sum.to(dtype).split(rows_of(self.weights))
+        if found is None:
+            found = [None] * len(self.need_weights)
+        if self._bias_sum is not None:
+            parts = self._bias_sum.to(dtype).split_with_sizes(rows_of(self.weights))
             found = found + [p if need else None for p, need in zip(parts, self.need_biases, strict=True)]
+        elif self.need_biases:
+            found = found + [None] * len(self.need_biases)
         return found if self.branch is None else found + self.branch.take(self.need_factors)
 
     def _take_sums(self, sums: list[tuple[slice, Tensor]]) -> list[Tensor | None]:
         needs, totals = self.need_weights, [total for _, total in sums]
         if all(needs):
-            totals = list(totals[0].split(rows_of(self.weights)))
+            totals = list(totals[0].split_with_sizes(rows_of(self.weights)))
         self._sums, left = None, iter(totals)
         each = zip(self.weights, needs, strict=True)
         return [accumulate_grad(w, next(left)) if need else None for w, need in each]  # type: ignore[arg-type]
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; handle: x's, or None; leaves: of the layers -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; made: the layers, their outline and x's handle or None; leaves: of the layers
+    -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, handle: Handle | None, layers: Layers, *leaves):
+    def forward(ctx, x: Tensor, made: tuple[Layers, Outline, Handle | None], *leaves):
+        layers, outline, handle = made
         y, h = layers.run(x)
-        ctx.function, made_of = (None, (x,)) if handle is None else handle
-        ctx.listener = listener_of(x)
-        tensors, ctx.rest = layers.flatten(biases=False)
-        saves_x = needs_x(ctx.needs_input_grad[3:], len(layers.weights))
-        ctx.save_for_backward(*tensors, *((h, *made_of) if saves_x else ()))
+        saved: tuple = ()
+        if outline.needs_x(ctx.needs_input_grad[2:]):
+            saved = (h, x) if handle is None else (h, *handle.tensors)
+        ctx.save_for_backward(*outline.without_biases(leaves), *saved)
+        ctx.options = outline, None if handle is None else handle.function, listener_of(x)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        saved, needs = iter(ctx.saved_tensors), ctx.needs_input_grad
-        layers = Layers.unflatten(saved, ctx.rest, dy.dtype, needs[3:], several=False)
-        rows, dx = dy.flatten(0, -2), None
+        saved, (need_x, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        outline, function, listener = ctx.options
+        count, rows, dx = len(needs), dy.flatten(0, -2), None
+        layers = Layers.restore(outline, saved[:count], dy.dtype, needs, several=False)
         dh = layers.inner_gradient(rows)
-        if needs[0] and ctx.listener is not None:
+        if need_x and listener is not None:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
-            ctx.listener(dx)
-        if layers.need_x:  # else before dx, so that x and dx are not in memory together
-            h, *made_of = saved
-            layers.add_gradients(rows, recomputed(ctx.function, made_of).flatten(0, -2), h, dh)
-        if needs[0] and dx is None:
+            listener(dx)
+        if len(saved) > count:  # else before dx, so that x and dx are not in memory together
+            h, *made_of = saved[count:]
+            layers.add_gradients(rows, recomputed(function, made_of).flatten(0, -2), h, dh)
+        if need_x and dx is None:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
-        return dx, None, None, *layers.take(dy.dtype)
+        return dx, None, *layers.take(dy.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -341,13 +370,12 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
 
     The caller may overwrite the result of several. Raises InputError for operands that do not fit x.
     """
-    how = choose(x, operands)
-    if how == "formula":
+    how = choose(operands, x)
+    if how == "formula" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
         return linears_reference(x, operands)
+    operands = check("linear", "x", x, x.shape[-1], operands)
+    layers = Layers.of(operands, x.dtype)
     if how == "op":
-        operands = check("linear", "x", x, x.shape[-1], operands)
-        layers = Layers.of(operands, x.dtype)
-        return _Linear.apply(x, handle_of(x), layers, *layers.leaves)
-    if not all(operand.is_dense for operand in operands):
-        operands = check("linear", "x", x, x.shape[-1], operands)
-    return Layers.of(operands, x.dtype).run(x, kernel=how)[0]
+        leaves, outline = layers.flatten()
+        return _Linear.apply(x, (layers, outline, handle_of(x)), *leaves)
+    return layers.run(x, kernel=how)[0]

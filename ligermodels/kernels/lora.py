@@ -21,9 +21,8 @@ from ligermodels.kernels.operand import Adapter, Weight
 
 
 class _Part(NamedTuple):
-    """The adapter of layer `layer`: its columns of y, its columns of H = x A^T, and its scale."""
+    """The adapter of a layer: the layer's columns of y, its columns of H = x A^T, and its scale."""
 
-    layer: int
     columns: slice
     ranks: slice
     scale: float
@@ -46,24 +45,16 @@ class Branch:
     def of(cls, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype) -> Self:
         """Of adapters or None for layers of these weights."""
         parts, a, b, row, rank = [], [], [], 0, 0
-        for i, (weight, adapter) in enumerate(zip(weights, adapters, strict=True)):
+        for weight, adapter in zip(weights, adapters, strict=True):
             end = row + weight.shape[0]
             if adapter is not None:
                 r = adapter.a.shape[0]
-                parts.append(_Part(i, slice(row, end), slice(rank, rank + r), adapter.scale))
+                parts.append(_Part(slice(row, end), slice(rank, rank + r), adapter.scale))
                 a.append(adapter.a)
                 b.append(adapter.b)
                 rank += r
             row = end
         return cls(parts, a + b, dtype)
-
-    def leaves(self, count: int) -> list[Tensor | None]:
-        """The A of each of `count` layers, then the B of each; None where there is none."""
-        found: list[Tensor | None] = [None] * (2 * count)
-        for i, part in enumerate(self.parts):
-            found[part.layer] = self.factors[i]
-            found[count + part.layer] = self.factors[len(self.parts) + i]
-        return found
 
     @property
     def a(self) -> Tensor:
@@ -77,7 +68,7 @@ class Branch:
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H [T, sum r_i]."""
         h = x @ self.a.t()
-        for (_, columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
+        for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
             part = y[:, columns]
             torch.addmm(part, h[:, ranks], b.t(), alpha=scale, out=part)
         return h
@@ -85,7 +76,7 @@ class Branch:
     def inner_gradient(self, dy: Tensor) -> Tensor:
         """dH [T, sum r_i] from dy [T, sum N_i]."""
         dh = dy.new_empty(dy.shape[0], self.a.shape[0])
-        for (_, columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
+        for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
             part = dh[:, ranks]
             torch.addmm(part, dy[:, columns], b, beta=0, alpha=scale, out=part)
         return dh
@@ -98,22 +89,14 @@ class Branch:
             self._da = x.new_empty(self.a.shape, dtype=dtype)
             self._db = [x.new_empty(b.shape, dtype=dtype) for b in self._b]
         accumulate(self._da, dh, x, first)
-        for (_, columns, ranks, _), db in zip(self.parts, self._db, strict=True):
+        for (columns, ranks, _), db in zip(self.parts, self._db, strict=True):
             accumulate(db, dy[:, columns], h[:, ranks], first)
 
     def take(self, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of each layer's A, then of each B, in their dtypes; None where it has none or needs none."""
-        count = len(needs) // 2
-        found: list[Tensor | None] = [None] * len(needs)
+        """The gradients of the factors, in their dtypes; None where one is not needed."""
         if self._da is None:
-            return found
-        factors = iter(self.factors)
-        for layer, _, ranks, _ in self.parts:
-            a = next(factors)
-            if needs[layer]:
-                found[layer] = self._da[ranks].to(a.dtype)
-        for (layer, _, _, scale), db in zip(self.parts, self._db, strict=True):
-            b = next(factors)
-            if needs[count + layer]:
-                found[count + layer] = db.mul_(scale).to(b.dtype)
-        return found
+            return [None] * len(needs)
+        found = [self._da[part.ranks] for part in self.parts]
+        found += [db.mul_(part.scale) for part, db in zip(self.parts, self._db, strict=True)]
+        each = zip(found, self.factors, needs, strict=True)
+        return [gradient.to(factor.dtype) if need else None for gradient, factor, need in each]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import is_marked
-from ligermodels.kernels._recompute import handle_of, in_transform, only_backward
+from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -90,6 +90,8 @@ class Adapter(NamedTuple):
 
 Adapters = Sequence[Adapter | None]
 """The adapter of each layer, or None."""
+Biases = Sequence[Tensor | None] | None
+"""The bias of each layer, or None; None where no layer has one."""
 
 
 class LinearOperand(NamedTuple):
@@ -105,25 +107,23 @@ class LinearOperand(NamedTuple):
         return self.adapter is None and not isinstance(self.weight, LowBitWeight)
 
 
-def choose(x: Tensor, operands: Sequence[LinearOperand]) -> str:
+def choose(operands: Sequence[LinearOperand], x: Tensor) -> str:
     """How linear layers of one input x [..., K] run; operands: one or more, which `check` accepts.
 
-    "formula": PyTorch's own, one layer after the other, where torch must see each: see `_needs_torch`.
+    "formula": PyTorch's own functions, layer by layer, where torch must see each: see `_needs_torch`.
     "op": one autograd.Function, where something needs a gradient. A single dense layer needs it only to recompute x, or
-        to add to .grad in place; else autograd sees its F.linear.
-    Else nothing needs a gradient, or autograd sees a single F.linear, and `kernel_of` says which kernel runs.
+        to add to .grad in place; else "matmul", an F.linear that autograd sees.
+    Else nothing needs a gradient, and `kernel_of` says which kernel runs.
     """
-    if len(operands) == 1 and operands[0].is_dense:
-        weight, bias, _ = operands[0]
-        saves = weight.requires_grad and (
-            handle_of(x) is not None or (is_marked(weight) and use_triton(x) and only_backward())
-        )
-        return "op" if saves and not _needs_torch(x, operands) else kernel_of(x, (weight,), (bias,))
     if _needs_torch(x, operands):
         return "formula"
-    if torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands)):
-        return "op"
-    return kernel_of(x, [w for w, _, _ in operands], [b for _, b, _ in operands])
+    if not (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
+        return kernel_of(x, [w for w, _, _ in operands], [b for _, b, _ in operands])
+    if len(operands) == 1 and operands[0].is_dense:
+        weight = operands[0].weight
+        saves = handle_of(x) is not None or (is_marked(weight) and use_triton(x))
+        return "op" if saves and weight.requires_grad else "matmul"
+    return "op"
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
@@ -157,7 +157,7 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
     return False
 
 
-def kernel_of(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], *, columns: int | None = None) -> str:
+def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
     """The kernel for linear layers of x [..., K] of which nothing needs a gradient.
 
     "gemv": one row and dense weights; "bits": up to `max_rows` rows and weights of few bits, which are not dequantised;
@@ -179,6 +179,7 @@ def kernel_of(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None]
     if type(x) not in _PLAIN or (with_gradients and x.requires_grad):
         return "matmul"
     columns = width if columns is None else columns
+    biases = biases or (None,) * len(weights)
     for w, b in zip(weights, biases, strict=True):  # a loop, not generators, which would take most of the host time
         shape = w.shape
         if len(shape) != 2 or shape[1] != columns or not shape[0] or w.device != device:
@@ -210,14 +211,13 @@ def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
     if torch.compiler.is_compiling() or type(x) is not Tensor or x.dim() < 2 or in_transform():
         return True
     cast = autocast_dtype(x)
-    dense = [weight for weight, _, _ in operands if isinstance(weight, Tensor)]
-    if cast is not None and any(t.dtype != cast for t in (x, *dense)):
+    if cast is not None and x.dtype != cast:
         return True
     for weight, bias, adapter in operands:
         if isinstance(weight, LowBitWeight):
             if cast is not None or any(t is not None and type(t) not in _PLAIN for t in weight.flatten()[0]):
                 return True
-        elif type(weight) not in _PLAIN:
+        elif type(weight) not in _PLAIN or (cast is not None and weight.dtype != cast):
             return True
         if bias is not None and type(bias) not in _PLAIN:
             return True

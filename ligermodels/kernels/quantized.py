@@ -47,7 +47,7 @@ from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
 from ligermodels.kernels.joint import as_one_layer, joint
 from ligermodels.kernels.low_bit import output_for
-from ligermodels.kernels.operand import LowBitWeight, grouped_shape
+from ligermodels.kernels.operand import Biases, LowBitWeight, grouped_shape
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
@@ -432,8 +432,8 @@ def _rows_kernel(
 
 
 def quantized_linear(
-    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], out: Tensor | None = None
-) -> Tensor:
+    x: Tensor, weights: Sequence[QuantizedWeight], biases: Biases = None, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given, without autograd.
 
     One launch where the weights are `joint`. `kernel_of` has returned "bits".
@@ -443,6 +443,7 @@ def quantized_linear(
         return _linear(x, *whole, out)
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
+    biases = biases or [None] * len(sizes)
     for weight, bias, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
         _linear(x, weight, bias, columns)
     return out
@@ -462,12 +463,12 @@ def quantized_glu(
 
 
 def _as_one(
-    weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
-) -> tuple[QuantizedWeight, Tensor | None] | None:
+    weights: Sequence[QuantizedWeight], biases: Biases
+) -> tuple[QuantizedWeight, Tensor | None] | None:  # fmt: skip
     """`as_one_layer` for quantised weights."""
     first = weights[0]
     if len(weights) == 1:
-        return first, biases[0]
+        return first, biases[0] if biases else None
     if any(weight.kind != first.kind for weight in weights):
         return None
     layer, scale = as_one_layer([w.packed for w in weights], biases), joint([w.scale for w in weights])
