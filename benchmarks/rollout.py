@@ -83,7 +83,7 @@ def ours(name: str, case: Case, tokens: int, device: str, dry: bool) -> tuple[fl
     def update(found: list[list[int]]) -> None:
         values = reward(found)
         completions = [
-            Completion(Prompt(asked[n // group], "", {}, ""), ids, "", True, advantage=values[n] - 3)
+            Completion(Prompt(asked[n // group], []), ids, "", True, advantage=values[n] - 3)
             for n, ids in enumerate(found)
         ]
         bins = best_fit([one.prompt.size + len(one.ids) for one in completions], tokens)

@@ -29,6 +29,8 @@ class Recipe:
     """
 
     Options: ClassVar[type[TrainOptions]]
+    StepBatches: ClassVar[type[StepBatches]] = StepBatches
+    """The source of each step's batches."""
     splits: ClassVar[bool] = False
     """A text that is longer than max_length becomes several examples, and is not cut."""
     adds_modules = False
@@ -82,10 +84,6 @@ class Recipe:
         """The batch of some examples; of none, a batch without a label."""
         make = packed_batch if self.options.packing else padded_batch
         return make(examples, self.pad_id, self.multiple)
-
-    def step_batches(self, batches: StepBatches) -> Any:
-        """The source of each step's batches: those of the data, or rollouts made from them."""
-        return batches
 
     def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""

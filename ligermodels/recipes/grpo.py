@@ -13,7 +13,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.recipes.options import option
-from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.packing import Batch, padded_batch
 from ligermodels.recipes.policy import completions_batch, evaluation_loss, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
@@ -86,7 +86,8 @@ class GRPO(Sampling):
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
-        return self.collate_prompts(examples)
+        """Of an evaluation: the prompts, and their ids as labels, by which it is seen which count."""
+        return padded_batch(examples, self.pad_id) | {"prompts": list(examples)}
 
     # ---- rollouts ----
 

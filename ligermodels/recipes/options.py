@@ -10,7 +10,7 @@ import difflib
 import inspect
 import json
 import math
-import os
+import operator
 import types
 import typing
 from collections.abc import Mapping
@@ -20,12 +20,10 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.errors import InputError
 
-_BOUNDS: dict[str, tuple[Any, str]] = {
-    "least": (lambda x, bound: x >= bound, "{:g} or more"),
-    "above": (lambda x, bound: x > bound, "more than {:g}"),
-    "below": (lambda x, bound: x < bound, "less than {:g}"),
-    "most": (lambda x, bound: x <= bound, "{:g} or less"),
-}
+_BOUNDS = {
+    "least": (operator.ge, "{:g} or more"), "above": (operator.gt, "more than {:g}"),
+    "below": (operator.lt, "less than {:g}"), "most": (operator.le, "{:g} or less"),
+}  # fmt: skip
 
 
 def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: Any) -> Any:
@@ -43,35 +41,26 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
 class ModelOptions:
     group: ClassVar[str] = "model"
     model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True)
-    output_dir: str = option(
-        "", "a new folder for checkpoints, metrics and the tuned model", required=True, fixed_on_resume=False)
-    text_only: bool = option(
-        False, "of a model that reads images, train and save its text alone, without the vision tower (Qwen3.5)")
+    output_dir: str = option("", "a new folder for all that the run writes", required=True, fixed_on_resume=False)
+    text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
     chat_template: str | None = option(None, "a file, in place of the model's own; saved with what is tuned")
-    merge: bool = option(
-        False, "at the end, also write the model with the adapters added to its weights", needs=("lora_r",),
-        fixed_on_resume=False)
+    merge: bool = option(False, "also write the model with its adapters", needs=("lora_r",), fixed_on_resume=False)
 
 
 @dataclass(kw_only=True)
 class DataOptions:
     group: ClassVar[str] = "data"
     data: tuple[str, ...] = option(
-        (), "the examples: JSONL, JSON, CSV, Parquet or text, a folder of them, or OWNER/NAME[:SPLIT] of the Hub. Of "
-        "several, each --data FILE may end with a weight: FILE*0.5 takes half of its rows, FILE*2 all of them twice",
+        (), "files, folders, or OWNER/NAME[:SPLIT] of the Hub, each with its --data; FILE*0.5 takes half of its rows",
         repeated=True, required=True)
     max_samples: int | None = option(None, "number of rows of --data that are used, from the first", least=1)
-    system_prompt: str | None = option(
-        None, "a system message for chats that begin without one; the reference and samples get it too")
+    system_prompt: str | None = option(None, "a system message for chats that begin without one")
     eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
-    max_length: int | None = option(
-        None, "maximum sequence length in tokens (default 4096, or the model's context where that is less)", least=2)
+    max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
     packing: bool = option(True, "pack examples into one sequence, with separate attention")
-    skip_bad: bool = option(
-        False, "leave out rows that cannot be read, and count them, instead of stopping", fixed_on_resume=False)
-    show: int = option(
-        1, "number of examples to print first, with what is trained marked", least=0, fixed_on_resume=False)
+    skip_bad: bool = option(False, "leave out rows that cannot be read, and count them", fixed_on_resume=False)
+    show: int = option(1, "number of examples to print, with what is trained marked", least=0, fixed_on_resume=False)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
 
 
@@ -81,11 +70,9 @@ class LengthOptions:
     num_train_epochs: float | None = option(None, "passes over the data (default 1)", above=0, fixed_on_resume=False)
     max_steps: int | None = option(
         None, "optimizer steps", least=1, excludes=("num_train_epochs",), fixed_on_resume=False)
-    batch_tokens: int | None = option(
-        None, "maximum tokens per forward pass on one GPU: the batch size in tokens (default: --max-length)", least=2)
+    batch_tokens: int | None = option(None, "tokens of a forward pass on one GPU (default: --max-length)", least=2)
     accumulation: int | None = option(
-        None, "micro-batches per optimizer step, over all ranks (default 8; fewer, where a run would have under 20 "
-        "steps)", least=1)
+        None, "forward passes per step, over all GPUs (default 8, or fewer for runs of under 20 steps)", least=1)
 
 
 @dataclass(kw_only=True)
@@ -96,12 +83,9 @@ class OptimizerOptions:
     lr_scheduler_type: str = option(
         "cosine", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant_with_warmup"),
         fixed_on_resume=False)
-    warmup_steps: float = option(
-        0.03, "warmup steps, or a fraction of all steps if below 1", least=0, fixed_on_resume=False)
-    decay: float = option(
-        0.2, "wsd: steps of the linear decay, or a fraction of all steps if below 1", least=0, fixed_on_resume=False)
-    final_lr: float = option(
-        0.0, "final learning rate, as a fraction of --learning-rate", least=0, fixed_on_resume=False)
+    warmup_steps: float = option(0.03, "steps, or a fraction of all steps if below 1", least=0, fixed_on_resume=False)
+    decay: float = option(0.2, "wsd: steps of the decay, or a fraction if below 1", least=0, fixed_on_resume=False)
+    final_lr: float = option(0.0, "final learning rate, as a fraction of the peak", least=0, fixed_on_resume=False)
     weight_decay: float = option(0.0, "weight decay of matrices; norms and biases have none", least=0)
     adam_beta1: float = option(0.9, "beta1 of AdamW", least=0, below=1)
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
@@ -112,28 +96,23 @@ class OptimizerOptions:
 class MemoryOptions:
     group: ClassVar[str] = "memory"
     precision: str = option(
-        "auto", "of the weights: fp32 (computed in bf16 on GPUs), bf16 with fp32 masters, or bf16 alone, rounded "
-        "stochastically. auto: the most exact of the last two that fits; on the CPU fp32",
+        "auto", "of the weights, docs/training.md; auto: bf16-masters on GPUs, bf16 where that does not fit",
         choices=("auto", "fp32", "bf16-masters", "bf16"))
     activations: str = option(
-        "auto", "activation (gradient) checkpointing: what is recomputed in the backward; auto: the least that fits",
+        "auto", "what the backward recomputes (gradient checkpointing); auto: the least that fits",
         choices=("auto", "none", "mlp", "block"), fixed_on_resume=False)
     lora_r: int = option(0, "train LoRA adapters of this rank; 0: all weights", least=0, excludes=("tp",))
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
-    lora_target_modules: tuple[str, ...] = option(
-        (), "target modules of LoRA, such as q_proj,v_proj (default: all projections)", needs=("lora_r",))
+    lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs=("lora_r",))
     lora_target_parameters: tuple[str, ...] = option(
-        (), "stacked weights of experts that get adapters as well, such as experts.gate_up_proj,experts.down_proj",
-        needs=("lora_r",))
+        (), "experts that get adapters, such as experts.gate_up_proj,experts.down_proj", needs=("lora_r",))
     lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1, needs=("lora_r",))
     use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)", needs=("lora_r",))
-    use_dora: bool = option(
-        False, "train the magnitudes of weights beside LoRA's directions (DoRA)", needs=("lora_r",))
-    lora_modules_to_save: tuple[str, ...] = option(
-        (), "modules that are trained whole beside the adapters, such as lm_head", needs=("lora_r",))
+    use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs=("lora_r",))
+    lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs=("lora_r",))
     quantize: str = option(
-        "none", "nf4 stores the frozen weights in 4 bits (QLoRA); a merge would round them again",
-        choices=("none", "nf4"), needs=("lora_r",), excludes=("merge",))
+        "none", "nf4: frozen weights in 4 bits (QLoRA), which a merge would round again", choices=("none", "nf4"),
+        needs=("lora_r",), excludes=("merge",))
 
 
 @dataclass(kw_only=True)
@@ -147,15 +126,12 @@ class ParallelOptions:
 @dataclass(kw_only=True)
 class LoggingOptions:
     group: ClassVar[str] = "checkpoints and logs"
-    save_steps: int = option(
-        100, "steps between checkpoints; 0: only at the end", least=0, fixed_on_resume=False)
+    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", least=0, fixed_on_resume=False)
     save_total_limit: int = option(2, "number of newest checkpoints to keep", least=1, fixed_on_resume=False)
-    eval_steps: int = option(
-        100, "steps between evaluations; 0: only at the end", least=0, fixed_on_resume=False)
+    eval_steps: int = option(100, "steps between evaluations; 0: only at the end", least=0, fixed_on_resume=False)
     resume: bool = option(False, "continue the run in --output-dir", fixed_on_resume=False)
     report_to: str = option(
-        "auto", "beside metrics.jsonl; auto: tensorboard where it is installed",
-        choices=("auto", "none", "tensorboard", "wandb"), fixed_on_resume=False)
+        "none", "beside metrics.jsonl", choices=("none", "tensorboard", "wandb"), fixed_on_resume=False)
     dry_run: bool = option(False, "print the plan and the options, and stop", fixed_on_resume=False)
 # fmt: on
 
@@ -202,11 +178,6 @@ class TrainOptions(
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than an example, {self.sequences} x max_length="
                 f"{self.max_length}; lower --max-length as well"
-            )
-        if max(self.tp, self.cp, self.dp_replicate) > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            raise InputError(
-                f"tp={self.tp}, cp={self.cp}, dp_replicate={self.dp_replicate} spread the model over processes, and "
-                "there is one: start it by `torchrun --nproc-per-node N -m ligermodels train ...`"
             )
 
     @property
@@ -287,11 +258,12 @@ class TextOptions(TrainOptions):
 def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
     """Adds a flag for each field, in the groups of the classes. Only flags that are given get into the namespace."""
     fields, hints = fields_of(options), typing.get_type_hints(options)
-    for cls in reversed(options.__mro__):
-        names = [name for name in inspect.get_annotations(cls) if name in fields]
-        title = vars(cls).get("group", "")
-        group = parser.add_argument_group(title) if names else parser
-        for name in names:
+    metavars = {int: "N", float: "X", str: "TEXT"}
+    groups: dict[str, Any] = {}
+    for cls in (cls for cls in reversed(options.__mro__) if cls is not TrainOptions):
+        for name in [name for name in inspect.get_annotations(cls) if name in fields]:
+            title = cls.group  # type: ignore[attr-defined]
+            group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
             field, kind = fields.pop(name), _kind(hints[name])
             help, choices = field.metadata["help"], field.metadata.get("choices")
             if name == "learning_rate":
@@ -304,12 +276,9 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             elif kind is bool:
                 group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **how)
             else:
-                how["metavar"] = f"{{{','.join(choices)}}}" if choices else _METAVARS.get(kind, "A,B")
+                how["metavar"] = f"{{{','.join(choices)}}}" if choices else metavars.get(kind, "A,B")
                 how["action"] = "append" if field.metadata.get("repeated") else "store"
                 group.add_argument(flag(name), dest=name, **how)
-
-
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def fields_of(options: Any) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Reporter:
 
 def check_logger(logger: str) -> None:
     """Raises InputError where the logger that was asked for is not installed."""
-    if logger in ("tensorboard", "wandb") and importlib.util.find_spec(logger) is None:
+    if logger != "none" and importlib.util.find_spec(logger) is None:
         raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
 
 
@@ -105,13 +105,13 @@ def _logger(
     options: TrainOptions, resumed: int
 ) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
     """log(step, values) and close() of TensorBoard or Weights & Biases, or of neither."""
-    folder, kind = Path(options.output_dir).resolve(), options.report_to
-    if kind == "wandb":
+    folder = Path(options.output_dir).resolve()
+    if options.report_to == "wandb":
         import wandb
 
         run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
         return lambda step, values: run.log(dict(values), step=step), run.finish
-    if kind == "none" or importlib.util.find_spec("tensorboard") is None:
+    if options.report_to == "none":
         return lambda step, values: None, lambda: None
     from torch.utils.tensorboard import SummaryWriter
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
@@ -68,25 +69,13 @@ class RolloutOptions(TrainOptions):
         return self.rollout_rows or self.prompts * self.num_generations
 
 
-@dataclass(frozen=True)
-class Prompt:
+@dataclass(frozen=True, kw_only=True)
+class Prompt(Example):
     """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors."""
 
-    ids: list[int]
-    prompt: str | list[dict[str, Any]]
-    columns: dict[str, Any]
-    where: str
-    ends: ClassVar[None] = None
-
-    @property
-    def size(self) -> int:
-        return len(self.ids)
-
-    trained = size
-
-    def cut(self, length: int) -> "Prompt":
-        """Itself: prompts are never cut."""
-        return self
+    prompt: str | list[dict[str, Any]] = ""
+    columns: dict[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass
@@ -110,9 +99,83 @@ class Completion:
         return Example(self.prompt.ids + self.ids, [IGNORED] * len(self.prompt.ids) + self.ids)
 
 
+class Rollouts(StepBatches):
+    """The batches of each step: a rollout of the next prompts, on which `num_iterations` steps train.
+
+    The state is the position in the prompts and the number of the rollout; between the steps of a rollout also its
+    batches, with the log probabilities of the first step. So a run that is resumed samples what it would have sampled.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._rollout, self._steps_left = 0, 0
+        self._rolled: list[Batch] = []
+
+    def make(self, examples: Sequence[Any]) -> Any:
+        """The prompts. Their completions are sampled when they are taken, from the model as it is then."""
+        return examples
+
+    def take(self) -> list[Batch]:
+        if self._steps_left == 0:
+            self.prefetch()
+            self._rolled = self._sample([prompt for prompts in self._next or [] for prompt in prompts])
+            self._next, self._state = None, self._state_after_next  # not before: where a reward fails, they come again
+            self._rollout, self._steps_left = self._rollout + 1, self.recipe.options.num_iterations
+        self._steps_left -= 1
+        return self._rolled
+
+    def prefetch(self) -> None:
+        if self._steps_left == 0:
+            super().prefetch()
+
+    def state_dict(self) -> dict[str, Any]:
+        rolled = [
+            {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+            for batch in (self._rolled if self._steps_left else ())
+        ]
+        state = {"prompts": super().state_dict(), "rollout": self._rollout, "left": self._steps_left}
+        return state | {"batches": rolled, "metrics": self.metrics if self._steps_left else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state["prompts"])
+        self._rollout, self._steps_left, self.metrics = state["rollout"], state["left"], state["metrics"]
+        self._rolled = [on_device(batch, self.processes.device) for batch in state["batches"]]
+
+    def _sample(self, prompts: Sequence[Prompt]) -> list[Batch]:
+        o, p, start = self.recipe.options, self.processes, time.perf_counter()
+        found = self.recipe.roll_out(prompts, self._rollout)
+        self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
+        if p.is_main:
+            self._write(found)
+        if o.packing:
+            bins = best_fit([one.example.size for one in found], o.batch_tokens)
+        else:
+            rows = max(1, o.batch_tokens // o.max_length)
+            bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
+        bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
+        batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
+        return [on_device(check_ids(batch, self.vocab_size), p.device) for batch in batches]
+
+    def _write(self, completions: Sequence[Completion]) -> None:
+        """Writes the completions of this rank into DIR/completions, and shows some of the first rollout."""
+        file = Path(self.recipe.options.output_dir) / "completions" / f"rollout-{self._rollout:06}.jsonl"
+        names = ("text", "rewards", "reward", "advantage", "truncated")
+        with write_errors(file):
+            file.parent.mkdir(exist_ok=True)
+            with file.open("w", encoding="utf-8") as lines:
+                for one in completions:
+                    line = {"where": one.prompt.where, "prompt": one.prompt.prompt, "tokens": len(one.ids)}
+                    line |= {name: getattr(one, name) for name in names}
+                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+        if self._rollout == 0:
+            for one in completions[: self.recipe.options.show]:
+                say(f"\n{one.prompt.where}, sampled, reward {one.reward:g}:\n{one.text}")
+
+
 class Sampling(Recipe):
     """The base of recipes that sample: rows are prompts, and each step trains on a rollout of some."""
 
+    StepBatches = Rollouts
     chat = False
     """Prompts are messages, not texts."""
     vocab_size: int | None = None
@@ -159,15 +222,10 @@ class Sampling(Recipe):
                 f"max_length={o.max_length}"
             )
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Prompt(ids, prompt, columns, getattr(row, "where", ""))
+        return Prompt(ids, ids, prompt=prompt, columns=columns, where=getattr(row, "where", ""))
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         return False, self.options.rows_at_once if evaluates else 1
-
-    def collate_prompts(self, examples: Sequence[Prompt]) -> Batch:
-        """The prompts, and their ids as input_ids."""
-        ids, _ = left_padded([prompt.ids for prompt in examples], self.pad_id)
-        return {"input_ids": ids, "labels": ids, "prompts": list(examples)}
 
     def show(self, example: Prompt) -> str:
         return self.tokenizer.decode(example.ids)
@@ -192,10 +250,6 @@ class Sampling(Recipe):
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         super().setup(model, folder, processes)
         self.processes, self.model = processes, model
-
-    def step_batches(self, batches: StepBatches) -> Any:
-        batches.collate = self.collate_prompts
-        return Rollouts(self, batches)
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """The completions of each prompt; for rollout None one, greedily.
@@ -240,13 +294,6 @@ def _prompt_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
     return item.messages[: -1 if item.messages[-1]["role"] == "assistant" else None], item.tools
 
 
-def left_padded(rows: Sequence[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask, int64 [B, S]."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows])
-    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-
-
 def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
     stop_ids: Sequence[int], seed: Sequence[int], rows: int | None = None, together: bool = False,
@@ -268,11 +315,13 @@ def sample(
     model.eval()
     try:
         for n, first in enumerate(range(0, len(prompts), number)):
-            ids, mask = (x.to(model.device) for x in left_padded(prompts[first : first + number], stop_ids[0]))
+            asked = [torch.tensor(prompt) for prompt in prompts[first : first + number]]
+            ids = pad_sequence(asked, True, stop_ids[0], "left").to(model.device)
+            mask = pad_sequence([torch.ones_like(one) for one in asked], True, 0, "left").to(model.device)
             ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids)) if together else {}
-            seed_of_rows = int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
-            how_now = {"eos_token_id": list(stop_ids), **how, **ends}
-            out = model.generate(ids, attention_mask=mask, seed=seed_of_rows, **how_now)
+            own_seed = int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
+            how = {"eos_token_id": list(stop_ids), **how, **ends}
+            out = model.generate(ids, attention_mask=mask, seed=own_seed, **how)
             for row in out[:, ids.shape[1] :].tolist():
                 end = next((n + 1 for n, index in enumerate(row) if index in stop_ids), len(row))
                 sampled.append(row[:end])
@@ -294,76 +343,3 @@ class _AllRanks:
         every = self._ended.all().int()
         dist.all_reduce(every, dist.ReduceOp.MIN)
         return bool(every)
-
-
-class Rollouts:
-    """The batches of each step: a rollout of the next prompts, on which `num_iterations` steps train.
-
-    The state is the position in the prompts and the number of the rollout; between the steps of a rollout also its
-    batches, with the log probabilities of the first step. So a run that is resumed samples what it would have sampled.
-    """
-
-    def __init__(self, recipe: Sampling, prompts: StepBatches):
-        self.recipe, self.prompts = recipe, prompts
-        self.metrics: Metrics = {}
-        self._position, self._rollout, self._steps_left = prompts.state_dict(), 0, 0
-        self._batches: list[Batch] = []
-
-    def take(self) -> list[Batch]:
-        if self._steps_left == 0:
-            self._batches = self._sample()
-            self._position = self.prompts.state_dict()  # not before: where a reward fails, they are sampled again
-            self._rollout, self._steps_left = self._rollout + 1, self.recipe.options.num_iterations
-        self._steps_left -= 1
-        return self._batches
-
-    def prefetch(self) -> None:
-        """Makes the next prompts. Their completions are sampled when they are taken, from the model as it is then."""
-        if self._steps_left == 0:
-            self.prompts.prefetch()
-
-    def state_dict(self) -> dict[str, Any]:
-        batches = self._batches if self._steps_left else []
-        return {
-            "prompts": self._position, "rollout": self._rollout, "left": self._steps_left,
-            "metrics": self.metrics if self._steps_left else {},
-            "batches": [{key: x.cpu() if isinstance(x, Tensor) else x for key, x in one.items()} for one in batches],
-        }  # fmt: skip
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-        self._position, self._rollout, self._steps_left = state["prompts"], state["rollout"], state["left"]
-        self._batches = [on_device(batch, self.prompts.processes.device) for batch in state["batches"]]
-        self.metrics = state["metrics"]
-
-    def _sample(self) -> list[Batch]:
-        o, p = self.recipe.options, self.recipe.processes
-        prompts = [prompt for batch in self.prompts.take() for prompt in batch["prompts"]]
-        start = time.perf_counter()
-        found = self.recipe.roll_out(prompts, self._rollout)
-        self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
-        if p.is_main:
-            self._write(found)
-        if o.packing:
-            bins = best_fit([one.example.size for one in found], o.batch_tokens)
-        else:
-            rows = max(1, o.batch_tokens // o.max_length)
-            bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
-        bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
-        batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
-        return [on_device(check_ids(batch, self.prompts.vocab_size), p.device) for batch in batches]
-
-    def _write(self, completions: Sequence[Completion]) -> None:
-        """Writes the completions of this rank into DIR/completions, and shows some of the first rollout."""
-        file = Path(self.recipe.options.output_dir) / "completions" / f"rollout-{self._rollout:06}.jsonl"
-        names = ("text", "rewards", "reward", "advantage", "truncated")
-        with write_errors(file):
-            file.parent.mkdir(exist_ok=True)
-            with file.open("w", encoding="utf-8") as lines:
-                for one in completions:
-                    line = {"where": one.prompt.where, "prompt": one.prompt.prompt, "tokens": len(one.ids)}
-                    line |= {name: getattr(one, name) for name in names}
-                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-        if self._rollout == 0:
-            for one in completions[: self.recipe.options.show]:
-                say(f"\n{one.prompt.where}, sampled, reward {one.reward:g}:\n{one.text}")

@@ -4,9 +4,9 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +28,10 @@ class StepBatches:
     ranks. The state is the position after the batches that were taken.
     """
 
-    metrics: ClassVar[Metrics] = {}
-    """Metrics of making the batches; only rollouts have some."""
-
-    def __init__(
-        self, batches: Batches, collate: Callable[[Sequence[Any]], Batch], per_step: int, processes: Processes,
-        vocab_size: int,
-    ) -> None:  # fmt: skip
-        self.batches, self.collate, self.per_step = batches, collate, per_step
-        self.processes, self.vocab_size = processes, vocab_size
-        self._next: list[Batch] | None = None
+    def __init__(self, batches: Batches, recipe: Any, processes: Processes, vocab_size: int) -> None:
+        self.batches, self.recipe, self.processes, self.vocab_size = batches, recipe, processes, vocab_size
+        self.metrics: Metrics = {}  # of making the batches; only rollouts have some
+        self._next: list[Any] | None = None
         self._state = self._state_after_next = batches.state_dict()
 
     def take(self) -> list[Batch]:
@@ -50,15 +44,18 @@ class StepBatches:
     def prefetch(self) -> None:
         """Makes the batches of the next step. Raises the errors of their rows."""
         if self._next is None:
-            made = [next(self.batches) for _ in range(self.per_step)]
+            made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
             own = made[self.processes.batch_rank :: self.processes.batch_ranks]
-            self._next = [check_ids(self.collate(examples), self.vocab_size) for examples in own]
+            self._next = [self.make(examples) for examples in own]
             self._state_after_next = self.batches.state_dict()
 
-    def state_dict(self) -> dict[str, int]:
+    def make(self, examples: Sequence[Any]) -> Batch:
+        return check_ids(self.recipe.collate(examples), self.vocab_size)
+
+    def state_dict(self) -> dict[str, Any]:
         return self._state
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches.load_state_dict(state)
         self._next, self._state, self._state_after_next = None, dict(state), dict(state)
 

@@ -43,7 +43,6 @@ from ligermodels.recipes.packing import Batch, filled_batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
     Signals,
-    StepBatches,
     forwards_per_step,
     learning_rate,
     means_of,
@@ -162,8 +161,7 @@ class Trainer:
         # The first batches, so that an error in the data is raised before anything is written
         self.stack.callback(self.data.train.close)
         vocab_size = len(sketch.get_input_embeddings().weight)
-        batches = StepBatches(self.data.train, recipe.collate, o.accumulation, p, vocab_size)
-        self.batches = recipe.step_batches(batches)
+        self.batches = recipe.StepBatches(self.data.train, recipe, p, vocab_size)
         self.batches.prefetch()
         self.evaluation = shard_batches(self.data.evaluation(), p)
         changed = [] if before is None else o.check_resumed(before)

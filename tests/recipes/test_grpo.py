@@ -26,7 +26,7 @@ def rewarded(*sizes):
     for n, (prompt, size, truncated) in enumerate(sizes):
         ids = torch.randint(0, losses.TINY["vocab_size"], (prompt + size,), generator=generator).tolist()
         advantage = (-1.0) ** n * (0.5 + n)
-        found.append(Completion(Prompt(ids[:prompt], "", {}, ""), ids[prompt:], "", truncated, advantage=advantage))
+        found.append(Completion(Prompt(ids[:prompt], []), ids[prompt:], "", truncated, advantage=advantage))
     return found
 
 
@@ -202,7 +202,7 @@ def test_rewards_of_files(tmp_path):
 
     def judged(rewards):
         rows = zip(["good", "bad"], ["good", None], ["x.jsonl:1", "x.jsonl:2"], strict=True)
-        found = [Completion(Prompt([1], "p", {"answer": answer}, where), [n], text, False)
+        found = [Completion(Prompt([1], [], columns={"answer": answer}, where=where), [n], text, False)
                  for n, (text, answer, where) in enumerate(rows)]  # fmt: skip
         rewards.judge(found, chat=False)
         return found

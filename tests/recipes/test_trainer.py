@@ -5,6 +5,7 @@ import random
 import re
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +49,9 @@ def test_the_learning_rate_of_each_step():
 
 
 class Numbers:
-    """Batches of one example, the number of the batch."""
+    """Batches of one example, the number of the batch; also a recipe of four a step."""
+
+    options = SimpleNamespace(accumulation=4)
 
     at = 0
 
@@ -62,9 +65,8 @@ class Numbers:
     def load_state_dict(self, state):
         self.at = state["at"]
 
-
-def batch_of(examples):
-    return {"input_ids": torch.full((1, 3), *examples), "labels": torch.full((1, 3), *examples)}
+    def collate(self, examples):
+        return {"input_ids": torch.full((1, 3), *examples), "labels": torch.full((1, 3), *examples)}
 
 
 def taken(feed):
@@ -73,21 +75,22 @@ def taken(feed):
 
 def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
     ranks = [Processes(torch.device("cpu"), rank, 2) for rank in range(2)]
-    feeds = [StepBatches(Numbers(), batch_of, 4, rank, 100) for rank in ranks]
+    feeds = [StepBatches(Numbers(), Numbers(), rank, 100) for rank in ranks]
     assert [taken(feed) for feed in feeds] == [[1, 3], [2, 4]]
     for feed in feeds:
         feed.prefetch()
     assert [feed.state_dict() for feed in feeds] == [{"at": 4}, {"at": 4}]
-    again = StepBatches(Numbers(), batch_of, 4, Processes(torch.device("cpu")), 100)
+    again = StepBatches(Numbers(), Numbers(), Processes(torch.device("cpu")), 100)
     again.prefetch()
     again.load_state_dict(feeds[0].state_dict())
     assert taken(again) == [5, 6, 7, 8]
     with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
-        StepBatches(Numbers(), batch_of, 18, ranks[0], 9).take()
+        again.vocab_size = 9
+        again.take()
 
 
 def test_ranks_share_the_evaluation_and_none_counts_twice():
-    batches = [batch_of([n]) for n in range(1, 6)]
+    batches = [Numbers().collate([n]) for n in range(1, 6)]
     parts = [shard_batches(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
