@@ -28,6 +28,7 @@ from ligermodels.layers import Experts, GatedDeltaNet, GatedRMSNorm, LayerNorm, 
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
+from ligermodels.training.mtp import empty_mtp
 
 _HUB_OPTIONS = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
@@ -69,6 +70,7 @@ class Pretrained(nn.Module):
         device: torch.device | str | None = None,
         seed: int = 0,
         activation_checkpointing: str | Mapping[str, Any] = "none",
+        mtp_loss_weight: float | None = None,
         mesh: Any = None,
         parallel: Mapping[str, Any] | None = None,
     ) -> Self:
@@ -76,15 +78,15 @@ class Pretrained(nn.Module):
 
         dtype: "auto" is the config's own. device: "meta" builds shapes only.
         activation_checkpointing: "none", "mlp" or "block", or the dict of `gradient_checkpointing_enable`.
-        mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same seed on a device
-            of the same kind. Beyond the shards, memory for one whole parameter is needed.
+        mtp_loss_weight, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same
+            seed on a device of the same kind. Beyond the shards, memory for one whole parameter is needed.
         Raises ConfigError if the config cannot work, and InputError.
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
         is_meta = device is not None and torch.device(device).type == "meta"
         _check_mesh(mesh, parallel, None if is_meta else device)
-        model = cls._on_meta(config, dtype, activation_checkpointing)
+        model = cls._on_meta(config, dtype, activation_checkpointing, mtp_loss_weight)
         if mesh is None:
             device = torch.device(device or torch.get_default_device())
         else:
@@ -115,6 +117,7 @@ class Pretrained(nn.Module):
         progress: bool = True,
         allow_pickle: bool = False,
         activation_checkpointing: str | Mapping[str, Any] = "none",
+        mtp_loss_weight: float | None = None,
         mesh: Any = None,
         parallel: Mapping[str, Any] | None = None,
         **options: Any,
@@ -139,6 +142,8 @@ class Pretrained(nn.Module):
             the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
+        mtp_loss_weight: reads the layer `mtp.*` of the checkpoint too, as `training.load_mtp` does, with this weight of
+            its loss; None: it is not read.
         mesh: a DeviceMesh. `ligermodels.parallel.parallelize` shards the model over its processes before it is loaded;
             each process calls this, and reads its own rows onto its device. parallel: options of `parallelize`.
         options: fields of the config to change, such as use_cache=False. Arguments of transformers that change nothing
@@ -163,7 +168,9 @@ class Pretrained(nn.Module):
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
             if config is not None and dtype == "auto":
                 dtype = _dtype_of(opened.headers) or dtype
-            model = cls._on_meta(made, dtype, activation_checkpointing)
+            if mtp_loss_weight is not None and quantizer is not None:
+                raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
+            model = cls._on_meta(made, dtype, activation_checkpointing, mtp_loss_weight)
             model.carried = tuple(name for name in opened.headers if cls.carries(name))
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
@@ -206,7 +213,11 @@ class Pretrained(nn.Module):
 
     @classmethod
     def _on_meta(
-        cls, config: ModelConfig, dtype: torch.dtype | str, activation_checkpointing: str | Mapping[str, Any]
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype | str,
+        activation_checkpointing: str | Mapping[str, Any],
+        mtp_loss_weight: float | None = None,
     ) -> Self:
         """The model on the meta device, in its final dtype."""
         if not isinstance(dtype, torch.dtype):
@@ -214,6 +225,8 @@ class Pretrained(nn.Module):
             dtype = config.torch_dtype if name == "auto" else getattr(torch, name)
         with torch.device("meta"):
             model = cls(config)
+            if mtp_loss_weight is not None:
+                model.mtp = empty_mtp(model, mtp_loss_weight)
         model.config.dtype = str(dtype).removeprefix("torch.")
         model._set_checkpointing(activation_checkpointing)
         return model.to(dtype)

@@ -35,6 +35,8 @@ class Recipe:
     """A text that is longer than max_length becomes several examples, and is not cut."""
     adds_modules = False
     """`prepare` adds modules to the model."""
+    loads: Mapping[str, Any] = {}
+    """Options with which the model is loaded."""
     frozen_model: Any = None
     """The reference, where it is another model than the one that is trained."""
 

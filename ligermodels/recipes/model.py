@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,16 @@ def check_capture(sketch: Any, processes: Processes) -> None:
 
 
 def load_model(
-    options: TrainOptions, folder: Path, processes: Processes, prepare: Callable[[Any], None] | None = None, *,
-    frozen: bool = False,
+    options: TrainOptions, folder: Path, processes: Processes, prepare: Callable[[Any], None] | None = None,
+    loads: Mapping[str, Any] | None = None, *, frozen: bool = False,
 ) -> Any:  # fmt: skip
-    """The model, ready to train. prepare: adds modules before it is sharded. frozen: for a reference."""
+    """The model, ready to train. prepare: adds modules before it is sharded. loads: options with which it is loaded.
+    frozen: for a reference."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     how: dict[str, Any] = dict(
-        dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations
+        dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations, **(loads or {})
     )
     shards_later = processes.mesh is None or options.lora_r or prepare is not None  # after modules are added
     if shards_later:

@@ -11,7 +11,7 @@ from ligermodels.recipes import masking
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TextOptions, option
-from ligermodels.training.mtp import add_mtp, check_has_mtp, load_mtp
+from ligermodels.training.mtp import check_has_mtp
 
 
 @dataclass(kw_only=True)
@@ -25,11 +25,12 @@ class NextTokenRecipe(Recipe):
     """A recipe of the cross entropy, which may train the model's layer for multi-token prediction too."""
 
     @property
-    def adds_modules(self) -> bool:  # type: ignore[override]
-        return bool(self.options.mtp_loss_weight > 0)
+    def loads(self) -> Mapping[str, Any]:  # type: ignore[override]
+        weight = self.options.mtp_loss_weight
+        return {"mtp_loss_weight": weight} if weight else {}
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
-        if not self.adds_modules:
+        if not self.loads:
             return sizes
         check_has_mtp(sketch)
         with torch.device("meta"):
@@ -37,10 +38,6 @@ class NextTokenRecipe(Recipe):
         return dataclasses.replace(
             sizes, parameters=sizes.parameters + added, trained=sizes.trained + added, blocks=sizes.blocks + 1
         )
-
-    def prepare(self, model: Any) -> None:
-        add = add_mtp if self.options.scratch else load_mtp
-        add(model, loss_weight=self.options.mtp_loss_weight)
 
 
 class SFT(NextTokenRecipe):

@@ -168,7 +168,7 @@ class Trainer:
 
         # The model
         prepare = recipe.prepare if recipe.adds_modules else None
-        self.model = models.load_model(o, source, p, prepare)
+        self.model = models.load_model(o, source, p, prepare, recipe.loads)
         self.stack.enter_context(folder.locked(out, p, resume=o.resume))  # before anything is written
         self._write_options(replace=False)
         recipe.setup(self.model, source, p)

@@ -63,24 +63,29 @@ def load_mtp(
     return _attach(model, mtp, freeze)
 
 
+def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
+    """The layer of the model, uninitialised, on the device and in the dtype of its head."""
+    mtp, weight = empty_mtp(model, loss_weight), model.lm_head.weight
+    if model.mtp is not None or weight.is_meta or hasattr(weight, "full_tensor"):
+        raise InputError("the model has its layer for multi-token prediction already, or is sharded or not loaded")
+    return mtp.to(weight.dtype).to_empty(device=weight.device)
+
+
 def check_has_mtp(model: Any) -> None:
     """Raises InputError for a model of an architecture that has no layer for multi-token prediction."""
     if not hasattr(model, "make_mtp"):
         raise InputError(f"{type(model).__name__} has no layer for multi-token prediction; Qwen3_5 has")
 
 
-def _empty(model: Any, loss_weight: float) -> MultiTokenPrediction:
-    """The layer of the model, uninitialised, on the device and in the dtype of its head."""
+def empty_mtp(model: Any, loss_weight: float) -> MultiTokenPrediction:
+    """The layer of the model, on the meta device."""
     if loss_weight < 0:
         raise InputError(f"loss_weight={loss_weight} must be 0 or more")
     check_has_mtp(model)
-    weight = model.lm_head.weight
-    if model.mtp is not None or weight.is_meta or hasattr(weight, "full_tensor"):
-        raise InputError("the model has its layer for multi-token prediction already, or is sharded or not loaded")
     with torch.device("meta"):
         mtp: MultiTokenPrediction = model.make_mtp(model.config)
     mtp.loss_weight = float(loss_weight)
-    return mtp.to(weight.dtype).to_empty(device=weight.device)
+    return mtp
 
 
 def _attach(model: Any, mtp: MultiTokenPrediction, freeze: bool) -> MultiTokenPrediction:

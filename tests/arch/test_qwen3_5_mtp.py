@@ -210,6 +210,22 @@ def test_when_it_runs(model):
 # A drafter.
 
 
+def test_the_model_and_its_layer_are_loaded_at_once(folder, model, tmp_path):
+    both = ligermodels.load(folder, progress=False, mtp_loss_weight=0.3, dtype=torch.bfloat16)
+    assert both.mtp.loss_weight == 0.3 and not both.mtp.training
+    found = {name: x for name, x in both.named_parameters() if name.startswith("mtp.")}
+    assert_same(found, {name: x.bfloat16() for name, x in of_mtp(folder).items()})
+    new = ligermodels.Qwen3_5.from_config(tiny(), dtype=torch.float32, mtp_loss_weight=0.3)
+    assert new.mtp.norm.weight.eq(0).all() and new.mtp.fc.weight.std() > 0
+    without = ligermodels.Qwen3_5.from_config(tiny()).save_pretrained(tmp_path / "without")
+    with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight"):
+        ligermodels.load(without, progress=False, mtp_loss_weight=0.3)
+    with pytest.raises(InputError, match="loss_weight=-1 must be 0 or more"):
+        ligermodels.load(folder, progress=False, mtp_loss_weight=-1)
+    with pytest.raises(InputError, match="mtp_loss_weight= reads plain weights"):
+        ligermodels.load(folder, progress=False, mtp_loss_weight=0.3, quantization_config="nf4")
+
+
 @pytest.mark.parametrize("right", [False, True], ids=["its own guesses", "right guesses"])
 @pytest.mark.parametrize("captured", [False, True])
 def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkeypatch):
