@@ -5,8 +5,9 @@ mixer gets the number of past tokens with the batch (`Batch.past`), in a capture
 (`NextToken.ends`).
 """
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,10 +93,10 @@ class KeyValues(State):
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        self.window = window
+        self.window, self._most = window, cast(int, math.inf if window is None else window)  # columns, at most
         self.dtype = dtype  # of the keys and values that go in and come out
         self.is_fp8 = kv_cache_dtype == "fp8"
-        shape = (rows, max_length if window is None else min(max_length, window), num_kv_heads, head_dim)
+        shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
         super().__init__(
             *(torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device) for _ in "kv")
@@ -123,19 +124,13 @@ class KeyValues(State):
         if past == 0:
             self._follow(k.device, k.dtype)
         _check_fits(self.buffers[0], k, self.dtype)
-        count, seen = k.shape[1], self._seen(past)
-        new = self._encode(k, v)
-        self._grow(past + count, past)
-        begin = (past - seen) % self.capacity
-        if seen and (k.requires_grad or v.requires_grad or begin + seen + count > self.capacity):
-            found = [torch.cat([old, x], 1) for old, x in zip(self._read(past), new, strict=True)]
-            self._write(new, past)
-        else:
-            self._write(new, past)
-            if not past:
-                return k, v
-            found = [x[:, begin : begin + seen + count] for x in self.buffers] if seen else new
-        return self._decode(found)
+        new, seen, end = self._encode(k, v), self._seen(past), past + k.shape[1]
+        self._grow(end, past)
+        found = None
+        if end - past + seen > self.capacity or k.requires_grad or v.requires_grad:
+            found = [torch.cat(both, 1) for both in zip(self._read(past - seen, past), new, strict=True)]
+        self._write(new, past)
+        return self._decode(found or self._read(past - seen, end)) if past else (k, v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
@@ -163,7 +158,7 @@ class KeyValues(State):
         )  # fmt: skip
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        capacity = length if self.window is None else min(length, self.window - 1 + tokens)
+        capacity = min(length, self._most - 1 + tokens)
         if capacity > self.capacity:
             self._resize(capacity, past)
         heads = max(self.rows, tokens) * self.buffers[0].shape[2]
@@ -193,48 +188,44 @@ class KeyValues(State):
             mine[into] = its[rows[:, None], positions]
 
     def row_bytes(self, length: float) -> float:
-        columns = length if self.window is None else min(length, self.window)
-        return columns * sum(x[:1, :1].nbytes for x in self.buffers)
+        return min(length, self._most) * sum(x[:1, :1].nbytes for x in self.buffers)
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, self.counters]
 
     def _seen(self, past: int) -> int:
         """Tokens before the next one that it sees."""
-        return past if self.window is None else min(past, self.window - 1)
+        return min(past, self._most - 1)
 
-    def _read(self, past: int) -> list[Tensor]:
-        """What the buffers store of the tokens that the next one sees, in order: views, or copies around the ring."""
-        seen = self._seen(past)
-        begin = (past - seen) % self.capacity
-        first = min(seen, self.capacity - begin)
-        if first == seen:
-            return [x[:, begin : begin + seen] for x in self.buffers]
-        return [torch.cat([x[:, begin:], x[:, : seen - first]], 1) for x in self.buffers]
+    def _columns(self, begin: int, end: int) -> Any:
+        """Of the positions from begin to end: a slice, or where they go around the ring their indices."""
+        first = begin % self.capacity
+        if first + end - begin <= self.capacity:
+            return slice(first, first + end - begin)
+        return torch.arange(begin, end, device=self.buffers[0].device) % self.capacity
+
+    def _read(self, begin: int, end: int) -> list[Tensor]:
+        """What the buffers store of these positions, in order: views, or copies around the ring."""
+        columns = self._columns(begin, end)
+        return [x[:, columns] for x in self.buffers]
 
     def _write(self, new: Sequence[Tensor], past: int) -> None:
         """Stores what `_encode` made, from position `past` on; of more tokens than columns the last."""
         end = past + new[0].shape[1]
         begin = max(past, end - self.capacity)
-        column, count = begin % self.capacity, end - begin
-        first = min(count, self.capacity - column)
+        columns = self._columns(begin, end)
         for buffer, x in zip(self.buffers, new, strict=True):
-            x = x[:, begin - past :].detach()
-            buffer[:, column : column + first] = x[:, :first]
-            if first < count:
-                buffer[:, : count - first] = x[:, first:]
+            buffer[:, columns] = x[:, begin - past :].detach()
 
     def _grow(self, length: int, past: int) -> None:
         """Makes the buffers large enough for `length` tokens, at least twice as large where they were too small."""
-        limit = length if self.window is None else min(length, self.window)
-        if limit > self.capacity:
-            capacity = max(limit, 2 * self.capacity)
-            self._resize(capacity if self.window is None else min(capacity, self.window), past)
+        if min(length, self._most) > self.capacity:
+            self._resize(min(max(length, 2 * self.capacity), self._most), past)
 
     def _resize(self, capacity: int, past: int) -> None:
-        stored, old = self._read(past), self.buffers
-        self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in old]
         self._dropped = past - self._seen(past)
+        stored = self._read(self._dropped, past)
+        self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
         self._write(stored, self._dropped)
 
     def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
