@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ligermodels.errors import InputError
 from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.processors import to_device
-from ligermodels.generation.request import Request
+from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
+
+MAX_GUESSES = 128
+"""The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
 
 
 class Drafter:
@@ -42,13 +46,18 @@ class Drafter:
 
 
 def drafter_of(request: Request) -> Drafter:
-    """The drafter that a call asks for."""
+    """The drafter that a call asks for. Raises InputError for heads that are not the model's."""
     options, prompt = request.options, request.input_ids[0]
     if options.medusa is not None:
-        return Medusa(options.medusa)
+        return Medusa(request.model, options.medusa)
     if options.prompt_lookup_num_tokens is not None:
         size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
         return PromptLookup(prompt.tolist(), count, size)
+    if getattr(request.model, "mtp", None) is None:
+        raise InputError(
+            f"use_mtp: this {type(request.model).__name__} has no layer for multi-token prediction; "
+            "training.load_mtp(model) reads the one of a checkpoint"
+        )
     known = 0 if request.cache is None else request.cache.length
     return MultiToken(request.model, prompt.tolist(), int(options.num_assistant_tokens or 2), known)
 
@@ -84,7 +93,15 @@ class PromptLookup(Drafter):
 class Medusa(Drafter):
     """heads: hidden states [1, H] -> the logits [1, V] of each of the next tokens but one."""
 
-    def __init__(self, heads: Any):
+    def __init__(self, model: Any, heads: Any):
+        hidden, vocabulary = model.config.get_text_config().hidden_size, model.config.get_text_config().vocab_size
+        weights = [p for p in heads.parameters() if p.dim() == 2] if isinstance(heads, nn.ModuleList) else []
+        if not weights or any(p.shape[1] != hidden or len(p) not in (hidden, vocabulary) for p in weights):
+            raise InputError(
+                f"medusa is a {type(heads).__name__} and must be the heads of a model with {hidden} hidden states and "
+                f"{vocabulary} tokens: pass training.load_medusa(model, folder), or model.medusa"
+            )
+        check_device(model, medusa=weights[0])
         self.heads, self.count, self.last = heads, len(heads), torch.empty(0)
 
     def read(self, hidden: Tensor) -> None:
@@ -208,6 +225,8 @@ class DraftingEngine(PaddedEngine):
     def __init__(self, request: Request):
         super().__init__(request, to_host=True)
         self.drafter = drafter_of(request)
+        if self.drafter.count > MAX_GUESSES:
+            raise InputError(f"a step verifies at most {MAX_GUESSES} proposed tokens, not {self.drafter.count}")
         self.capacity += self.drafter.count  # a step writes all of its guesses
         self.tokens, self.verified = [0], 0
         self.hidden: Any = None

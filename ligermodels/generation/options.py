@@ -11,9 +11,6 @@ from typing import Any, ClassVar, Self
 from ligermodels.errors import InputError
 
 DEFAULT_NEW_TOKENS = 20
-MAX_GUESSES = 128
-"""The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
-
 DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -119,9 +116,7 @@ class Options:
         Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"
     )
     disable_compile: bool | None = None
-    prompt_lookup_num_tokens: int | None = _option(
-        Integral, lambda x: 1 <= x <= MAX_GUESSES, f"an integer from 1 to {MAX_GUESSES}"
-    )
+    prompt_lookup_num_tokens: int | None = _integer(1)
     max_matching_ngram_size: int | None = _integer(1)
     medusa: Any = None
     use_mtp: bool | None = None

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.errors import InputError, did_you_mean
-from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, MAX_GUESSES, OPTION_NAMES, Options
+from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
 from ligermodels.generation.stopping import StoppingCriterion
 from ligermodels.layers.state import Cache, TransformersCache, as_cache
 
@@ -159,16 +159,6 @@ class Request:
             for other in others:
                 if one[0] and other[0]:
                     raise InputError(f"{one[1]} contradicts {other[1]}; leave one of them out")
-        if options.medusa is not None:
-            _check_medusa(self.model, options.medusa)
-        if options.use_mtp:
-            count = options.num_assistant_tokens
-            _refuse(
-                (getattr(self.model, "mtp", None) is None,
-                 f"use_mtp: this {type(self.model).__name__} has no layer for multi-token prediction; "
-                 "training.load_mtp(model) reads the one of a checkpoint"),
-                ((count or 1) > MAX_GUESSES, f"num_assistant_tokens={count} must be at most {MAX_GUESSES}"),
-            )  # fmt: skip
         if cache is not None:
             _refuse(
                 (kind not in (None, cache.kv_cache_dtype),
@@ -218,25 +208,10 @@ def _check_embeds(model: Any, embeds: Any, prompt: Any) -> None:
             f"input_ids has shape {list(prompt.shape)} and inputs_embeds {list(embeds.shape)}: input_ids must be the "
             "ids of the same tokens, or be left out"
         )
-    _check_device(model, inputs_embeds=embeds)
+    check_device(model, inputs_embeds=embeds)
 
 
-def _check_medusa(model: Any, heads: Any) -> None:
-    config, parameters = model.config.get_text_config(), []
-    if isinstance(heads, nn.ModuleList):
-        parameters = list(heads.parameters())
-    hidden, vocabulary, sizes = config.hidden_size, config.vocab_size, [p.shape for p in parameters if p.dim() == 2]
-    _refuse(
-        (not sizes or any(size[1] != hidden or size[0] not in (hidden, vocabulary) for size in sizes),
-         f"medusa is a {type(heads).__name__} and must be the heads of a model with {hidden} hidden states and "
-         f"{vocabulary} tokens: pass training.load_medusa(model, folder), or model.medusa"),
-        (len(parameters) > 0 and len(heads) > MAX_GUESSES,
-         f"medusa must have at most {MAX_GUESSES} heads"),
-    )  # fmt: skip
-    _check_device(model, medusa=parameters[0])
-
-
-def _check_device(model: Any, **given: Tensor) -> None:
+def check_device(model: Any, **given: Tensor) -> None:
     for name, x in given.items():
         if x.device != model.device:
             raise InputError(f"{name} is on {x.device}, the model on {model.device}: use .to(model.device)")
@@ -256,7 +231,7 @@ def checked_prompt(
             raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor, such as torch.tensor([ids])")
         if x.shape != input_ids.shape:
             raise InputError(f"{name} has shape {list(x.shape)}, input_ids {list(input_ids.shape)}; they must be equal")
-    _check_device(model, **given)
+    check_device(model, **given)
     shape, hint = list(input_ids.shape), ": pass input_ids[None] for one prompt" if input_ids.dim() == 1 else ""
     _refuse(
         (len(shape) != 2, f"input_ids has shape {shape}; it must be [batch, length]{hint}"),

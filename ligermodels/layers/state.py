@@ -51,12 +51,7 @@ class State:
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
-        for i, old in enumerate(self.buffers):
-            moved = old.index_select(0, rows)
-            if len(rows) == len(old):
-                old.copy_(moved)
-            else:
-                self.buffers[i] = moved
+        self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
     def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`."""
@@ -296,9 +291,6 @@ class ImageKeyValues(State):
 
     def reset(self) -> None:
         self.buffers = []
-
-    def reorder(self, rows: Tensor) -> None:
-        self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
     def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """All rows at once, in order."""
