@@ -5,9 +5,7 @@
 over the tokens of the data (off-policy), or of completions that the student samples (on-policy), both distributions at
 `temperature`; see kernels/linear_jsd.py. beta = 1 is the reverse KL, 0 the forward one. The teacher gives hidden states
 alone, never all logits. No gradient goes through the sampling, as in GKD.
-
-Papers: Hinton et al., https://arxiv.org/abs/1503.02531; Agarwal et al., https://arxiv.org/abs/2306.13649 (GKD).
-Checked against: trl/experimental/gkd/gkd_trainer.py of TRL 1.16.
+Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 1.16, trl/experimental/gkd/gkd_trainer.py.
 """
 
 import dataclasses
@@ -42,15 +40,11 @@ class DistillOptions(RolloutOptions):
     unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
     # fmt: off
     teacher: str = option("", "repository on the Hub, or folder, of the model to learn from", required=True)
-    beta: float = option(
-        1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL, between them a mixture", least=0, most=1)
-    temperature: float = option(1.0, "divides the logits of both", above=0)
+    beta: float = option(1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL", least=0, most=1)
+    temperature: float = option(1.0, "divides the logits of both, and in sampling", above=0)
     hard_weight: float = option(
         0.0, "weight of the cross entropy of the examples' own tokens", least=0, below=1, excludes=("on_policy",))
-    on_policy: bool = option(
-        False, "train on completions that the model samples for the prompts (lmbda 1 of GKD)", excludes=("cp",))
-    sampling_temperature: float = option(
-        1.0, "divides the logits in sampling; 0: greedy", least=0, needs=("on_policy",))
+    on_policy: bool = option(False, "train on sampled completions of the prompts (lmbda 1 of GKD)", excludes=("cp",))
     # fmt: on
 
     @property
@@ -84,17 +78,15 @@ class Distill(Recipe):
         self.teacher = teacher.requires_grad_(False).eval()
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        o = self.options
-        how: Any = dict(beta=o.beta, temperature=o.temperature, hard_weight=o.hard_weight)
-        return distill_loss(model, batch, count, teacher=self.teacher, **how)
+        return distill_loss(model, batch, count, self.teacher, self.options)
 
 
 class OnPolicy(Sampling, Distill):
     """Rows are prompts, or chats without their last answer. Evaluations are off-policy, on the rows' own answers."""
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        found = Distill.check_rows(self, rows) if is_evaluation or "prompt" not in rows[0] else None
-        return found if is_evaluation else super().check_rows(rows)
+        check_teacher(hub.resolve(self.options.teacher), self.tokenizer, self.options.max_length)
+        return Recipe.check_rows(self, rows) if is_evaluation else super().check_rows(rows)
 
     def process_evaluation(self, row: Mapping[str, Any]) -> Any:
         return Distill.process(self, row)
@@ -111,34 +103,24 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
     """Raises InputError if the teacher's tokens or lengths do not fit a student with this tokenizer."""
     teacher, config = Tokenizer.from_hub(folder), sketch(folder).config.get_text_config()
     probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
-    wrong = ""
-    if different := {index for _, index in tokenizer.get_vocab().items() ^ teacher.get_vocab().items()}:
-        one, other = (repr(either.convert_ids_to_tokens(min(different))) for either in (tokenizer, teacher))
-        wrong = f"id {min(different)} is {one} for the model and {other} for the teacher ({len(different)} ids differ)"
-    elif tokenizer.encode(probe, add_special_tokens=False) != teacher.encode(probe, add_special_tokens=False):
-        wrong = "it has the same tokens, but splits texts differently"
-    elif config.vocab_size < tokenizer.vocab_size:
-        wrong = f"the teacher has logits for {config.vocab_size} of its {tokenizer.vocab_size} tokens"
-    if wrong:
-        raise InputError(f"the teacher has another tokenizer: {wrong}. Give a teacher of the same family")
-    if max_length > config.max_position_embeddings:
+    ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (tokenizer, teacher))
+    if ours != theirs or config.vocab_size < tokenizer.vocab_size:
+        number = len(dict(ours[0].items() ^ theirs[0].items()))
         raise InputError(
-            f"max_length={max_length} is more than the teacher's {config.max_position_embeddings} positions"
+            f"the teacher has another tokenizer: {number} tokens differ, {probe!r} is split into {len(ours[1])} and "
+            f"{len(theirs[1])} tokens, and there are {config.vocab_size} logits. Give a teacher of the same family"
         )
+    if max_length > (context := config.max_position_embeddings):
+        raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")
 
 
-def distill_loss(
-    model: Any, batch: Batch, count: Tensor, *, teacher: Any, beta: float, temperature: float, hard_weight: float
-) -> tuple[Tensor, Metrics]:
-    """The batch's part of the loss; in evaluation also divergence and cross entropy, separately."""
-    metrics: Metrics = {}
-    head: list[Any] = []
+def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, o: Any) -> tuple[Tensor, Metrics]:
+    """The batch's part of the loss; in evaluation also divergence and cross entropy, separately. o: the options."""
+    metrics, head = Metrics(), list[Any]()
 
-    def keep(
-        x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, softcap: float | None, **_: Any
-    ) -> Tensor:
+    def keep(x: Tensor, weight: Tensor, labels: Tensor, **of: Any) -> Tensor:
         # FSDP keeps the weight of the last group whole until a backward, of which the teacher has none.
-        head[:] = x, weight, bias, softcap
+        head[:] = x, weight, of["bias"], of["softcap"]
         return x.new_zeros((), dtype=torch.float32)
 
     def divergence(
@@ -148,11 +130,11 @@ def distill_loss(
         y, teacher_weight, teacher_bias, teacher_softcap = head
         if (rows := len(teacher_weight)) < len(weight):  # the further rows of the student are padding
             weight, bias = weight[:rows], None if bias is None else bias[:rows]
-        workspace: Any = {} if workspace_bytes is None else {"workspace_bytes": workspace_bytes}
+        workspace: Any = {"workspace_bytes": workspace_bytes} if workspace_bytes else {}
         jsd = LinearJSDLoss(
-            beta, temperature=temperature, weight_soft=1 - hard_weight, weight_hard=hard_weight, reduction="sum",
-            student_softcap=softcap, teacher_softcap=teacher_softcap, return_soft_hard_loss=not model.training,
-            **workspace,
+            o.beta, temperature=o.temperature, weight_soft=1 - o.hard_weight, weight_hard=o.hard_weight,
+            reduction="sum", student_softcap=softcap, teacher_softcap=teacher_softcap,
+            return_soft_hard_loss=not model.training, **workspace,
         )  # fmt: skip
         found: Any = jsd(
             x, weight, y, teacher_weight, labels, student_bias=bias, teacher_bias=teacher_bias, num_valid=num_valid
@@ -163,10 +145,6 @@ def distill_loss(
             found = found.loss
         return found / num_items_in_batch
 
-    if unread := sorted((model.extra_inputs & batch.keys()) - teacher.extra_inputs):
-        raise InputError(
-            f"the examples have images ({', '.join(unread)}), which the teacher does not read; give a teacher that does"
-        )
     with torch.no_grad():
         teacher(**batch, num_items_in_batch=count, loss_function=keep)
     return model(**batch, num_items_in_batch=count, loss_function=divergence).loss, metrics

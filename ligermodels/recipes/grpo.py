@@ -60,10 +60,6 @@ class GRPOOptions(RolloutOptions):
         return self.beta > 0
 
     @property
-    def sampling_temperature(self) -> float:  # type: ignore[override]
-        return self.temperature
-
-    @property
     def scale(self) -> str:
         """scale_rewards, in place of "auto"."""
         chosen = "none" if self.loss_type == "dr_grpo" else "group"

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ _SECONDS = 5.0
 """Between lines of progress."""
 _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 """Metrics in a line of progress, beside the loss."""
-_NOT_IN_CARD = ("step", "lr", "grad_norm", "tokens", "trained_tokens", "tokens_per_second", "rollout_seconds", "gib")
 
 
 class Reporter:
@@ -181,13 +180,8 @@ def _shown(values: Mapping[str, float]) -> str:
 # ---- after it ----
 
 
-def write_card(
-    options: TrainOptions, facts: Mapping[str, str], lines: Sequence[Mapping[str, float]], saved: Path
-) -> None:
-    """Writes README.md, as the Hub shows it, in the folder of what was trained: the plan, results, and options.
-
-    facts: of the plan and the run, by name. lines: those of metrics.jsonl.
-    """
+def write_card(options: TrainOptions, facts: Mapping[str, str], saved: Path) -> None:
+    """Writes README.md, as the Hub shows it, in the folder of what was trained. facts: of plan and run, by name."""
     adapter = saved.name == "adapter"
     head = {
         "library_name": "peft" if adapter else "transformers",
@@ -207,24 +201,10 @@ def write_card(
     table = "".join(f"| {name} | {text} |\n" for name, text in {**facts, "to use it": use}.items())
     text = (
         f"---\n{header}---\n\n# {saved.resolve().parent.name}\n\n{options.recipe} of {options.model} by `ligermodels "
-        f"train`.\n\n| | |\n|---|---|\n{table}\n{_metrics(lines)}\n## Options\n\n```yaml\n{options.dump()}```\n"
+        f"train`.\n\n| | |\n|---|---|\n{table}\n## Options\n\n```yaml\n{options.dump()}```\n"
     )
     with write_errors(saved / "README.md"):
         (saved / "README.md").write_text(text, "utf-8")
-
-
-def _metrics(lines: Sequence[Mapping[str, float]]) -> str:
-    """A table of the metrics of some steps and of all evaluations, with a column for each that there is."""
-    steps = [line["step"] for line in lines if "loss" in line]
-    some = {*steps[:: max(1, len(steps) // 10)], *steps[-1:]}
-    chosen = [line for line in lines if "eval_loss" in line or line["step"] in some]
-    found = dict.fromkeys(name for line in chosen for name in line if name not in _NOT_IN_CARD)
-    names = sorted(found, key=lambda name: "loss" not in name)
-    text = f"| step | {' | '.join(name.replace('_', ' ') for name in names)} |\n|{'---:|' * (len(names) + 1)}\n"
-    for line in chosen:
-        values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
-        text += f"| {int(line['step'])} | {values} |\n"
-    return text
 
 
 def _is_repository(name: str) -> bool:

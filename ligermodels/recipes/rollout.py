@@ -45,7 +45,7 @@ class RolloutOptions(TrainOptions):
     group: ClassVar[str] = "rollout"
     samples = True
     num_generations = 1
-    sampling_temperature = 1.0
+    temperature = 1.0
     num_iterations = 1
     # fmt: off
     prompts: int = option(8, "prompts per step, over all ranks", least=1, needs=("on_policy",))
@@ -243,7 +243,7 @@ class Sampling(Recipe):
         o = self.options
         samples = f"{o.num_generations} of each prompt, at most {o.max_completion_length:,} tokens, temperature "
         iterations = f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
-        return {"samples": f"{samples}{o.sampling_temperature:g}", "steps": f"{iterations}{o.batch_tokens:,} tokens"}
+        return {"samples": f"{samples}{o.temperature:g}", "steps": f"{iterations}{o.batch_tokens:,} tokens"}
 
     # ---- rollouts ----
 
@@ -260,7 +260,7 @@ class Sampling(Recipe):
         copies = 1 if rollout is None else o.num_generations
         sampled = sample(
             self.model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_completion_length,
-            temperature=0.0 if rollout is None else o.sampling_temperature, stop_ids=stops,
+            temperature=0.0 if rollout is None else o.temperature, stop_ids=stops,
             seed=(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
             vocab_size=self.vocab_size,
         )  # fmt: skip

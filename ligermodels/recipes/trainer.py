@@ -19,7 +19,6 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +136,7 @@ class Trainer:
         if o.capture:
             models.check_capture(sketch, p)
         self.data = Data(o, recipe)
-        counts = None if o.max_steps is not None else self._count_rows()
+        counts = None if o.max_steps is not None else self.data.count()  # each rank counts: waiting could time out
         forwards = None if counts is None else counts["batches"] * (o.num_train_epochs or 1)
         o.accumulation = forwards_per_step(o.accumulation, p.batch_ranks, forwards)
         steps = o.max_steps or max(1, round((forwards or 0) / o.accumulation))
@@ -170,7 +169,8 @@ class Trainer:
         prepare = recipe.prepare if recipe.adds_modules else None
         self.model = models.load_model(o, source, p, prepare, recipe.loads)
         self.stack.enter_context(folder.locked(out, p, resume=o.resume))  # before anything is written
-        self._write_options(replace=False)
+        if before is None:
+            p.from_main(self._write_options)
         recipe.setup(self.model, source, p)
         self.optimizer = models.make_optimizer(o, self.model, p)
         self.checkpoints = self.stack.enter_context(
@@ -183,7 +183,7 @@ class Trainer:
         resumed = self.checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
-        self._write_options(replace=True)  # now that the run can continue with them
+        p.from_main(self._write_options)  # now that the run can continue with them
         if before is not None and p.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
             if changed:
@@ -204,26 +204,9 @@ class Trainer:
             o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
         )
 
-    def _count_rows(self) -> Mapping[str, int]:
-        """The counts of a pass over the data. Each rank counts: waiting for one could time out."""
-        text = f"counting the tokens of {len(self.data.rows):,} rows (with --max-steps N they are not counted)"
-        note = threading.Timer(5.0, say, [text])
-        if self.processes.is_main:
-            note.start()
-        try:
-            return self.data.count()
-        finally:
-            note.cancel()
-
-    def _write_options(self, *, replace: bool) -> None:
-        file = self.out / "options.yaml"
-
-        def write() -> None:
-            if replace or not file.is_file():
-                with write_errors(file):
-                    file.write_text(self.options.dump(), "utf-8")
-
-        self.processes.from_main(write)
+    def _write_options(self) -> None:
+        with write_errors(self.out):
+            (self.out / "options.yaml").write_text(self.options.dump(), "utf-8")
 
     # ---- one step ----
 
@@ -262,7 +245,12 @@ class Trainer:
         seconds = (time.perf_counter() - start) / p.batch_ranks
         tokens_of_all, seconds, came, failures = p.sum(tokens, seconds, self.signals.came, failed is not None)
         if not (math.isfinite(value) and math.isfinite(norm)):
-            raise self._diverged(value, norm)
+            raise TrainingError(
+                f"step {progress.step + 1} of {progress.steps}: the loss is {value}, the norm of the gradient {norm}. "
+                "The step was not saved; earlier checkpoints are unchanged.\n  Likely: the learning rate is too high "
+                f"(--learning-rate {o.peak_lr:g}), or examples of this step are broken.\n  Next: a lower "
+                "--learning-rate or a longer --warmup-steps, in another --output-dir."
+            )
         progress.step += 1
         progress.tokens += round(tokens_of_all)
         progress.trained += round(count.reshape(-1)[0].item())
@@ -295,14 +283,6 @@ class Trainer:
             self.save(wait=True)
             self.stopped = True
         raise error
-
-    def _diverged(self, loss: float, norm: float) -> TrainingError:
-        return TrainingError(
-            f"step {self.progress.step + 1} of {self.progress.steps}: the loss is {loss}, the norm of the gradient "
-            f"{norm}. The step was not saved; earlier checkpoints are unchanged.\n  Likely: the learning rate is too "
-            f"high (--learning-rate {self.options.peak_lr:g}), or examples of this step are broken.\n"
-            "  Next: a lower --learning-rate or a longer --warmup-steps, in another --output-dir."
-        )
 
     # ---- evaluation ----
 
@@ -407,11 +387,12 @@ class Trainer:
         facts = self.plan | {
             "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{report.left_out(counts)}",
             "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s in {progress.seconds:,.0f} s",
-            "peak memory": f"{max(line.get('gib', 0.0) for line in lines):.2f} GiB",
         }
         if progress.best_step >= 0:
             facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
-        report.write_card(self.options, facts, lines, saved)
+        last = {name: value for line in lines[-2:] for name, value in line.items()}
+        facts["at the end"] = ", ".join(f"{name.replace('_', ' ')} {value:,.4g}" for name, value in last.items())
+        report.write_card(self.options, facts, saved)
         print(saved)
 
 

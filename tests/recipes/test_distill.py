@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
 from ligermodels.text import Tokenizer
-from tests.arch import qwen2_vl
 from tests.recipes import losses, runs
 from tests.recipes.runs import SAMPLED, completions, metrics, run
 
@@ -58,12 +58,14 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
     expected, soft, hard = plain(student, teacher, padded, **options)
     gradients = losses.gradients(student, expected / 7)
     for batch in (packed, padded):
-        loss, _ = distill_loss(student, batch, count, teacher=teacher, **options)
+        loss, _ = distill_loss(student, batch, count, teacher, SimpleNamespace(**options))
         torch.testing.assert_close(loss, expected / 7)
         losses.assert_same(losses.gradients(student, loss), gradients)
     student.eval()
     with torch.no_grad():
-        loss, sums = distill_loss(student, packed | {"return_logits": False}, count, teacher=teacher, **options)
+        loss, sums = distill_loss(
+            student, packed | {"return_logits": False}, count, teacher, SimpleNamespace(**options)
+        )
     torch.testing.assert_close(loss, expected / 7)
     number = (padded["labels"] != -100).sum()
     for name, value in (("divergence", soft), ("cross_entropy", hard)):
@@ -80,16 +82,9 @@ def test_a_loss_function_that_cannot_be_called_is_refused():
         model(ids, labels=ids, loss_function=print)
 
 
-def test_images_that_the_teacher_does_not_read_are_refused():
-    student = ligermodels.Qwen2VL.from_config(qwen2_vl.tiny(), device="cpu")
-    batch = {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None], "pixel_values": torch.zeros(1)}
-    with pytest.raises(InputError, match=r"images \(pixel_values\), which the teacher does not read"):
-        distill_loss(student, batch, torch.tensor(4.0), teacher=losses.model(), **OPTIONS)
-
-
 @pytest.mark.parametrize(("says", "change"), [
-    ("id 32 is 'A' for the model and 'zz' for the teacher (1 ids", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
-    ("it has the same tokens, but splits", lambda _, splits: splits.update(add_prefix_space=True)),
+    ("the teacher has another tokenizer: 2 tokens differ", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
+    ("the teacher has another tokenizer: 0 tokens differ", lambda _, splits: splits.update(add_prefix_space=True)),
 ], ids=["ids", "splits"])  # fmt: skip
 def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says, change):
     shutil.copytree(home / "model", tmp_path / "teacher")
@@ -173,9 +168,9 @@ def test_what_a_step_trains_on(home, write):
         recipe.model = model
         return [recipe.roll_out(prompts, n) for n in range(2)]
 
-    greedy, drawn = steps(sampling_temperature=0.0), steps()
-    assert greedy[0] == greedy[1] and drawn[0] != drawn[1] and drawn == steps() != steps(seed=1)
-    assert all(index < 20 and len(one.ids) == 9 for one in greedy[0] + drawn[0] for index in one.ids)
+    drawn = steps()
+    assert drawn[0] != drawn[1] and drawn == steps() != steps(seed=1) != steps(seed=1, temperature=0.5)
+    assert all(index < 20 and len(one.ids) == 9 for one in drawn[0] for index in one.ids)
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
 
 

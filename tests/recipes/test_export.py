@@ -70,15 +70,13 @@ def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, 
     import yaml
 
     card = (whole / "model" / "README.md").read_text()
-    losses, evaluated = metrics(whole), metrics(whole, "eval_loss")
-    assert f"| 1 |  | {losses[1]:.4f} |" in card and f"| 3 |  | {losses[3]:.4f} |" in card
-    assert (
-        f"{evaluated[3]:.4f}, after step 3" in card and "12 rows of messages" in card and "learning_rate: 0.005" in card
-    )
+    evaluated = metrics(whole, "eval_loss")
+    for words in (f"{evaluated[3]:.4f}, after step 3", "12 rows of messages", "learning_rate: 0.005", ", loss "):
+        assert words in card
     monkeypatch.chdir(tmp_path)
     options = options_of("sft", model="someone/base", data="someone/chats:clean", output_dir="out", lora_r=8)
     (folder := tmp_path / "out" / "adapter").mkdir(parents=True)
-    report.write_card(options, {}, [], folder)
+    report.write_card(options, {}, folder)
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
     assert head == {
         "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],

@@ -164,7 +164,6 @@ TWO_PROCESSES = [
     ("distill", {"tp": 2}, "tp=2: a teacher is sharded by FSDP alone; leave --tp out"),
     ("distill", {"on_policy": True, "hard_weight": 0.1}, "hard_weight=0.1 and on_policy=True: give one"),
     ("distill", {"prompts": 4}, "prompts=4 needs on_policy: add --on-policy"),
-    ("distill", {"sampling_temperature": 0.0}, "sampling_temperature=0 needs on_policy"),
     ("distill", {"on_policy": True, "accumulation": 3}, "a step that samples has prompts; give --prompts"),
     ("distill", {"on_policy": True, "cp": 2}, "on_policy=True and cp=2: give one of the two"),
     ("grpo", {"reward_funcs": ()}, "reward_funcs is missing: give --reward-funcs"),
@@ -231,9 +230,7 @@ OWN = {
     "orpo": ("beta"),
     "cpo": ("beta label_smoothing loss_type sft_weight"),
     "simpo": ("beta label_smoothing sft_weight simpo_gamma"),
-    "distill": (
-        "beta hard_weight max_completion_length on_policy prompts rollout_rows sampling_temperature teacher temperature"
-    ),
+    "distill": ("beta hard_weight max_completion_length on_policy prompts rollout_rows teacher temperature"),
     "medusa": ("head_decay head_layers heads heads_weight train_base"),
     "grpo": (
         "beta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
