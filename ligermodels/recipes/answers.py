@@ -51,12 +51,10 @@ class Preference(Recipe):
         return found, where
 
     def process(self, row: Mapping[str, Any]) -> Comparison:
-        item = self.read(row)
-        assert isinstance(item, formats.Answers), "the format was checked"
-        return masking.encode_answers(item, self.tokenizer)
+        return masking.encode_answers(self.read(row), self.tokenizer)
 
     def collate(self, examples: Sequence[Comparison]) -> Batch:
-        padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, 0, True)
+        padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, True)
         columns = zip(*(one.sequences for one in examples or [padding]), strict=True)
         sequences = [one for column in columns for one in column]
         return super().collate(sequences)

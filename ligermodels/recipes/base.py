@@ -73,9 +73,9 @@ class Recipe:
         """The same of a row to evaluate on."""
         return self.process(row)
 
-    def read(self, row: Mapping[str, Any]) -> formats.Item:
+    def read(self, row: Mapping[str, Any]) -> Any:
         """The row as its format is read, with the system prompt of the options."""
-        return formats.with_system(formats.read(row), self.options.system_prompt)
+        return formats.read(row, self.options.system_prompt)
 
     def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
         """Whether examples are packed into one row, and the tokens of a batch; else its rows."""

@@ -13,7 +13,6 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +25,13 @@ from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.formats import format_of
 from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
-from ligermodels.recipes.workers import Workers
+from ligermodels.recipes.workers import map_ahead
 from ligermodels.text.chat import TemplateError
 
 WINDOW, WINDOW_OF_IMAGES = 1000, 64
 """Rows that are processed and packed at a time: an image of a million pixels takes 24 MB."""
-CHUNK = 50
-"""Rows that a worker process is given at a time."""
+CHUNKS = 20
+"""Parts of a window, each of which a worker process gets at a time."""
 MAX_UNTRAINED = 0.1
 """The share of rows without a trained token above which the data is refused."""
 _SHOWN = 3
@@ -74,9 +73,11 @@ class Outcomes:
     split: bool = False
     skip_bad: bool = False
 
-    def __call__(self, index: int) -> Outcome:
+    def __call__(self, indices: Sequence[int]) -> list[Outcome]:
         """Raises BadRowError, which names the row."""
-        where = self.rows.where(index)
+        return [self._outcome(index, self.rows.where(index)) for index in indices]
+
+    def _outcome(self, index: int, where: str) -> Outcome:
         try:
             row = self.rows[index]
             if self.format is not None and (name := format_of(row)) != self.format[0]:
@@ -94,28 +95,29 @@ class Outcomes:
         if not example.trained:
             reason = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
             return Outcome([], {"rows": 1, "untrained": 1}, f"{where}: {reason}")
-        counts, note = {"rows": 1}, ""
+        kept = [part for part in parts if part.trained]
+        counts, note = {"rows": 1, **_counts(kept)}, ""
         if tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
             note = f"{where}: cut, it has {example.size:,} tokens"
-        if not (parts := [part for part in parts if part.trained]):
-            reason = f"left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
-            return Outcome([], counts | {"cut_away": 1}, f"{where}: {reason}")
-        counts |= {"tokens": sum(part.size for part in parts), "trained": sum(part.trained for part in parts)}
-        if example.ends is not None:
-            counts |= {"with_end": 1, "ends": int(any(part.ends for part in parts))}
-        return Outcome(parts, counts, note)
-
-    def of_many(self, indices: Sequence[int]) -> list[Outcome]:
-        return [self(index) for index in indices]
+        if not kept:
+            counts["cut_away"] = 1
+            note = f"{where}: left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
+        return Outcome(kept, counts, note)
 
 
-class Counts:
+def _counts(examples: Sequence[Any]) -> dict[str, int]:
+    counts = {"tokens": sum(one.size for one in examples), "trained": sum(one.trained for one in examples)}
+    ends = [one.ends for one in examples]
+    return counts if not ends or ends[0] is None else counts | {"with_end": 1, "ends": int(any(ends))}
+
+
+class Counts(collections.Counter[str]):
     """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped."""
 
-    def __init__(self, rows: int, length: int) -> None:
-        self.total, self.length = rows, length
-        self.numbers, self.notes = collections.Counter[str](), list[str]()
+    def __init__(self, total: int, length: int) -> None:
+        super().__init__()
+        self.total, self.length, self.notes = total, length, list[str]()
 
     def report(self) -> dict[str, int]:
         """Numbers by name.
@@ -125,30 +127,29 @@ class Counts:
         bad: rows that --skip-bad left out.
         """
         names = ("rows", "tokens", "trained", "truncated", "tokens_cut", "untrained", "cut_away", "bad")
-        return {name: self.numbers[name] for name in names}
+        return {name: self[name] for name in names}
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Raises InputError if too few rows are trained, or no stop token."""
-        number = self.numbers
         for outcome in outcomes:
-            number.update(outcome.counts)
+            self.update(outcome.counts)
         self.notes = [*self.notes, *(outcome.note for outcome in outcomes if outcome.note)][:_SHOWN]
         notes = "".join(f"\n  {note}" for note in self.notes)
-        dropped = number["untrained"] + number["cut_away"]
-        if dropped > MAX_UNTRAINED * (number["rows"] - number["bad"]):
+        dropped = self["untrained"] + self["cut_away"]
+        if dropped > MAX_UNTRAINED * (self["rows"] - self["bad"]):
             raise InputError(
-                f"{dropped} of {number['rows']} rows have no token to train: in {number['untrained']} there is none, "
-                f"in {number['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
+                f"{dropped} of {self['rows']} rows have no token to train: in {self['untrained']} there is none, "
+                f"in {self['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
                 "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
             )
-        if number["rows"] == number["bad"] >= self.total:
+        if self["rows"] == self["bad"] >= self.total:
             raise InputError(
                 f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
             )
-        if number["with_end"] and not number["ends"] and number["rows"] >= min(_ROWS_TO_STOP, self.total):
-            cut = f" rows are cut before it at --max-length {self.length};" * bool(number["truncated"])
+        if self["with_end"] and not self["ends"] and self["rows"] >= min(_ROWS_TO_STOP, self.total):
+            cut = f" rows are cut before it at --max-length {self.length};" * bool(self["truncated"])
             raise InputError(
-                f"none of {number['with_end']} rows trains a token that stops the model, which would never "
+                f"none of {self['with_end']} rows trains a token that stops the model, which would never "
                 f"stop.{notes}\n  Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the "
                 "turn, or the template ends turns with a token that is none of the model's eos tokens. Next step: "
                 "raise --max-length, or give --chat-template FILE"
@@ -167,11 +168,10 @@ class Counts:
 
 
 class Window(NamedTuple):
-    """The rows of an epoch from `row` on, processed, and the batches of them, each a list of examples."""
+    """The batches, each a list of examples, of the rows of an epoch from `row` on."""
 
     epoch: int
     row: int
-    outcomes: Sequence[Outcome] = ()
     batches: Sequence[list[Any]] = ()
 
 
@@ -179,8 +179,8 @@ class Batches(Iterator[list[Any]]):
     """Batches, each a list of examples, which continue exactly after `load_state_dict`.
 
     recipe: processes rows. format: that of all rows, or None. epochs: the iteration ends after these. shuffle: False
-    for the order of the rows. window: rows that are packed together. workers: processes that process rows. digest: of
-    the files; a state with another one does not load.
+    for the order of the rows. window: rows that are packed together. workers: processes that process rows; 0: a thread.
+    digest: of the files; a state with another one does not load.
     """
 
     def __init__(
@@ -200,8 +200,6 @@ class Batches(Iterator[list[Any]]):
         self.counts = Counts(len(self.rows), self.outcomes.length)
         self._current, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
         self._windows = self._make_windows(epoch, row)
-        self._thread = ThreadPoolExecutor(1, "windows")  # makes the next window meanwhile
-        self._next: Future[Window | None] | None = None
 
     def __next__(self) -> list[Any]:
         while self._batch == len(self._current.batches):
@@ -210,20 +208,13 @@ class Batches(Iterator[list[Any]]):
         return self._current.batches[self._batch - 1]
 
     def _next_window(self) -> None:
-        future = self._next or self._thread.submit(next, self._windows, None)
-        self._next = None
-        if (window := future.result()) is None:
-            raise StopIteration
-        self._next = self._thread.submit(next, self._windows, None)
-        self._current, self._batch = window, 0
-        self.counts.add(window.outcomes)
+        self._current, self._batch = next(self._windows), 0
         if (text := self.counts.warning()) and not self._has_warned and os.environ.get("RANK", "0") == "0":
             warnings.warn(text, stacklevel=3)
             self._has_warned = True
 
     def close(self) -> None:
-        """Ends the thread and the worker processes."""
-        self._thread.shutdown()
+        """Ends the thread or the worker processes."""
         self._windows.close()
 
     def state_dict(self) -> dict[str, int]:
@@ -252,52 +243,43 @@ class Batches(Iterator[list[Any]]):
 
     def count(self) -> dict[str, int]:
         """The report of a pass over the data, and the number of its "batches"."""
-        number = 0
-        while (window := self._thread.submit(next, self._windows, None).result()) is not None:
-            self.counts.add(window.outcomes)
-            number += len(window.batches)
-        return {"batches": number, **self.counts.report()}
+        return {"batches": sum(len(window.batches) for window in self._windows), **self.counts.report()}
 
     def _make_windows(self, epoch: int, row: int) -> Generator[Window]:
         """The windows from a row of an epoch on."""
-        outcomes = self._process(epoch, row)
-        while self.epochs is None or epoch < self.epochs:
-            found, examples = list[Outcome](), list[Any]()
-            # A window without packing has full batches, unless the epoch ends.
-            while row + len(found) < len(self.rows) and (
-                len(found) < self.window or (not self.packing and len(examples) % self.capacity)
-            ):
-                found.append(next(outcomes))
-                examples += found[-1].examples
-            if self.packing:
-                bins = best_fit([example.size for example in examples], self.capacity)
-                if self.shuffle:
-                    bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
-                batches = [[examples[n] for n in bin] for bin in bins]
-            else:
-                batches = [examples[n : n + self.capacity] for n in range(0, len(examples), self.capacity)]
-            yield Window(epoch, row, found, batches)
-            row += len(found)
-            if row == len(self.rows):
-                epoch, row = epoch + 1, 0
-
-    def _process(self, epoch: int, row: int) -> Iterator[Outcome]:
-        """What the rows give, from a place of an epoch on. Raises BadRowError, which names the row."""
         indices = self._indices(epoch, row)
-        if not self.workers:
-            yield from map(self.outcomes, indices)
-            return
-        chunks = iter(lambda: list(itertools.islice(indices, CHUNK)), [])
-        with contextlib.closing(Workers(self.outcomes.of_many, chunks, self.workers)) as found:
-            yield from itertools.chain.from_iterable(found)
+        chunks = iter(lambda: list(itertools.islice(indices, -(-self.window // CHUNKS))), [])
+        with contextlib.closing(map_ahead(self.outcomes, chunks, CHUNKS, self.workers)) as found:
+            outcomes = itertools.chain.from_iterable(found)
+            while self.epochs is None or epoch < self.epochs:
+                window, examples = list[Outcome](), list[Any]()
+                # A window without packing has full batches, unless the epoch ends.
+                while row + len(window) < len(self.rows) and (
+                    len(window) < self.window or (not self.packing and len(examples) % self.capacity)
+                ):
+                    window.append(next(outcomes))
+                    examples += window[-1].examples
+                self.counts.add(window)
+                yield Window(epoch, row, self._batches_of(examples, epoch, row))
+                row += len(window)
+                if row == len(self.rows):
+                    epoch, row = epoch + 1, 0
+
+    def _batches_of(self, examples: Sequence[Any], epoch: int, row: int) -> list[list[Any]]:
+        """The batches of the examples of a window."""
+        if not self.packing:
+            return [list(examples[n : n + self.capacity]) for n in range(0, len(examples), self.capacity)]
+        bins = best_fit([example.size for example in examples], self.capacity)
+        if self.shuffle:
+            bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
+        return [[examples[n] for n in bin] for bin in bins]
 
     def _indices(self, epoch: int, row: int) -> Iterator[int]:
         """The rows from a place of an epoch on."""
-        rows = len(self.rows)
         for number in itertools.count(epoch):
             if self.epochs is not None and number >= self.epochs:
                 return
-            order = self._random(number, 0).permutation(rows) if self.shuffle else np.arange(rows)
+            order = self._random(number, 0).permutation(len(self.rows)) if self.shuffle else range(len(self.rows))
             yield from map(int, order[row if number == epoch else 0 :])
 
     def _random(self, epoch: int, part: int) -> np.random.RandomState:

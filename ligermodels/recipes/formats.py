@@ -26,7 +26,7 @@ from ligermodels.recipes import images
 from ligermodels.recipes.rows import Rows, parse_json
 
 Message = dict[str, Any]
-_ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "function_call": "function_call"}
+_ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "function_call": "assistant"}
 _ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant")
 _ROLES |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
 """Roles by their names in sharegpt."""
@@ -63,15 +63,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Answers:
-    """A prompt with the chosen and the rejected answer, or with one and its label: whether it is a good one.
+    """The chosen and the rejected answer to a prompt, or one and its label: whether it is a good one.
 
-    Prompt and answers are texts, or lists of messages, all alike.
+    sequences: the prompt with each answer, of which the answer is trained.
     """
 
-    prompt: Any
-    answers: tuple[Any, ...]
+    sequences: tuple[Text | Conversation, ...]
     label: bool | None = None
-    tools: list[dict[str, Any]] | None = None
 
 
 Item = Conversation | Text | Tokens | Answers
@@ -105,39 +103,38 @@ def format_of(row: Mapping[str, Any]) -> str:
     raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
 
 
-def read(row: Mapping[str, Any]) -> Item:
-    """The row as its format is read. Raises InputError that names the field, but not the row."""
+def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
+    """The row as its format is read. system_prompt: of chats that begin without one.
+
+    Raises InputError that names the field, but not the row.
+    """
     name, folder = format_of(row), getattr(row, "folder", None)
     row = {key: value for key, value in row.items() if value is not None}
     for key in ("videos", "audio", "audios"):
         if row.get(key):
             raise InputError(f"{key}: recipes train on texts and images only, for now")
-    if row.get("images") and row.get("image"):
-        raise InputError("images, image: give one of the two")
-    given = row.get("images") or row.get("image") or None
-    if isinstance(given, str) and given.lstrip().startswith("["):  # a list in a CSV file; a path stays as it is
-        given = _list(given, "images")
     if "chat_template_kwargs" in row:
         raise InputError("chat_template_kwargs: variables of the chat template cannot be set for a row; leave them out")
-    item = FORMATS[name][1](row)
+    item, given = FORMATS[name][1](row), row.get("images") or row.get("image") or None
     if isinstance(item, Conversation):
         messages, found = images.place(item.messages, given, folder)
-        return replace(item, messages=messages, images=found)
-    parts = (item.prompt, *item.answers) if isinstance(item, Answers) else ()
-    if given is not None or any(map(images.has_parts, parts)):
+        item = replace(item, messages=messages, images=found)
+    elif given is not None or (isinstance(item, Answers) and any(map(_has_images, item.sequences))):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
-    return item
+    return item if system_prompt is None else _with_system(item, system_prompt)
 
 
-def with_system(item: Any, text: str | None) -> Any:
-    """The item with a system message, if there is a text and its messages begin without one. Raises InputError."""
-    if text is None:
-        return item
-    name = "messages" if isinstance(item, Conversation) else "prompt"
-    messages = getattr(item, name, None)
-    if not isinstance(messages, list):
+def _has_images(item: Text | Conversation) -> bool:
+    return isinstance(item, Conversation) and images.are_in(item.messages)
+
+
+def _with_system(item: Any, text: str) -> Any:
+    if isinstance(item, Answers):
+        return replace(item, sequences=tuple(_with_system(sequence, text) for sequence in item.sequences))
+    if not isinstance(item, Conversation):
         raise InputError("system_prompt: it is for chats, and the row has none; leave it out")
-    return item if messages[0]["role"] == "system" else replace(item, **{name: _system(text) + messages})
+    begins_with_one = item.messages[0]["role"] == "system"
+    return item if begins_with_one else replace(item, messages=_system(text) + item.messages)
 
 
 # ---- one reader for each format ----
@@ -153,13 +150,13 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
         if isinstance(prompt, list):
             chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
         elif prompt is None:
-            prompt = chosen[: shared_length(chosen, rejected)]
+            prompt = chosen[: _shared_length(chosen, rejected)]
             if not all(text[len(prompt) :][:1].isspace() for text in (chosen, rejected)):
                 prompt = re.sub(r"\S*$", "", prompt)  # back to the end of a word
             prompt = prompt.rstrip(" ")  # the space before an answer is the answer's
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
-        number = shared_length(chosen[:-1], rejected[:-1])
+        number = _shared_length(chosen[:-1], rejected[:-1])
         shared = chosen[:number]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         # Many data sets give the prompt, and repeat it at the beginning of both conversations.
@@ -172,10 +169,10 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if not answer:
             raise InputError(f"{key}: nothing is left of it after the prompt")
-    return Answers(prompt, (chosen, rejected), tools=_tools(row))
+    return Answers(tuple(_after_prompt(prompt, answer, row) for answer in (chosen, rejected)))
 
 
-def shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items that both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
@@ -185,30 +182,48 @@ def _role_and_content(messages: list[Message]) -> list[tuple[Any, Any]]:
     return [(message["role"], message.get("content")) for message in messages]
 
 
+def _after_prompt(prompt: Any, answer: Any, row: dict[str, Any]) -> Text | Conversation:
+    """The prompt with an answer, both texts or both messages, of which the answer is trained."""
+    if isinstance(prompt, str):
+        return Text(answer, prompt)
+    untrained = [m | {"train": False} if m["role"] == "assistant" else m for m in prompt]
+    return Conversation(untrained + answer, _tools(row))
+
+
+def _read_prompt_completion(row: dict[str, Any]) -> Text | Conversation:
+    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
+    if isinstance(prompt, str) is not isinstance(completion, str):
+        raise InputError("prompt, completion: one is a text, the other a list of messages")
+    if not completion:
+        raise InputError("completion: it is empty")
+    return _after_prompt(prompt, completion, row)
+
+
 def _read_unpaired(row: dict[str, Any]) -> Answers:
-    prompt, completion = _prompt_and_completion(row)
     label = row["label"]
     texts = {"true": True, "false": False, "1": True, "0": False}  # in CSV files
     value = texts.get(label.strip().lower()) if isinstance(label, str) else label
     if value not in (True, False):
         raise _wrong("label", "true or false", label)
-    return Answers(prompt, (completion,), bool(value), _tools(row))
+    return Answers((_read_prompt_completion(row),), bool(value))
 
 
 def _read_tokens(row: dict[str, Any]) -> Tokens:
-    row = {"labels": row["input_ids"], **row}
-    ids, labels = _integers(row, "input_ids"), _integers(row, "labels")
-    mask = _integers(row, "attention_mask") if "attention_mask" in row else [1] * len(ids)
+    ids = _parsed(row["input_ids"], list, "input_ids")
+    labels = _parsed(row.get("labels", ids), list, "labels")
+    mask = _parsed(row.get("attention_mask", [1] * len(ids)), list, "attention_mask")
+    if not all(type(index) is int for index in ids):
+        raise _wrong("input_ids", "integers", ids)
     if not len(ids) == len(labels) == len(mask):
         raise InputError(f"input_ids, labels, attention_mask: their lengths differ: {len(ids), len(labels), len(mask)}")
-    if not set(mask) <= {0, 1}:
-        raise InputError("attention_mask: expected 0 and 1 only")
     for n, (index, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (index, -100):
             raise InputError(
                 f"labels: at {n} it is {label}, neither the id there ({index}) nor -100. Labels are not shifted; the "
                 "model does that"
             )
+    if any(bit not in (0, 1) for bit in mask):
+        raise _wrong("attention_mask", "0 and 1 only", mask)
     kept = [n for n, real in enumerate(mask) if real]
     if not kept:
         raise InputError("input_ids: the row has no tokens")
@@ -221,56 +236,18 @@ def _read_messages(row: dict[str, Any]) -> Conversation:
 
 def _read_sharegpt(row: dict[str, Any]) -> Conversation:
     key = "conversations" if "conversations" in row else "conversation"
-    turns = _list(row[key], key)
-    if not turns or (isinstance(turns[0], Mapping) and "role" in turns[0]):  # some sets have OpenAI's keys here
-        messages = _messages(turns, key)
-    else:
-        messages = [_turn(turn, f"{key}[{n}]") for n, turn in enumerate(turns)]
-    return Conversation(_system(_text(row, "system", "")) + messages, _tools(row))
-
-
-def _turn(turn: Any, field: str) -> Message:
-    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
-        raise _wrong(field, "the keys from and value", turn)
-    name, value = turn["from"], _text(turn, "value", field=f"{field}.value")
-    if not isinstance(name, str) or name not in _ROLES:
-        raise InputError(f"{field}.from: {short(name)} is none of {', '.join(_ROLES)}")
-    message: Message = {"role": _ROLES[name], "content": value}
-    if name == "function_call":
-        calls = _json(value, f"{field}.value")
-        calls = calls if isinstance(calls, list) else [calls]
-        message = {"role": "assistant", "content": "", "tool_calls": _calls(calls, f"{field}.value")}
-    return message | _train(turn, message["role"], field)
-
-
-def _read_prompt_completion(row: dict[str, Any]) -> Text | Conversation:
-    prompt, completion = _prompt_and_completion(row)
-    if isinstance(prompt, str):
-        return Text(completion, prompt)
-    untrained = [m | {"train": False} if m["role"] == "assistant" else m for m in prompt]
-    return Conversation(untrained + completion, _tools(row))
-
-
-def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
-    """Both texts or both messages; the completion is not empty."""
-    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
-    if isinstance(prompt, str) is not isinstance(completion, str):
-        raise InputError("prompt, completion: one is a text, the other a list of messages")
-    if not completion:
-        raise InputError("completion: it is empty")
-    return prompt, completion
+    return Conversation(_system(_text(row, "system", "")) + _messages(row[key], key), _tools(row))
 
 
 def _read_alpaca(row: dict[str, Any]) -> Conversation:
-    messages = _system(_text(row, "system", ""))
-    for n, pair in enumerate(_list(row.get("history", []), "history")):
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise _wrong(f"history[{n}]", "[instruction, answer]", pair)
-        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     question = "\n\n".join(text for text in (_text(row, "instruction"), _text(row, "input", "")) if text)
     if not question:
         raise InputError("instruction: it is empty")
-    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": _text(row, "output")}]
+    messages = _system(_text(row, "system", ""))
+    for n, pair in enumerate([*_parsed(row.get("history", []), list, "history"), [question, _text(row, "output")]]):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise _wrong(f"history[{n}]", "[instruction, answer]", pair)
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return Conversation(messages)
 
 
@@ -300,28 +277,23 @@ def _wrong(field: str, expected: str, value: Any) -> InputError:
     return InputError(f"{field}: expected {expected}, not {short(value)}")
 
 
-def _json(value: Any, field: str) -> Any:
-    """The value, parsed if it is a text: CSV and Parquet files often store lists as JSON."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_json(value)
-    except InputError as error:
-        raise InputError(f"{field}: {error}: {short(value)}") from error
+_KINDS: dict[Any, str] = {str: "a text", list: "a list", dict: "a JSON object"}
 
 
-def _list(value: Any, field: str) -> list[Any]:
-    value = _json(value, field)
-    if not isinstance(value, list):
-        raise _wrong(field, "a list", value)
+def _parsed(value: Any, kind: type, field: str) -> Any:
+    """The value, of a kind; parsed if it is a text: CSV and Parquet files often store lists as JSON."""
+    if isinstance(value, str) and kind is not str:
+        try:
+            value = parse_json(value)
+        except InputError as error:
+            raise InputError(f"{field}: {error}: {short(value)}") from error
+    if not isinstance(value, kind):
+        raise _wrong(field, _KINDS[kind], value)
     return value
 
 
-def _text(row: Mapping[str, Any], key: str, default: str | None = None, field: str = "") -> str:
-    value = row.get(key, default)
-    if not isinstance(value, str):
-        raise _wrong(field or key, "a text", value)
-    return value
+def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    return str(_parsed(row.get(key, default), str, key))
 
 
 def _text_or_messages(row: Mapping[str, Any], key: str) -> Any:
@@ -329,77 +301,65 @@ def _text_or_messages(row: Mapping[str, Any], key: str) -> Any:
     return value if value is None or isinstance(value, str) else _messages(value, key)
 
 
-def _integers(row: Mapping[str, Any], key: str) -> list[int]:
-    values = _list(row[key], key)
-    for n, value in enumerate(values):
-        if type(value) is not int:
-            raise _wrong(f"{key}[{n}]", "an integer", value)
-    return values
-
-
 def _system(text: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
 def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = _list(row.get("tools") or [], "tools")
+    tools: list[Any] = _parsed(row.get("tools") or [], list, "tools")
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise _wrong("tools", "a list of JSON schemas", tools)
     return tools or None
 
 
 def _messages(value: Any, field: str) -> list[Message]:
-    messages = [_message(message, f"{field}[{n}]") for n, message in enumerate(_list(value, field))]
+    messages = [_message(message, f"{field}[{n}]") for n, message in enumerate(_parsed(value, list, field))]
     if not messages:
         raise InputError(f"{field}: it is empty")
     return messages
 
 
 def _message(message: Any, field: str) -> Message:
+    """A message as chat templates take it, of one with role and content, or with sharegpt's from and value."""
     if not isinstance(message, Mapping):
         raise _wrong(field, "a dict with role and content", message)
     found = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
-    role = found.get("role")
+    if "from" in found and "role" not in found:
+        name, value = found.pop("from"), found.pop("value", None)
+        if not isinstance(name, str) or name not in _ROLES:
+            raise InputError(f"{field}.from: {short(name)} is none of {', '.join(_ROLES)}")
+        found["role"], found["content"] = _ROLES[name], value
+        if name == "function_call":
+            calls = parse_json(value) if isinstance(value, str) else value
+            found |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    role, content = found.get("role"), found.get("content")
     if not isinstance(role, str) or not role:
-        hint = "; from and value are the keys of sharegpt, under `conversations`" if "from" in found else ""
-        raise InputError(f"{field}.role: expected a text, not {short(role)}{hint}")
+        raise _wrong(f"{field}.role", "a text", role)
     if role != "assistant" and _ROLES.get(role.lower()) == "assistant":  # it would be rendered, and not trained
         raise InputError(f"{field}.role: expected 'assistant', not {short(role)}: no other role is trained")
-    content = found.get("content")
-    if isinstance(content, list):
-        for n, part in enumerate(content):
-            _check_part(part, f"{field}.content[{n}]")
-    elif content is not None and not isinstance(content, str):
+    if content is not None and not isinstance(content, str | list):
         raise _wrong(f"{field}.content", "a text", content)
+    for n, part in enumerate(content if isinstance(content, list) else []):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise _wrong(f"{field}.content[{n}]", 'a part of the type "text" or "image"', part)
     if found.get("tool_calls"):
-        found["tool_calls"] = _calls(_list(found["tool_calls"], f"{field}.tool_calls"), f"{field}.tool_calls")
-    if content is None and not found.get("tool_calls") and not any(found.get(key) for key in _REASONING):
-        raise InputError(f"{field}.content is null" if "content" in message else f"{field}.content is missing")
-    found.setdefault("content", "")  # many templates fail on, or print, a content that is null
+        calls = _parsed(found["tool_calls"], list, f"{field}.tool_calls")
+        found["tool_calls"] = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    if content is None and not any(found.get(key) for key in ("tool_calls", *_REASONING)):
+        raise InputError(f"{field}.content is {'null' if 'content' in message else 'missing'}")
+    found["content"] = "" if content is None else content  # many templates fail on, or print, a content that is null
     return found | _train(message, role, field)
 
 
-def _check_part(part: Any, field: str) -> None:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("video", "audio", "input_audio"):
-        raise InputError(f"{field}: it is of the type {kind}; recipes train on texts and images only")
-    if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
-        raise _wrong(field, '{"type": "text", "text": ...}', part)
-
-
-def _calls(calls: list[Any], field: str) -> list[Message]:
-    """Tool calls with their arguments as dicts: OpenAI writes them as a text of JSON, which templates quote again."""
-    found = []
-    for n, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _wrong(f"{field}[{n}]", '{"function": {"name", "arguments"}}', call)
-        arguments = _json(function.get("arguments", {}), f"{field}[{n}].arguments")
-        if not isinstance(arguments, Mapping):
-            raise _wrong(f"{field}[{n}].arguments", "a JSON object", arguments)
-        outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
-        found.append({"type": "function", **outer, "function": {**function, "arguments": arguments}})
-    return found
+def _call(call: Any, field: str) -> Message:
+    """A tool call with its arguments as a dict: OpenAI writes them as a text of JSON, which templates quote again."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _wrong(field, '{"function": {"name", "arguments"}}', call)
+    arguments = _parsed(function.get("arguments", {}), dict, f"{field}.arguments")
+    outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
 def _train(message: Mapping[str, Any], role: str, field: str) -> Message:

@@ -52,12 +52,10 @@ def place(
 
     given: `images` of the row. folder: what relative paths are relative to. Raises InputError.
     """
-    if given is None and not has_parts(messages):
+    if given is None and not are_in(messages):
         return [dict(message) for message in messages], []
     found: list[dict[str, Any]]
-    found, own, videos = _vision().split_media(messages)
-    if videos:
-        raise InputError("a message has a video; recipes train on texts and images, for now")
+    found, own, _ = _vision().split_media(messages)
     if given is not None and own:
         raise InputError("images: they are given, and parts of the messages hold images too. Give them one way")
     if given is not None:
@@ -70,7 +68,7 @@ def place(
     return found, [_source(image, folder) for image in own]
 
 
-def has_parts(messages: Any) -> bool:
+def are_in(messages: Any) -> bool:
     """Whether a message has a part that is not text."""
     return isinstance(messages, list) and any(
         part.get("type") != "text" for message in messages for part in _parts(message)

@@ -48,9 +48,9 @@ class KTO(Preference):
 
     def _mismatched(self, one: Comparison, other: Comparison) -> Example:
         """The prompt of one with the answer of another, as TRL makes them."""
-        prompt, answer = one.sequences[0].ids[: one.prompt], other.sequences[0].ids[other.prompt :]
-        ids, start = prompt + answer, max(1, len(prompt))
-        return Example(ids, [IGNORED] * start + ids[start:]).cut(self.options.max_length)
+        (prompt,), (answer,), size = one.sequences, other.sequences, one.prompt
+        ids = prompt.ids[:size] + answer.ids[other.prompt :]
+        return Example(ids, [IGNORED] * size + answer.labels[other.prompt :]).cut(self.options.max_length)
 
     def count(self, batch: Batch) -> Tensor:
         """The divisors of a step: labels, and answers."""

@@ -11,8 +11,7 @@ Two habits of templates are known to the second way, because what they render is
 after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template that
 rewrites earlier turns in another way is an error.
 
-Prompts with answers to compare follow the same rule: as in TRL, prompt, and prompt with answer are tokenised, and the
-answer is what follows the tokens that they share.
+An answer that is compared is masked as the completion of a prompt is.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from itertools import groupby
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.recipes.formats import Answers, Conversation, Item, Text, Tokens, shared_length
+from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
 from ligermodels.recipes.images import Images, add, processor_of, shorten
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.batch import mask_of
@@ -87,14 +86,16 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Sequences that begin with the same prompt: chosen and rejected, or one with a label, whether it is good.
-
-    prompt: its number of tokens.
-    """
+    """Sequences that begin with the same prompt: chosen and rejected, or one with a label, whether it is good."""
 
     sequences: tuple[Example, ...]
-    prompt: int
     label: bool | None = None
+
+    @property
+    def prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        labels = [[label != IGNORED for label in sequence.labels] for sequence in self.sequences]
+        return min(trained.index(True) if any(trained) else len(trained) for trained in labels)
 
     @property
     def size(self) -> int:
@@ -114,80 +115,36 @@ class Comparison:
         return dataclasses.replace(self, sequences=tuple(sequence.cut(length) for sequence in self.sequences))
 
 
-def encode(item: Item, tokenizer: Tokenizer, *, every_message: bool = False, template: str | None = None) -> Example:
+def encode_answers(item: Answers, tokenizer: Tokenizer) -> Comparison:
+    """The sequences of the answers. Raises InputError, TokenizerError."""
+    return Comparison(tuple(encode(sequence, tokenizer) for sequence in item.sequences), item.label)
+
+
+def encode(
+    item: Conversation | Text | Tokens, tokenizer: Tokenizer, *, every_token: bool = False, template: str | None = None
+) -> Example:
     """The ids and labels of a conversation, a text or tokens. Raises InputError, TokenizerError.
 
-    every_message: train all messages, and of a prompt with a completion both; else what the assistant says. template:
-    in place of the tokenizer's chat template. A text ends with the tokenizer's eos token.
+    every_token: train all of a conversation, and of a prompt with a completion both; else what the assistant says.
+    template: in place of the tokenizer's chat template. A text ends with the tokenizer's eos token.
     """
-    if isinstance(item, Answers):
-        raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
         return Example(item.ids, [IGNORED, *item.labels[1:]])
     if isinstance(item, Text):
-        whole, eos = item.prompt + item.text, _eos(tokenizer)
-        if item.prompt and not every_message:
-            ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
-        else:
-            ids = tokenizer.encode(whole)
-            mask = [1] * len(ids)
-        if ids[-1:] == [eos]:
-            mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
-        else:
-            ids, mask = [*ids, eos], [*mask, 1]
+        ids, mask = _encode_text(item, tokenizer, every_token)
         return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
+    if not isinstance(item, Conversation):
+        raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
     processor = processor_of(tokenizer.files.folder) if item.images else None
     if processor is not None and template is None:
         template = processor.chat_template
-    ids, mask = _encode_conversation(item, tokenizer, every_message, template)
+    ids, mask = _encode_conversation(item, tokenizer, every_token, template)
     images = None
     if processor is not None:
         ids, mask, images = add(ids, mask, item.images, processor)
     return _example(ids, mask, tokenizer.chat_stop_ids, images)
-
-
-def encode_answers(item: Answers, tokenizer: Tokenizer, template: str | None = None) -> Comparison:
-    """The sequences of the answers. Messages are rendered by the chat template; texts get the eos token.
-
-    Raises InputError, TokenizerError.
-    """
-    if isinstance(item.prompt, str):
-        eos, stops = _eos(tokenizer), tokenizer.eos_token_ids
-        prompt, wholes = tokenizer.encode(item.prompt), [tokenizer.encode(item.prompt + text) for text in item.answers]
-        wholes = [ids if ids[-1:] == [eos] else [*ids, eos] for ids in wholes]
-    else:
-        stops = tokenizer.chat_stop_ids
-        names = ("chosen", "rejected") if item.label is None else ("completion",)
-        for name, answer in zip(names, item.answers, strict=True):
-            _check_answer(name, answer)
-        messages = _without_flags(item.prompt)
-        how: dict[str, Any] = dict(tools=item.tools, chat_template=template, tokenize=False)
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **how)
-        texts = [tokenizer.apply_chat_template(messages + answer, **how) for answer in item.answers]
-        if not all(whole.startswith(_NO_THOUGHT.sub("", text)) for whole in texts):
-            raise InputError(
-                "prompt: the chat template changes it once there is an answer, so that the tokens to train are not "
-                "known. Next step: --chat-template FILE, one that only adds to what it wrote before"
-            )
-        prompt, *wholes = [tokenizer.encode(one, add_special_tokens=False) for one in (text, *texts)]
-    start = min(shared_length(prompt, whole) for whole in wholes)
-    masks = [[0] * start + [1] * (len(whole) - start) for whole in wholes]
-    sequences = tuple(_example(whole, mask, stops) for whole, mask in zip(wholes, masks, strict=True))
-    return Comparison(sequences, start, item.label)
-
-
-def _check_answer(name: str, messages: Sequence[dict[str, Any]]) -> None:
-    """Raises InputError for an answer with messages that the model does not write."""
-    for n, message in enumerate(messages, 1):
-        if message["role"] != "assistant":
-            raise InputError(
-                f"{name}: message {n} after the prompt is of {message['role']!r}; an answer is what the assistant "
-                "says, and all of it is compared. Next step: move what is before the last answer into the prompt"
-            )
-        if not message.get("train", True):
-            raise InputError(f"{name}: message {n} after the prompt is not to be trained, but answers are compared")
 
 
 def _example(
@@ -198,13 +155,19 @@ def _example(
     return Example(ids, labels, stops, images)
 
 
-# ---- texts ----
-
-
-def _eos(tokenizer: Tokenizer) -> int:
-    if tokenizer.eos_token_id is None:
+def _encode_text(item: Text, tokenizer: Tokenizer, every_token: bool) -> tuple[list[int], list[int]]:
+    eos, whole = tokenizer.eos_token_id, item.prompt + item.text
+    if eos is None:
         raise InputError("the tokenizer has no eos token, so that the model would not learn where a text ends")
-    return tokenizer.eos_token_id
+    if item.prompt and not every_token:
+        ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
+    else:
+        ids = tokenizer.encode(whole)
+        mask = [1] * len(ids)
+    if ids[-1:] == [eos]:
+        mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
+        return ids, mask
+    return [*ids, eos], [*mask, 1]
 
 
 def _tokenise(
@@ -218,29 +181,28 @@ def _tokenise(
 # ---- conversations ----
 
 
-def _without_flags(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
-
-
 def _encode_conversation(
-    item: Conversation, tokenizer: Tokenizer, every_message: bool, template: str | None
+    item: Conversation, tokenizer: Tokenizer, every_token: bool, template: str | None
 ) -> tuple[list[int], list[int]]:
-    said = [n for n, message in enumerate(item.messages) if message.get("role") == "assistant"]
+    said = [n for n, message in enumerate(item.messages) if message["role"] == "assistant"]
     trained = [n for n in said if item.messages[n].get("train", True)]
-    messages = _without_flags(item.messages)
+    messages = [{key: value for key, value in message.items() if key != "train"} for message in item.messages]
     apply = functools.partial(tokenizer.apply_chat_template, tools=item.tools, chat_template=template)
     render = functools.partial(apply, tokenize=False)
-    if every_message:
+    if every_token:
         if trained != said:
-            raise InputError("every message is trained (--no-assistant-only-loss), but one has train false")
-        ids = tokenizer.encode(render(messages), add_special_tokens=False)
+            raise InputError("every token is trained (--no-assistant-only-loss), but a message has train false")
+        ids = apply(messages)
         return ids, [1] * len(ids)
+    marks = None
     if _has_marks(tokenizer, template, item.tools is not None):
         found = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, mask = found["input_ids"], found["assistant_masks"]
-        return ids, mask if trained == said else _only(mask, said, trained)
+        ids, marks = found["input_ids"], found["assistant_masks"]
+        if trained == said:
+            return ids, marks
     text = render(messages)
-    return _tokenise(text, _spans(text, messages, trained, render, tokenizer.eos_token or ""), tokenizer)
+    ids, mask = _tokenise(text, _spans(text, messages, trained, render, tokenizer.eos_token or ""), tokenizer)
+    return ids, mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
 
 
 def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:
@@ -250,19 +212,6 @@ def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> b
         return sandbox.compile_template(source).has_generation
     except Exception:  # rendering says what is wrong with it
         return False
-
-
-def _only(mask: list[int], said: list[int], trained: list[int]) -> list[int]:
-    """The mask of the assistant's tokens without those of messages that are not trained."""
-    runs = [(value, len(list(run))) for value, run in groupby(mask)]
-    if sum(value for value, _ in runs) != len(said):
-        raise InputError(
-            f"the chat template marks {sum(value for value, _ in runs)} stretches as the assistant's, but it has "
-            f"{len(said)} messages: which of them are trained is not known. Next step: leave train and weight out of "
-            "the messages"
-        )
-    owners = iter(said)
-    return [bit for value, size in runs for bit in [int(value and next(owners) in trained)] * size]
 
 
 def _spans(
@@ -293,14 +242,12 @@ def _spans(
 
 def _length_of_turn(turn: str, rest: str, eos: str) -> int | None:
     """The number of characters at the beginning of `rest` that are the turn, which was rendered as the last one."""
-    if turn == rest:
-        return len(rest)
-    for said in (turn, turn.removesuffix(eos)) if eos else (turn,):
-        if said and rest.startswith(said):
+    for said in (turn, turn.removesuffix(eos)):
+        if said == rest or (said and rest.startswith(said)):
             return len(said)
-        without_thought, after_space = _THOUGHT.sub("", said, count=1).lstrip(), rest.lstrip()
-        if without_thought and after_space.startswith(without_thought):
-            return len(rest) - len(after_space) + len(without_thought)
+        said, spaces = _THOUGHT.sub("", said, count=1).lstrip(), len(rest) - len(rest.lstrip())
+        if said and rest.startswith(said, spaces):
+            return spaces + len(said)
     return None
 
 

@@ -204,7 +204,8 @@ class Sampling(Recipe):
             kind = "messages" if self.chat else "a text"
             raise InputError(f"prompt: expected {kind}, as in the first row, not {prompt!r:.80}")
         if isinstance(prompt, str):
-            formats.with_system(formats.Text("", prompt), o.system_prompt)
+            if o.system_prompt is not None:
+                raise InputError("system_prompt: it is for chats, and the row has none; leave it out")
             ids = self.tokenizer.encode(prompt)
         else:
             item: Any = self.read({"messages": prompt, "tools": tools})

@@ -44,7 +44,7 @@ class SFT(NextTokenRecipe):
     Options = SFTOptions
 
     def process(self, row: Mapping[str, Any]) -> Any:
-        return masking.encode(self.read(row), self.tokenizer, every_message=not self.options.assistant_only_loss)
+        return masking.encode(self.read(row), self.tokenizer, every_token=not self.options.assistant_only_loss)
 
 
 @dataclass(kw_only=True)

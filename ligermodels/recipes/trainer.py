@@ -260,7 +260,7 @@ class Trainer:
             tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **means_of(metrics, p),
         )  # fmt: skip
         self.reporter.step(progress.step, values)
-        if failures:
+        if failures and not came:  # a signal to all processes ends those that encode rows, too
             self._stop_with(next(error for error in p.gather(failed) if error is not None))
         return came > 0
 

@@ -43,7 +43,6 @@ FILES = {  # name, content, what the error says; the first word of a case may be
     "negative ids": ("a.jsonl", '{"input_ids": [1, -2]}', "input_ids: -2 is not an id of the tokenizer"),
     "two formats": ("a.jsonl", f'{CHAT}\n{{"text": "a"}}', "a.jsonl:2: the row is in the format 'text', but "),
     "another role": ("a.jsonl", '{"conversations": [{"from": "humann", "value": "a"}]}', "'humann' is none"),
-    "keys of sharegpt": ("a.jsonl", '{"messages": [{"from": "human", "value": "a"}]}', "from and value are the keys"),
     "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
     "nothing to train": ("a.jsonl", json.dumps({"messages": [said("user", "a")]}), "no token to train"),
     "pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "dpo"),

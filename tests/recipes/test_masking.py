@@ -88,7 +88,7 @@ def test_families(folder_of, name):
         found = encode(Conversation(talk), tokenizer)
         assert found.ids == ids and found.ends
         assert trained_text(tokenizer, found).replace(" ", "") == expected
-    found = encode(Conversation(TALK), tokenizer, every_message=True)
+    found = encode(Conversation(TALK), tokenizer, every_token=True)
     assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
 
 
@@ -134,10 +134,9 @@ REFUSED = {
     "system late": (Conversation([SYSTEM, *TALK]), dict(template=LATE_SYSTEM), CHANGED.format(2)),
     "growing": (Conversation(TALK), dict(template=GROWING), CHANGED.format(1)),
     "changing": (Conversation([TALK[0] | {"content": "HI"}, *TALK[1:]]), dict(template=CHANGING), CHANGED.format(1)),
-    "two marks": (Conversation(ONE_OF_THREE), dict(template=DOUBLED), "marks 6 stretches .* it has 3 messages"),
     "assistant first": (Conversation([SAID, USER]), {}, "the first message is the assistant's; start with a user"),
-    "every": (Conversation([*TALK[:3], SAID | {"train": False}]), dict(every_message=True), "every message is trained"),
-    "answers": (Answers("a", ("b", "c")), {}, r"answers to compare.*dpo"),
+    "every": (Conversation([*TALK[:3], SAID | {"train": False}]), dict(every_token=True), "every token is trained"),
+    "answers": (Answers((Text("b", "a"),), True), {}, r"answers to compare.*dpo"),
     "surrogate": (Text("\ud800"), {}, "lone surrogate"),
     "foreign id": (Tokens([5, 99999], [5, 99999]), {}, "99999 is not an id of the tokenizer"),
 }  # fmt: skip
@@ -173,7 +172,7 @@ def test_texts_and_tokens(byte_level):
     assert whole == Example([bos, *plain, eos], [IGNORED, *plain, eos])
     assert encode(Text("<|begin|>the cat sat on<|eot_id|>"), byte_level) == whole  # none is doubled
     assert completion.ids == whole.ids and trained_text(byte_level, completion) == " sat on<|eot_id|>"
-    assert encode(Text(" sat on", "the cat"), byte_level, every_message=True).labels == whole.labels
+    assert encode(Text(" sat on", "the cat"), byte_level, every_token=True).labels == whole.labels
     assert encode(Text("", "the cat"), byte_level).labels[-1] == eos
     assert encode(Tokens([5, 6, 7], [5, IGNORED, 7]), byte_level) == Example([5, 6, 7], [IGNORED, IGNORED, 7], None)
 

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels
-from ligermodels import InputError
 from ligermodels.cli import main
 from ligermodels.layers.preference import DPO_LOSS_TYPES
 from ligermodels.processes import Processes
-from ligermodels.recipes.formats import Answers, Conversation
-from ligermodels.recipes.masking import encode as encode_text
+from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.steps import shard_batches
@@ -29,41 +27,21 @@ def trained(tokenizer, sequence):
 
 
 def test_what_is_trained_of_messages(tokenizer):
-    item = Answers(PAIRS[1]["prompt"], (PAIRS[1]["chosen"], PAIRS[1]["rejected"]))
-    found = encode_answers(item, tokenizer)
+    found = encode_answers(read(PAIRS[1]), tokenizer)
     chosen, rejected = found.sequences
-    asked = tokenizer.apply_chat_template(item.prompt, add_generation_prompt=True)
-    assert chosen.ids == tokenizer.apply_chat_template(item.prompt + item.answers[0])
+    asked = tokenizer.apply_chat_template(PAIRS[1]["prompt"], add_generation_prompt=True)
+    assert chosen.ids == tokenizer.apply_chat_template(PAIRS[1]["prompt"] + PAIRS[1]["chosen"])
     assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
     assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
-    chat = encode_text(Conversation(item.prompt + item.answers[0]), tokenizer)
-    single = encode_answers(Answers(item.prompt, item.answers[:1], True), tokenizer)
-    assert chat == chosen == single.sequences[0]  # one rule
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
 
 
 def test_what_is_trained_of_texts(tokenizer):
-    found = encode_answers(Answers("one two", (" three",), True), tokenizer)
+    found = encode_answers(read({"prompt": "one two", "completion": " three", "label": True}), tokenizer)
     (sequence,) = found.sequences
     assert tokenizer.decode(sequence.ids) == "one two three<|im_end|>" and found.label is True
     assert trained(tokenizer, sequence) == " three<|im_end|>" and found.prompt == 7
-    ended = encode_answers(Answers("one two", (" three<|im_end|>",), True), tokenizer)
-    assert ended.sequences[0].ids == sequence.ids  # the end is not there twice
-
-
-def test_answers_that_cannot_be_compared(tokenizer):
-    def messages(*roles):
-        return [{"role": role, "content": role[:n]} for n, role in enumerate(roles, 1)]
-
-    with pytest.raises(InputError, match="chosen: message 2 after the prompt is of 'user'"):
-        encode_answers(Answers(messages("user"), (messages("assistant", "user"), messages("assistant"))), tokenizer)
-    unwanted = [{"role": "assistant", "content": "a", "train": False}]
-    with pytest.raises(InputError, match="rejected: message 1 after the prompt is not to be trained"):
-        encode_answers(Answers(messages("user"), (messages("assistant"), unwanted)), tokenizer)
-    rewrites = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    with pytest.raises(InputError, match="the chat template changes it once there is an answer"):
-        encode_answers(Answers(messages("user"), (messages("assistant"), PAIRS[0]["chosen"])), tokenizer, rewrites)
 
 
 def rows_of(write, *rows):
