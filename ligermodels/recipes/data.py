@@ -48,10 +48,7 @@ class BadRowError(InputError):
 
 
 class Outcome(NamedTuple):
-    """What a row gives: examples (several of a long text that is split) and counts.
-
-    note: what happened to a row that is cut or dropped.
-    """
+    """What a row gives: examples (several of a long text that is split), counts by name, and a note if it is cut."""
 
     examples: list[Any]
     counts: Mapping[str, int]
@@ -60,7 +57,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What each row gives, by its index. It is sent to worker processes.
+    """What rows give, by their indices. It is sent to worker processes.
 
     process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
     text becomes several examples; else the example is cut.
@@ -92,87 +89,70 @@ class Outcomes:
                 return Outcome([], {"rows": 1, "bad": 1})
             advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
             raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
-        if not example.trained:
-            reason = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
-            return Outcome([], {"rows": 1, "untrained": 1}, f"{where}: {reason}")
         kept = [part for part in parts if part.trained]
-        counts, note = {"rows": 1, **_counts(kept)}, ""
-        if tokens_cut := example.size - sum(part.size for part in parts):
+        counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
+        counts["trained"] = sum(part.trained for part in kept)
+        if not example.trained:
+            counts["untrained"] = 1
+            note = f"{where}: left out: nothing in it is to be trained (no answer, an empty one, or train false)"
+        elif tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
             note = f"{where}: cut, it has {example.size:,} tokens"
-        if not kept:
+        if example.trained and not kept:
             counts["cut_away"] = 1
             note = f"{where}: left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
+        if kept and example.ends is not None:
+            counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
         return Outcome(kept, counts, note)
 
 
-def _counts(examples: Sequence[Any]) -> dict[str, int]:
-    counts = {"tokens": sum(one.size for one in examples), "trained": sum(one.trained for one in examples)}
-    ends = [one.ends for one in examples]
-    return counts if not ends or ends[0] is None else counts | {"with_end": 1, "ends": int(any(ends))}
+class Counts:
+    """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped.
 
+    rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
+    tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none; bad:
+    rows that --skip-bad left out; ends: rows that train a token that stops the model, of those with_end that should.
+    """
 
-class Counts(collections.Counter[str]):
-    """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped."""
-
-    def __init__(self, total: int, length: int) -> None:
-        super().__init__()
-        self.total, self.length, self.notes = total, length, list[str]()
-
-    def report(self) -> dict[str, int]:
-        """Numbers by name.
-
-        rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
-        tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none;
-        bad: rows that --skip-bad left out.
-        """
-        names = ("rows", "tokens", "trained", "truncated", "tokens_cut", "untrained", "cut_away", "bad")
-        return {name: self[name] for name in names}
+    def __init__(self, rows: int, length: int) -> None:
+        self.total, self.length = rows, length
+        self.numbers, self.notes = collections.Counter[str](), list[str]()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Raises InputError if too few rows are trained, or no stop token."""
+        n = self.numbers
         for outcome in outcomes:
-            self.update(outcome.counts)
-        self.notes = [*self.notes, *(outcome.note for outcome in outcomes if outcome.note)][:_SHOWN]
-        notes = "".join(f"\n  {note}" for note in self.notes)
-        dropped = self["untrained"] + self["cut_away"]
-        if dropped > MAX_UNTRAINED * (self["rows"] - self["bad"]):
+            n.update(outcome.counts)
+        self.notes = [*self.notes, *(f"\n  {outcome.note}" for outcome in outcomes if outcome.note)][:_SHOWN]
+        notes, dropped = "".join(self.notes), n["untrained"] + n["cut_away"]
+        if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
             raise InputError(
-                f"{dropped} of {self['rows']} rows have no token to train: in {self['untrained']} there is none, "
-                f"in {self['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
+                f"{dropped} of {n['rows']} rows have no token to train: in {n['untrained']} there is none, in "
+                f"{n['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
                 "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
             )
-        if self["rows"] == self["bad"] >= self.total:
+        if n["rows"] == n["bad"] >= self.total:
             raise InputError(
                 f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
             )
-        if self["with_end"] and not self["ends"] and self["rows"] >= min(_ROWS_TO_STOP, self.total):
-            cut = f" rows are cut before it at --max-length {self.length};" * bool(self["truncated"])
+        if n["with_end"] and not n["ends"] and n["rows"] >= min(_ROWS_TO_STOP, self.total):
+            cut = f" rows are cut before it at --max-length {self.length};" * bool(n["truncated"])
             raise InputError(
-                f"none of {self['with_end']} rows trains a token that stops the model, which would never "
-                f"stop.{notes}\n  Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the "
-                "turn, or the template ends turns with a token that is none of the model's eos tokens. Next step: "
-                "raise --max-length, or give --chat-template FILE"
+                f"none of {n['with_end']} rows trains a token that stops the model, which would never stop.{notes}\n"
+                f"  Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the turn, or the "
+                "template ends turns with a token that is none of the model's eos tokens. Next step: raise "
+                "--max-length, or give --chat-template FILE"
             )
 
     def warning(self) -> str:
         """A warning of rows that are cut or dropped; "" where there are none."""
-        notes = "".join(f"\n  {note}" for note in self.notes)
-        return notes and (
-            f"rows are cut or left out, such as:{notes}\n  After --max-length {self.length} nothing is trained, not "
-            "even the token that ends the answer"
+        return bool(self.notes) * (
+            f"rows are cut or left out, such as:{''.join(self.notes)}\n  After --max-length {self.length} nothing is "
+            "trained, not even the token that ends the answer"
         )
 
 
 # ---- batches ----
-
-
-class Window(NamedTuple):
-    """The batches, each a list of examples, of the rows of an epoch from `row` on."""
-
-    epoch: int
-    row: int
-    batches: Sequence[list[Any]] = ()
 
 
 class Batches(Iterator[list[Any]]):
@@ -198,17 +178,18 @@ class Batches(Iterator[list[Any]]):
 
     def _start(self, epoch: int, row: int) -> None:
         self.counts = Counts(len(self.rows), self.outcomes.length)
-        self._current, self._batch = Window(epoch, row), 0  # the batch of the window that comes next
+        self._epoch, self._row, self._batch = epoch, row, 0  # where the window begins; its batch that comes next
+        self._window: list[list[Any]] = []  # the batches of the window
         self._windows = self._make_windows(epoch, row)
 
     def __next__(self) -> list[Any]:
-        while self._batch == len(self._current.batches):
+        while self._batch == len(self._window):
             self._next_window()
         self._batch += 1
-        return self._current.batches[self._batch - 1]
+        return self._window[self._batch - 1]
 
     def _next_window(self) -> None:
-        self._current, self._batch = next(self._windows), 0
+        (self._epoch, self._row, self._window), self._batch = next(self._windows), 0
         if (text := self.counts.warning()) and not self._has_warned and os.environ.get("RANK", "0") == "0":
             warnings.warn(text, stacklevel=3)
             self._has_warned = True
@@ -219,34 +200,32 @@ class Batches(Iterator[list[Any]]):
 
     def state_dict(self) -> dict[str, int]:
         """The position after the batch that was taken last, and the rows for which it means the same."""
-        window = self._current
-        position = {"epoch": window.epoch, "row": window.row, "batch": self._batch}
+        position = {"epoch": self._epoch, "row": self._row, "batch": self._batch}
         return position | {"rows": len(self.rows), "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continues after the batch after which `state_dict` was called. Raises InputError if the rows differ."""
         if (state["rows"], state["digest"]) != (len(self.rows), self._digest):
-            changed = f"rows was {state['rows']}, now it is {len(self.rows)}"
             raise InputError(
-                "the data cannot continue after the checkpoint: "
-                + (changed if state["rows"] != len(self.rows) else "its files have changed")
-                + ". Next step: restore what was before (rows that cannot be read are left out with --skip-bad), or "
-                "start a new run with another --output-dir"
+                f"the data cannot continue after the checkpoint: its files have changed ({state['rows']} rows were "
+                f"there, now {len(self.rows)}). Next step: restore what was before (rows that cannot be read are left "
+                "out with --skip-bad), or start a new run with another --output-dir"
             )
         self.close()
         self._start(state["epoch"], state["row"])
         if state["batch"]:
             self._next_window()
-            if state["batch"] > len(self._current.batches):
+            if state["batch"] > len(self._window):
                 raise InputError("the rows have changed since the checkpoint: there are fewer batches of them")
             self._batch = state["batch"]
 
-    def count(self) -> dict[str, int]:
-        """The report of a pass over the data, and the number of its "batches"."""
-        return {"batches": sum(len(window.batches) for window in self._windows), **self.counts.report()}
+    def count(self) -> Mapping[str, int]:
+        """The counts of a pass over the data, and the number of its "batches"."""
+        batches = sum(len(window) for _, _, window in self._windows)
+        return collections.Counter(batches=batches, **self.counts.numbers)
 
-    def _make_windows(self, epoch: int, row: int) -> Generator[Window]:
-        """The windows from a row of an epoch on."""
+    def _make_windows(self, epoch: int, row: int) -> Generator[tuple[int, int, list[list[Any]]]]:
+        """The windows from a row of an epoch on: the epoch and the row where each begins, and its batches."""
         indices = self._indices(epoch, row)
         chunks = iter(lambda: list(itertools.islice(indices, -(-self.window // CHUNKS))), [])
         with contextlib.closing(map_ahead(self.outcomes, chunks, CHUNKS, self.workers)) as found:
@@ -260,7 +239,7 @@ class Batches(Iterator[list[Any]]):
                     window.append(next(outcomes))
                     examples += window[-1].examples
                 self.counts.add(window)
-                yield Window(epoch, row, self._batches_of(examples, epoch, row))
+                yield epoch, row, self._batches_of(examples, epoch, row)
                 row += len(window)
                 if row == len(self.rows):
                     epoch, row = epoch + 1, 0
@@ -331,7 +310,7 @@ class Data:
             workers, how["window"] = 0, WINDOW_OF_IMAGES
         return Batches(self.recipe, self.rows, self.format, workers=workers, **how)
 
-    def count(self) -> dict[str, int]:
+    def count(self) -> Mapping[str, int]:
         """The counts of a pass over the training data, as `Batches.count`."""
         return self.batches(epochs=1, workers=encoding_workers(len(self.rows), counts=True)).count()
 

@@ -364,10 +364,7 @@ def _call(call: Any, field: str) -> Message:
 
 def _train(message: Mapping[str, Any], role: str, field: str) -> Message:
     """{"train": False} for an assistant's message that says so; `weight` is OpenAI's name, with 0 and 1."""
-    flags = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
-    for key, flag in flags.items():
-        if flag not in (0, 1):
-            raise _wrong(f"{field}.{key}", "true or false", flag)
-        if flag and role != "assistant":
-            raise InputError(f"{field}.{key}: only messages of the assistant can be trained, not those of {role!r}")
-    return {"train": False} if role == "assistant" and not all(flags.values()) else {}
+    flag = next((message[key] for key in ("train", "weight") if message.get(key) is not None), role == "assistant")
+    if flag not in (0, 1) or (flag and role != "assistant"):
+        raise _wrong(f"{field}: train, weight", "true or false, and true for the assistant's messages alone", flag)
+    return {} if flag or role != "assistant" else {"train": False}

@@ -159,7 +159,7 @@ def make_plan(
 
 
 def left_out(counts: Mapping[str, int]) -> str:
-    """The rows that were cut or left out, of the counts of `Counts.report`."""
+    """The rows that were cut or left out, of the numbers of `Counts`."""
     names = {
         "truncated": "rows cut at --max-length",
         "untrained": "rows left out without a token to train",

@@ -93,7 +93,7 @@ class JSONLines(Rows):
         with self.files[0].open("rb") as file:  # opened for each row: threads and processes share no position
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
-            return parse_json(_decode(file.read(end - start).rstrip()))
+            return parse_json(file.read(end - start).rstrip())
 
 
 class DataSet(Rows):
@@ -168,100 +168,36 @@ def open_rows(source: str | Path) -> Rows:
     default is "train", or the only split. A folder has files, named by their splits if there are several (train.jsonl,
     test-00000.parquet), or is one that `datasets` saved (save_to_disk).
     """
-    text, split = str(source), None
-    path = Path(text).expanduser()
-    if not path.exists() and ":" in text:
-        name, _, end = text.rpartition(":")
-        if Path(name).expanduser().exists():
-            path, split = Path(name).expanduser(), end
+    source = str(source)
+    path, split = Path(source).expanduser(), None
+    if not path.exists() and ":" in source and (folder := Path(source.rpartition(":")[0]).expanduser()).exists():
+        path, split = folder, source.rpartition(":")[2]
     if path.is_file():
-        if split not in (None, "train"):
+        if split is not None:
             raise InputError(f"{path} is one file and has no split {short(split)}; leave the split out")
         return _open_file(path)
-    if path.is_dir():
-        return _open_folder(path, split)
     name, is_version = r"[\w-][\w.-]*", re.fullmatch(r"(\.\d+)?(:.*)?", path.suffix)
-    if is_version and re.fullmatch(rf"{name}(/{name})?(:{name}){{0,2}}", text):
-        return _open_hub(text)
-    raise InputError(f"there is no file or folder {source}. Next step: compare the path with `ls {path.parent}`")
+    if not path.is_dir() and not (is_version and re.fullmatch(rf"{name}(/{name})?(:{name}){{0,2}}", source)):
+        raise InputError(f"there is no file or folder {source}. Next step: compare the path with `ls {path.parent}`")
+    with _errors(source) as datasets:
+        if not path.is_dir():
+            repository, *config, split = source.split(":") if ":" in source else (source, None)
+            data = datasets.load_dataset(repository, config[0] if config else None)
+            return DataSet(_split_of(data, split), f"{source}: row ", None)
+        if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            data = _split_of(datasets.load_from_disk(str(path)), split)
+            return DataSet(data, f"{path}: row ", path, sorted(path.rglob("*.arrow")))
+        chosen = _split_of(datasets.load_dataset_builder(str(path)).config.data_files, split)
+    return Joined([_open_file(Path(file)) for file in chosen])
 
 
-# ---- one file ----
-
-
-def _open_file(path: Path) -> Rows:
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise InputError(
-            f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked"
-        )
-    with path.open("rb") as file:
-        head = file.read(2**16)
-    if not head:
-        raise InputError(f"{path} is empty")
-    if not head.startswith(b"PK") and (kind := file_kind(head[: 2**10])):
-        raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
-    if suffix == ".parquet":
-        with _errors(str(path)) as datasets:
-            data = datasets.load_dataset("parquet", data_files=str(path), split="train")
-            rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
-    elif "json" in suffix and head.removeprefix(_BOM).lstrip()[:1] != b"[":
-        rows = JSONLines(path)
-    else:
-        try:
-            rows = _parse_file(path, suffix, _decode(path.read_bytes().removeprefix(_BOM)))
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
-    if not len(rows):
-        raise InputError(f"{path} has no rows")
-    return rows
-
-
-def _parse_file(path: Path, suffix: str, text: str) -> Rows:
-    """The rows of a file that is held in memory."""
-    if suffix == ".txt":  # one row; `pretrain` makes as many examples of it as it takes
-        return Rows([{"text": text}], f"{path}:", path.parent, (path,))
-    if "json" in suffix:
-        return Rows(parse_json(text), f"{path}: item ", path.parent, (path,))
-    rows, lines = list[Any](), array("q")  # of a row, the line where it ends
-    limit = csv.field_size_limit(2**31 - 1)
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
-    try:
-        for row in reader:
-            wrong = None in row or None in row.values()  # more fields than the headers, or fewer
-            rows.append(InputError("the row has more or fewer fields than the line of headers") if wrong else row)
-            lines.append(reader.line_num)
-    except csv.Error as error:
-        raise InputError(f"not valid CSV at line {reader.line_num}: {error}") from error
-    finally:
-        csv.field_size_limit(limit)
-    names = reader.fieldnames or ()
-    if not all(names) or len(set(names)) < len(names):
-        raise InputError(f"the headers must be different names, not {short(names)}")
-    return Rows(rows, f"{path}:", path.parent, (path,), lines)
-
-
-def parse_json(text: str) -> Any:
-    """The value of a text of JSON. Raises InputError."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, " * (error.lineno > 1)
-        cut = "; it ends in the middle of a value" if error.pos >= len(text) else ""
-        raise InputError(f"not valid JSON at {at}column {error.colno}: {error.msg}{cut}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"not valid JSON: {error}") from error
-
-
-def _decode(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        byte, at = data[error.start], error.start + 1
-        raise InputError(f"not UTF-8: 0x{byte:02x} is its byte {at}. Next step: save the file as UTF-8") from error
-
-
-# ---- the package `datasets` ----
+def _split_of(found: Any, split: str | None) -> Any:
+    """The split of several. Raises InputError, which names those that there are."""
+    splits = {str(name): data for name, data in found.items()} if isinstance(found, Mapping) else {"train": found}
+    chosen = split or ("train" if len(splits) > 1 else next(iter(splits)))
+    if chosen not in splits:
+        raise InputError(f"there is no split {short(chosen)}; there are {', '.join(splits)}")
+    return splits[chosen]
 
 
 @contextlib.contextmanager
@@ -286,39 +222,62 @@ def _errors(name: str) -> Iterator[Any]:
         datasets.logging.set_verbosity(before)
 
 
-def _open_folder(folder: Path, split: str | None) -> Rows:
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        with _errors(str(folder)) as datasets:
-            data = _split_of(datasets.load_from_disk(str(folder)), split)
-        return DataSet(data, f"{folder}: row ", folder, sorted(folder.rglob("*.arrow")))
-    with _errors(str(folder)) as datasets:
-        files = datasets.load_dataset_builder(str(folder)).config.data_files
-        splits = {str(name): [Path(path) for path in paths] for name, paths in files.items()}
-        of_splits = set(itertools.chain(*splits.values()))
-        beside = {path for near in of_splits for path in near.parent.iterdir() if path.suffix.lower() in SUFFIXES}
-        if unused := sorted(path.name for path in beside - of_splits):
-            raise InputError(
-                f"it has files of the splits {', '.join(splits)}, and others beside them ({short(unused)}): it is not "
-                "clear what to train on. Next step: give the files"
-            )
-        chosen = _split_of(splits, split)
-    return Joined([_open_file(path) for path in chosen])
+# ---- one file ----
 
 
-def _open_hub(name: str) -> Rows:
-    repository, *config, split = name.split(":") if ":" in name else (name, None)
-    with _errors(name) as datasets:
-        data = datasets.load_dataset(repository, config[0] if config else None)
-        return DataSet(_split_of(data, split), f"{name}: row ", None)
+def _open_file(path: Path) -> Rows:
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise InputError(
+            f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked"
+        )
+    with path.open("rb") as file:
+        head = file.read(2**16)
+    if not head:
+        raise InputError(f"{path} is empty")
+    if not head.startswith(b"PK") and (kind := file_kind(head[: 2**10])):
+        raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
+    if suffix == ".parquet":
+        with _errors(str(path)) as datasets:
+            data = datasets.load_dataset("parquet", data_files=str(path), split="train")
+        rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
+    elif "json" in suffix and head.removeprefix(_BOM).lstrip()[:1] != b"[":
+        rows = JSONLines(path)
+    else:
+        try:
+            rows = _parse(path, suffix, path.read_bytes().decode("utf-8-sig"))
+        except (InputError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: {error}") from error
+    if not len(rows):
+        raise InputError(f"{path} has no rows")
+    return rows
 
 
-def _split_of(found: Any, split: str | None) -> Any:
-    """A data set, or the split of several. Raises InputError, which names those that there are."""
-    if not isinstance(found, Mapping):
-        if split not in (None, "train"):
-            raise InputError(f"there is no split {short(split)}: it was saved as one; leave the split out")
-        return found
-    chosen = split or ("train" if len(found) > 1 else next(iter(found)))
-    if chosen not in found:
-        raise InputError(f"there is no split {short(chosen)}; there are {', '.join(found)}")
-    return found[chosen]
+def _parse(path: Path, suffix: str, text: str) -> Rows:
+    """The rows of a file that is held in memory."""
+    if suffix == ".txt":  # one row; `pretrain` makes as many examples of it as it takes
+        return Rows([{"text": text}], f"{path}:", path.parent, (path,))
+    if "json" in suffix:
+        return Rows(parse_json(text), f"{path}: item ", path.parent, (path,))
+    rows, lines = list[Any](), array("q")  # of a row, the line where it ends
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    try:
+        for row in reader:
+            wrong = None in row or None in row.values()  # more fields than the headers, or fewer
+            rows.append(InputError("the row has more or fewer fields than the line of headers") if wrong else row)
+            lines.append(reader.line_num)
+    except csv.Error as error:
+        raise InputError(f"not valid CSV at line {reader.line_num}: {error}") from error
+    names = reader.fieldnames or ()
+    if not all(names) or len(set(names)) < len(names):
+        raise InputError(f"the headers must be different names, not {short(names)}")
+    return Rows(rows, f"{path}:", path.parent, (path,), lines)
+
+
+def parse_json(data: bytes | str) -> Any:
+    """The value of a text of JSON, as bytes in UTF-8. Raises InputError."""
+    try:
+        return json.loads(data.decode() if isinstance(data, bytes) else data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not valid JSON in UTF-8: {error}") from error

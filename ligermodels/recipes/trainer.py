@@ -383,7 +383,7 @@ class Trainer:
             self._save_model(saved, merged=True)
         if not self.processes.is_main:
             return
-        lines, counts = self.reporter.lines(), self.data.train.counts.report()
+        lines, counts = self.reporter.lines(), self.data.train.counts.numbers
         facts = self.plan | {
             "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{report.left_out(counts)}",
             "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s in {progress.seconds:,.0f} s",

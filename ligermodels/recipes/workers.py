@@ -13,7 +13,7 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -26,7 +26,7 @@ _work: Callable[[Any], Any]
 """The function, in a worker process."""
 
 
-def map_ahead(work: Callable[[Any], Any], items: Iterator[Any], ahead: int, processes: int) -> Iterator[Any]:
+def map_ahead(work: Callable[[Any], Any], items: Iterator[Any], ahead: int, processes: int) -> Generator[Any]:
     """work(item) for each item, in their order, of which `ahead` are computed before they are asked for.
 
     processes: worker processes; 0: a thread. Raises the errors of `work`, InputError if it cannot be pickled, and
@@ -43,8 +43,8 @@ def map_ahead(work: Callable[[Any], Any], items: Iterator[Any], ahead: int, proc
             yield results.popleft().result()
     except BrokenProcessPool as error:
         raise TrainingError(
-            "a process that encodes rows has ended.\n  Likely: the system killed it, since memory ran out, or a library "
-            "crashed, which it has printed above. A script trains under `if __name__ == '__main__':`.\n"
+            "a process that encodes rows has ended.\n  Likely: the system killed it, since memory ran out, or a "
+            "library crashed, which it has printed above. A script trains under `if __name__ == '__main__':`.\n"
             "  Next: --resume continues from the newest checkpoint, if there is one."
         ) from error
     finally:

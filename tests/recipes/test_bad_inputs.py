@@ -22,14 +22,14 @@ def said(role, text):
 
 FILES = {  # name, content, what the error says; the first word of a case may be a recipe
     "packed": ("a.jsonl.gz", gzip.compress(CHAT.encode()), "a.jsonl.gz has an unsupported extension"),
-    "utf-16": ("a.jsonl", CHAT.encode("utf-16"), "a.jsonl:1: not UTF-8: 0xff is its byte 1. Next step: save"),
-    "latin-1": ("a.jsonl", CHAT.replace('"a"', '"\xe4"').encode("latin-1"), "a.jsonl:1: not UTF-8: 0xe4 is its byte"),
+    "utf-16": ("a.jsonl", CHAT.encode("utf-16"), "a.jsonl:1: not valid JSON in UTF-8: 'utf-8' codec can't decode byte 0xff"),
+    "latin-1": ("a.jsonl", CHAT.replace('"a"', '"\xe4"').encode("latin-1"), "a.jsonl:1: not valid JSON in UTF-8: 'utf-8' codec can't decode byte 0xe4"),
     "parquet of 0 bytes": ("a.parquet", "", "a.parquet is empty"),
     "parquet that is none": ("a.parquet", "PAR1", "a.parquet cannot be read"),
     "blank lines": ("a.jsonl", "\n \n\r\n", "a.jsonl has no rows"),
     "git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
     "a page": ("a.jsonl", "<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved instead of"),
-    "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl:1: not valid JSON at column 2: Expecting property"),
+    "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl:1: not valid JSON in UTF-8: Expecting property"),
     "nan": ("a.jsonl", '{"text": NaN}', "a.jsonl:1: text: expected a text, not nan"),
     "a list of texts": ("a.json", '["a", "b"]', "a.json: item 1: a row is a JSON object with keys, not str ('a')"),
     "null": ("a.jsonl", '{"prompt": "a", "completion": null}', "a.jsonl:1: completion is null; rows in the"),
@@ -230,11 +230,11 @@ def test_what_cannot_be_resumed(home, capsys):
         file.write(f"\n{CHAT}")
     longer = (*flags, "--max-steps", "6", "--resume")
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "rows was 16, now it is 17. Next step: restore what was before (rows" in capsys.readouterr().err
+    assert "(16 rows were there, now 17). Next step: restore what was before (rows" in capsys.readouterr().err
     other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")
     (home / "growing.jsonl").write_text(other)
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "the checkpoint: its files have changed. Next step: restore what was" in capsys.readouterr().err
+    assert "the checkpoint: its files have changed (16 rows" in capsys.readouterr().err
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     newest = max((home / "resumed" / "checkpoints").glob("step-*/*.distcp"))
     whole = newest.read_bytes()

@@ -205,7 +205,7 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
         with pytest.raises(InputError, match=rf"data.jsonl:2: .*{message}"):
             list(batches_of(home, rows, 400))
         batches = batches_of(home, rows, 400, skip_bad=True)
-        assert sum(map(len, batches)) == 1 and batches.counts.report()["bad"] == 1
+        assert sum(map(len, batches)) == 1 and batches.counts.numbers["bad"] == 1
 
 
 def test_a_cut_goes_through_no_image(home, encode_row):

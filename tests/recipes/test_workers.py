@@ -88,7 +88,7 @@ def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, number, capfd):
     out = folder / f"all {number}"
-    child, encoding, all_of_it = started(folder, out, 130, group=True)
+    child, _, all_of_it = started(folder, out, 130, group=True)
     start = time.monotonic()
     os.killpg(child.pid, number)
     assert child.wait() == 0 and time.monotonic() - start < SECONDS
