@@ -110,8 +110,9 @@ class Counts:
     """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped.
 
     rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
-    tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none; bad:
-    rows that --skip-bad left out; ends: rows that train a token that stops the model, of those with_end that should.
+    tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none;
+    bad: rows that --skip-bad left out; ends: rows that train a token that stops the model, of those with_end that
+    should.
     """
 
     def __init__(self, rows: int, length: int) -> None:

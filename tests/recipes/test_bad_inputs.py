@@ -3,7 +3,6 @@
 Values that are wrong by themselves are in test_options.py.
 """
 
-import gzip
 import importlib.util
 import json
 import shutil
@@ -20,46 +19,25 @@ def said(role, text):
     return {"role": role, "content": text}
 
 
-FILES = {  # name, content, what the error says; the first word of a case may be a recipe
-    "packed": ("a.jsonl.gz", gzip.compress(CHAT.encode()), "a.jsonl.gz has an unsupported extension"),
-    "utf-16": ("a.jsonl", CHAT.encode("utf-16"), "a.jsonl:1: not valid JSON in UTF-8: 'utf-8' codec can't decode byte 0xff"),
-    "latin-1": ("a.jsonl", CHAT.replace('"a"', '"\xe4"').encode("latin-1"), "a.jsonl:1: not valid JSON in UTF-8: 'utf-8' codec can't decode byte 0xe4"),
-    "parquet of 0 bytes": ("a.parquet", "", "a.parquet is empty"),
-    "parquet that is none": ("a.parquet", "PAR1", "a.parquet cannot be read"),
-    "blank lines": ("a.jsonl", "\n \n\r\n", "a.jsonl has no rows"),
-    "git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
-    "a page": ("a.jsonl", "<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved instead of"),
-    "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl:1: not valid JSON in UTF-8: Expecting property"),
-    "nan": ("a.jsonl", '{"text": NaN}', "a.jsonl:1: text: expected a text, not nan"),
-    "a list of texts": ("a.json", '["a", "b"]', "a.json: item 1: a row is a JSON object with keys, not str ('a')"),
-    "null": ("a.jsonl", '{"prompt": "a", "completion": null}', "a.jsonl:1: completion is null; rows in the"),
-    "rows under a key": ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format has the keys ['data']"),
-    "csv with more fields": ("a.csv", "prompt,completion\na,b,c\n", "a.csv:2: the row has more or fewer fields"),
-    "csv headers twice": ("a.csv", "text,text\na,b\n", "a.csv: the headers must be different names"),
-    "images": ("a.jsonl", json.dumps({**ROW, "images": ["a.png"]}), "the row has images, and the model takes none"),
-    "only masked": ("a.jsonl", '{"input_ids": [1, 2], "labels": [-100, -100]}', "1 of 1 rows have no token to train"),
-    "shifted labels": ("a.jsonl", '{"input_ids": [1, 2], "labels": [2, 3]}', "Labels are not shifted; the model does"),
-    "foreign ids": ("a.jsonl", '{"input_ids": [1, 999]}', "input_ids: 999 is not an id of the tokenizer, which has 26"),
-    "negative ids": ("a.jsonl", '{"input_ids": [1, -2]}', "input_ids: -2 is not an id of the tokenizer"),
-    "two formats": ("a.jsonl", f'{CHAT}\n{{"text": "a"}}', "a.jsonl:2: the row is in the format 'text', but "),
-    "another role": ("a.jsonl", '{"conversations": [{"from": "humann", "value": "a"}]}', "'humann' is none"),
-    "assistant begins": ("a.jsonl", json.dumps({"messages": [said("assistant", "a")]}), "[0]: the first message"),
-    "nothing to train": ("a.jsonl", json.dumps({"messages": [said("user", "a")]}), "no token to train"),
-    "pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "dpo"),
-    "a table": ("a.xlsx", "x", "has an unsupported extension"),
-    "dpo chats": ("a.jsonl", CHAT, "a.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
-    "dpo single": ("a.jsonl", '{"prompt": "a", "completion": "b", "label": true}', "train with kto"),
-    "dpo empty": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": ""}', "nothing is left of it"),
-    "kto pairs": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}', "train with dpo, orpo, cpo or simpo"),
-    "kto empty": ("a.jsonl", '{"prompt": "a", "completion": "", "label": true}', "completion: it is empty"),
-    "orpo same": ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "b"}', "both are the same"),
-    "grpo text": ("a.jsonl", '{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
-    "grpo mixed": ("a.jsonl", '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
-                   "a.jsonl:2: prompt: expected a text, as in the first row"),
-    "grpo answered": ("a.jsonl", json.dumps({"prompt": [said("assistant", "a")]}), "prompt: it ends with what the"),
-    "grpo long": ("a.jsonl", json.dumps({"prompt": "a" * 61, "letter": "a"}),
-                  "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64"),
-}  # fmt: skip
+FILES = {  # content, what the error says; the first word of a case may be a recipe. More are in test_rows, test_formats
+    "parquet": ("PAR1", "a.parquet cannot be read"),
+    "a field": ('{"text": NaN}', "a.jsonl:1: text: expected a text, not nan"),
+    "only masked": ('{"input_ids": [1, 2], "labels": [-100, -100]}', "1 of 1 rows have no token to train"),
+    "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "dpo"),
+    "dpo chats": (CHAT, "a.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
+    "dpo single": ('{"prompt": "a", "completion": "b", "label": true}', "train with kto"),
+    "kto pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "train with dpo, orpo, cpo or simpo"),
+    "grpo text": ('{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
+    "grpo mixed": (
+        '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
+        "a.jsonl:2: prompt: expected a text,",
+    ),
+    "grpo answered": (json.dumps({"prompt": [said("assistant", "a")]}), "prompt: it ends with what the"),
+    "grpo long": (
+        json.dumps({"prompt": "a" * 61, "letter": "a"}),
+        "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64",
+    ),
+}
 FLAGS = {
     "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
     "template that is nowhere": (("--chat-template", "odd"), "there is no file odd"),
@@ -99,14 +77,12 @@ def refused(capsys, home, out, words, *flags, status=3, **how):
 
 @pytest.mark.parametrize("case", FILES)
 def test_wrong_data(home, write, tmp_path, capsys, case):
-    name, content, words = FILES[case]
-    if case == "parquet that is none":
-        pytest.importorskip("datasets")
+    content, words = FILES[case]
     recipe = case.split()[0] if case.split()[0] in RECIPES else "sft"
-    flags = [flag.format(home=home) for flag in RECIPES[recipe][1]]
-    flags += ["--max-steps", "1", "--max-length", "64"] if recipe != "sft" else ["--max-steps", "1"]
-    text = refused(capsys, home, tmp_path / "out", words, *flags, recipe=recipe, data=write(name, content))
-    assert text.count("Parquet") == (case == "parquet that is none")
+    flags = [flag.format(home=home) for flag in RECIPES[recipe][1]] + ["--max-steps", "1", "--max-length", "64"]
+    file = write("a.parquet" if case == "parquet" else "a.jsonl", content)
+    text = refused(capsys, home, tmp_path / "out", words, *flags, recipe=recipe, data=file)
+    assert text.count("Parquet") == (case == "parquet")
 
 
 @pytest.mark.parametrize("case", FLAGS)
@@ -208,12 +184,6 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     flags = ("--max-steps", "1", "--max-length", "32", "--eval-data", evaluation, "--no-packing")
     assert train(tmp_path, tmp_path / "out", *flags, data=data) == 0
     assert "8 rows of messages" in capsys.readouterr().err
-
-
-def test_only_bad_rows_are_not_skipped_to_nothing(home, write, tmp_path, capsys):
-    data = write("bad.jsonl", '{"messages": 3}\n{"messages": []}\n')
-    words = "none of the 2 rows can be read"
-    refused(capsys, home, tmp_path / "out", words, "--skip-bad", data=data)
 
 
 def test_what_cannot_be_resumed(home, capsys):

@@ -168,6 +168,7 @@ BAD = [
     ({"input_ids": []}, "input_ids: the row has no tokens"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both are the same"),
     ({"chosen": "b", "rejected": "c"}, "prompt: it is missing"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: nothing is left of it"),
     ({"chosen": "b", "rejected": [said("c")]}, "one is a text, the other a list"),
     ({"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]}, "prompt: it is not what"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "label: expected true or false, not 'good'"),

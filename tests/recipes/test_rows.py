@@ -51,42 +51,54 @@ def test_kinds_of_files(write, name):
     assert rows.where(0).startswith(f"{path}:") and rows[0].folder == path.parent and rows.files == (path,)
 
 
-@pytest.mark.parametrize(  # further files are in test_bad_inputs.FILES
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"", "is empty"),
-        ("a.json", b"[]", "has no rows"),
-        ("a.csv", b"a,b\n", "has no rows"),
-        ("a.csv", b'a\n"x\n', "a.csv: not valid CSV at line 1: unexpected end"),
-        ("a.csv", b"a\n\xe9\n", "a.csv: .*codec can't decode"),
-        ("a.txt", b"\xe9", "a.txt: .*codec can't decode"),
-        ("a.json", b'[{"a": 1},\n {"b" 2}]', "a.json: not valid JSON .* line 2 column 7"),
-        ("a.pdf", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
-    ],
-)
+WRONG_FILES = [
+    ("a.jsonl", b"", "is empty"),
+    ("a.jsonl", b"\n \n\r\n", "has no rows"),
+    ("a.jsonl", b"<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved instead of"),
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
+    ("a.json", b"[]", "has no rows"),
+    ("a.json", b'[{"a": 1},\n {"b" 2}]', "a.json: not valid JSON .* line 2 column 7"),
+    ("a.csv", b"a,b\n", "has no rows"),
+    ("a.csv", b'a\n"x\n', "a.csv: not valid CSV at line 1: unexpected end"),
+    ("a.csv", b"a\n\xe9\n", "a.csv: .*codec can't decode"),
+    ("a.csv", b"text,text\na,b\n", "a.csv: the headers must be different names"),
+    ("a.txt", b"\xe9", "a.txt: .*codec can't decode"),
+    ("a.jsonl.gz", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), WRONG_FILES)
 def test_files_that_cannot_be_opened(write, name, content, message):
     with pytest.raises(InputError, match=message):
         open_rows(write(name, content))
 
 
-@pytest.mark.parametrize(
-    ("name", "lines", "message"),
-    [
-        ("a.jsonl", GOOD + b'{"a": "\xe9"}\n' + GOOD, "codec can't decode byte 0xe9 in position 7"),
-        ("a.jsonl", GOOD + b'{"a": "x\n' + GOOD, "Unterminated string"),
-        ("a.jsonl", GOOD + b'{"a": 1\n' + GOOD, "Expecting .* column 8"),
-        ("a.jsonl", GOOD + b'{"a": 1} {"a": 2}\n' + GOOD, "Extra data: line 1 column 10"),
-        ("a.jsonl", GOOD + b"{'a': 1}\n" + GOOD, "Expecting property name"),
-        ("a.jsonl", GOOD + b'"text"\n' + GOOD, "a row is a JSON object with keys, not str"),
-        ("a.jsonl", GOOD + b'{"a":' * 100_000 + b"\n" + GOOD, "not valid JSON"),
-        ("a.csv", b"a,b\n1,2\n3\n1,2\n", "more or fewer fields than the line of headers"),
-    ],
-)
-def test_rows_that_cannot_be_read(write, name, lines, message):
-    rows = open_rows(write(name, lines))
-    assert rows[0] == rows[2] and rows[0]["a"] in (1, "1")
+WRONG_ROWS = [
+    (b'{"a": "\xe9"}', "codec can't decode byte 0xe9 in position 7"),
+    ('{"a": 1}'.encode("utf-16"), "codec can't decode byte 0xff"),
+    (b'{"a": "x', "Unterminated string"),
+    (b'{"a": 1', "Expecting .* column 8"),
+    (b'{"a": 1} {"a": 2}', "Extra data: line 1 column 10"),
+    (b"{'a': 1}", "Expecting property name"),
+    (b'"text"', "a row is a JSON object with keys, not str"),
+    (b'{"a":' * 100_000, "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG_ROWS)
+def test_rows_that_cannot_be_read(write, line, message):
+    rows = open_rows(write("a.jsonl", GOOD + line + b"\n" + GOOD))
+    assert rows[0] == rows[2] == {"a": 1}
     with pytest.raises(InputError, match=message):
         rows[1]
+
+
+def test_a_row_of_csv_with_more_or_fewer_fields(write):
+    rows = open_rows(write("a.csv", "a,b\n1,2\n3\n1,2,3\n"))
+    assert rows[0] == {"a": "1", "b": "2"}
+    for n in (1, 2):
+        with pytest.raises(InputError, match="more or fewer fields than the line of headers"):
+            rows[n]
 
 
 # ---- the package `datasets` ----
