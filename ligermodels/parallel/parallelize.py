@@ -59,9 +59,10 @@ def parallelize(
         check_context(zoo, parallel.context.size, tp)
     if parallel.tp is not None:
         shard_tensors(zoo, parallel.tp)
-    if parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
+    if parallel.tp is not None and parallel.fsdp.size() == 1 and _is_split_by_tp(model, param_dtype):
         # FSDP has nothing to gather, to reduce or to cast. It holds no parameters here, and is there for its methods.
         fully_shard(model, mesh=parallel.fsdp, ignored_params=set(model.parameters()))
+        parallel.tp.leaves = {}
         for module in model.modules():
             if isinstance(module, JointProjections):
                 module.join_weights()

@@ -328,6 +328,26 @@ def mixed(family, split, recompute="none", kind="plain"):
     return {"loss": error(found, exact_loss) / (error(loss, exact_loss) + 2**-8), **errors}
 
 
+def stepped(family, split):
+    """The weights after steps in the backward, and the loss once the parameters have other memory and another dtype."""
+    spread, models, made = Spread(family, split), [make(family)], batch(family, "plain")
+    models.append(spread.model)
+    for model, rows in zip(models, (made, spread.rows(made)), strict=True):
+        optimizer = AdamW(model.parameters(), lr=1e-2, eps=1e-3, step_in_backward=True)
+        for _ in range(2):
+            model(**rows).loss.backward()
+            assert all(p.grad is None for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.remove_hooks()
+    weights = dict(models[0].named_parameters())
+    errors = {name: error(p.full_tensor(), weights[name]) for name, p in spread.model.named_parameters()}
+    loss, found = models[0].double()(**made).loss, spread.model.double()(**spread.rows(made)).loss
+    found.backward()
+    assert {p.grad.dtype for p in spread.model.parameters()} == {torch.float64}
+    return {**errors, "in fp64": error(found, loss)}
+
+
 def joint(family, split):
     """Whether one matmul reads the shards of q, k and v, and one those of gate and up; and the biases."""
     block = Spread(family, split).model.decoder.layers[0]
@@ -475,8 +495,8 @@ def calls_refused(split):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, joint, scattered, generated, adapted,
-    custom, refused, calls_refused,
+    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, stepped, joint, scattered, generated,
+    adapted, custom, refused, calls_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 

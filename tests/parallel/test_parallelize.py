@@ -80,6 +80,7 @@ QUICK = [
     job("logits", family="gemma2", split="cp2", kind="restarting"),
     job("norm", family="llama", split="tp2"),
     job("mixed", family="llama", split="fsdp2", recompute="block"),
+    job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
     job("scattered"),
 ]
