@@ -115,10 +115,9 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
     elif isinstance(module, MLP):
         yield _linears(module, module.projections[:-1], gathered, module.projections[-1])
     elif isinstance(module, Experts):
-        lora = ", with LoRA" if module.adapters else ""
-        bits = any(isinstance(module.operand(name).weight, LowBitWeight) for name in ("gate_up_proj", "down_proj"))
-        runs = f"grouped matmuls{lora}{', weights dequantised' * bits}"
-        yield "experts", "one op, grouped matmuls" if module.is_dense else runs, True, ""
+        operands = [module.operand(name) for name in ("gate_up_proj", "down_proj")]
+        runs = {"experts": "one op, grouped matmuls", "grouped": "grouped matmuls"}[_chosen(operands)]
+        yield "experts", runs + _parts(operands), True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
         reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
         yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason.text if reason else ""
@@ -137,9 +136,7 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         why = _why_not_joint(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
-        lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
-        bits = ", weights dequantised" if any(isinstance(one.weight, LowBitWeight) for one in operands) else ""
-        return part, (one if not why else f"one op, a matmul for each{each}") + lora + bits, True, why
+        return part, (one if not why else f"one op, a matmul for each{each}") + _parts(operands), True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
     if output and output not in reasons:
@@ -151,14 +148,20 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
 
 
-def _chosen(operands: Sequence[LinearOperand]) -> str | None:
+def _parts(operands: Sequence[LinearOperand]) -> str:
+    """Adapters and few bits among the operands."""
+    lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
+    return lora + ", weights dequantised" * any(isinstance(one.weight, LowBitWeight) for one in operands)
+
+
+def _chosen(operands: Sequence[LinearOperand]) -> Any:
     """What `choose` says in training."""
     if not operands:
         return None
     weight = operands[0].weight
     dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
     with torch.enable_grad():
-        return choose(operands, torch.empty(2, weight.shape[1], dtype=dtype, device=weight.device).requires_grad_())
+        return choose(operands, torch.empty(2, weight.shape[-1], dtype=dtype, device=weight.device).requires_grad_())
 
 
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:

@@ -196,7 +196,7 @@ def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str
     if not getattr(unwrapped(model.lm_head), "is_tied", False):
         found -= model.decoder.embed_tokens.weight.nbytes
     for module in model.decoder.modules():
-        if isinstance(module, MoE) and module.experts.is_dense:  # quantised ones are all dequantised
+        if isinstance(module, MoE):
             unused = (1 - module.top_k / len(module.gate.weight)) ** batch
             found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
     cache = model.new_cache(1, 1, kv_cache_dtype=kv_cache_dtype)

@@ -9,7 +9,6 @@ until `release_buffers()`.
 """
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,6 +38,12 @@ def output_for(
     if not out.is_floating_point() or out.requires_grad:
         raise InputError(f"{where}: the result has {describe(out)}; expected floating point without a gradient")
     return out
+
+
+def select_rows(packed: Tensor, groups: int, index: Tensor) -> Tensor:
+    """The rows of packed [E n, ...] of the groups index [R] of E: [R n, ...]."""
+    bits = packed.view(torch.uint8) if packed.itemsize == 1 else packed  # index_select does not know fp8
+    return bits.unflatten(0, (groups, -1)).index_select(0, index).flatten(0, 1).view(packed.dtype)
 
 
 _FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
@@ -96,30 +101,6 @@ def _buffer(size: int, device: torch.device) -> Iterator[Tensor]:
 def release_buffers() -> None:
     """Frees the buffers of `dequantized`; the next matmul allocates one again."""
     _FREE.clear()
-
-
-def flatten_weights(weights: Sequence[Weight]) -> tuple[list[Tensor | None], Any]:
-    """The tensors of all weights, for ctx.save_for_backward, and the rest that `unflatten_weights` needs."""
-    if not has_bits(weights):
-        return list(weights), len(weights)  # type: ignore[arg-type]
-    tensors: list[Tensor | None] = []
-    rest: list[Any] = []
-    for weight in weights:
-        own, options = ((weight,), None) if isinstance(weight, Tensor) else weight.flatten()
-        tensors += own
-        rest.append((type(weight), len(own), options))
-    return tensors, rest
-
-
-def unflatten_weights(tensors: Iterator[Any], rest: Any) -> list[Weight]:
-    """The weights again, from the rest and the next of `tensors`, which `flatten_weights` returned."""
-    if isinstance(rest, int):
-        return list(itertools.islice(tensors, rest))
-    found: list[Weight] = []
-    for kind, count, options in rest:
-        own = list(itertools.islice(tensors, count))
-        found.append(own[0] if options is None else kind.unflatten(own, options))
-    return found
 
 
 def _with_weight(weight: LowBitWeight, dtype: torch.dtype, matmul: Callable[[Tensor], Tensor]) -> Tensor:

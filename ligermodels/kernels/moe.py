@@ -59,12 +59,7 @@ def moe_experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
 ) -> Tensor:
     """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
-    wrong = (experts < 0) | (experts >= down_proj.shape[0])
-    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
-        raise InputError(
-            f"moe_experts: experts contain {experts[wrong][0].item()}; expected integers from 0 to "
-            f"{down_proj.shape[0] - 1}, as `route` returns them for as many experts."
-        )
+    check_experts(experts, down_proj.shape[0])
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
     out = x
     for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
@@ -73,6 +68,16 @@ def moe_experts_reference(
         out = F.linear(glu_reference(F.linear(rows, gate_up), activation=activation), down)
         y = y + out * (weights * here).sum(-1, keepdim=True)
     return y.to(out.dtype)
+
+
+def check_experts(experts: Tensor, count: int) -> None:
+    """Raises InputError for an expert outside [0, count). For references only: it synchronises."""
+    wrong = (experts < 0) | (experts >= count)
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"moe_experts: experts contain {experts[wrong][0].item()}; expected integers from 0 to {count - 1}, as "
+            "`route` returns them for as many experts."
+        )
 
 
 @triton.jit(do_not_specialize=["n_rows"])

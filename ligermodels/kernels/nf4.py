@@ -37,7 +37,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
-from ligermodels.kernels.low_bit import output_for
+from ligermodels.kernels.low_bit import output_for, select_rows
 from ligermodels.kernels.operand import LowBitWeight, grouped_shape
 
 CODE = (
@@ -282,6 +282,20 @@ class NF4Weight(LowBitWeight):
 
     def in_groups(self, groups: int) -> Self:
         return type(self)(self.packed, self.state._replace(shape=grouped_shape(self.shape, groups)))
+
+    @property
+    def is_apart(self) -> bool:
+        groups, state = self.shape[0], self.state
+        ends_with_block = math.prod(self.shape[1:]) % state.block == 0
+        return ends_with_block and (state.offset is None or state.offset.numel() % groups == 0)
+
+    def select(self, index: Tensor) -> Self:
+        groups, state = self.shape[0], self.state
+        state = state._replace(shape=(index.numel(), *self.shape[1:]), absmax=select_rows(state.absmax, groups, index))
+        if state.nested_absmax is not None and state.offset is not None:
+            nested = select_rows(state.nested_absmax, groups, index)
+            state = state._replace(nested_absmax=nested, offset=select_rows(state.offset, groups, index))
+        return type(self)(select_rows(self.packed, groups, index), state)
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:

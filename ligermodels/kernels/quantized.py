@@ -46,7 +46,7 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
 from ligermodels.kernels.joint import as_one_layer, joint
-from ligermodels.kernels.low_bit import output_for
+from ligermodels.kernels.low_bit import output_for, select_rows
 from ligermodels.kernels.operand import Biases, LowBitWeight, grouped_shape
 
 GROUP = 128
@@ -112,6 +112,14 @@ class QuantizedWeight(LowBitWeight):
 
     def in_groups(self, groups: int) -> Self:
         return replace(self, layers=groups)
+
+    @property
+    def is_apart(self) -> bool:
+        return True
+
+    def select(self, index: Tensor) -> Self:
+        packed, scale = (select_rows(part, self.shape[0], index) for part in (self.packed, self.scale))
+        return replace(self, packed=packed, scale=scale, layers=index.numel())
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
-from ligermodels.kernels.experts_lora import experts_lora
+from ligermodels.kernels.experts import experts_of
 from ligermodels.kernels.linear import linear
-from ligermodels.kernels.moe import moe_experts, route
+from ligermodels.kernels.moe import route
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.layers.lora import Factor
 from ligermodels.layers.nf4 import NF4Linear
@@ -84,28 +84,21 @@ class Experts(nn.Module):
         return adapter
 
     @property
-    def is_dense(self) -> bool:
-        """True if the weights are tensors, and there are no adapters."""
-        few_bits = any(isinstance(weight, LowBitLinear) for weight in (self.gate_up_proj, self.down_proj))
-        return not (few_bits or self.adapters)
-
-    @property
     def adapters(self) -> dict[str, "ExpertsAdapter"]:
         """{name of the weight: its adapter}."""
         found = {name: getattr(self, f"{name}_adapter", None) for name in ("gate_up_proj", "down_proj")}
         return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
-        if not self.is_dense:
-            if self.tp is not None:
+        layers = self.operand("gate_up_proj"), self.operand("down_proj")
+        if self.tp is not None:
+            if not all(layer.is_dense for layer in layers):
                 raise InputError(
                     "experts with adapters or of few bits cannot run under tensor parallel: use a mesh without tp"
                 )
-            layers = self.operand("gate_up_proj"), self.operand("down_proj")
-            return experts_lora(x, weights, experts, *layers, activation=self.activation, recompute=recompute)
-        gate_up, down = local_shard(self.gate_up_proj, self.tp), local_shard(self.down_proj, self.tp)
-        gate_up = gate_up.flatten(1, -2)  # a sharded weight has a separate dim for gate and up
-        return moe_experts(x, weights, experts, gate_up, down, activation=self.activation, recompute=recompute)
+            gate_up, down = (LinearOperand(local_shard(layer.weight, self.tp)) for layer in layers)
+            layers = LinearOperand(gate_up.weight.flatten(1, -2)), down  # gate and up have a dim of their own
+        return experts_of(x, weights, experts, *layers, activation=self.activation, recompute=recompute)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.operand("down_proj").weight.shape

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
+import ligermodels.kernels.experts as experts_file
 from ligermodels import InputError
 from ligermodels.kernels import dequantize_nf4_reference, moe_experts_reference, quantize_nf4, route
-from ligermodels.kernels.experts_lora import experts_lora
+from ligermodels.kernels._triton import use_triton
+from ligermodels.kernels.experts import experts_of
 from ligermodels.kernels.nf4 import NF4Weight
-from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.kernels.operand import Adapter, LinearOperand, choose
 from ligermodels.kernels.quantized import QuantizedWeight, dequantize_reference, quantize
 
-T, E, H, INNER = 13, 5, 20, 12
+T, E, H, INNER = 13, 5, 20, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 """Relative to the largest element: some hundred sums of about 30 terms of like size, one after the other."""
 
@@ -20,7 +22,7 @@ def make(device, dtype, n, k, bits, rank):
     weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
     exact = weight.double()
     if bits == "nf4":
-        weight = NF4Weight(*quantize_nf4(weight.float(), block=32))
+        weight = NF4Weight.stack([NF4Weight(*quantize_nf4(one.float(), block=32)) for one in weight]).in_groups(E)
         exact = dequantize_nf4_reference(weight.packed, weight.state, torch.float64)
     elif bits != "dense":
         weight = QuantizedWeight.stack([quantize(one.float(), bits) for one in weight]).in_groups(E)
@@ -42,7 +44,7 @@ def test_as_the_merged_experts(device, poison, ranks, bits, recompute, dtype):
     x = torch.randn(T, H, device=device, dtype=dtype, requires_grad=True)
     logits = (torch.randn(T, E, device=device, dtype=dtype) + torch.arange(E, device=device)).requires_grad_()
     trained = [t for one in operands if one.adapter for t in one.adapter[:2]]
-    y = experts_lora(x, *route(logits, top_k=2), *operands, recompute=recompute)
+    y = experts_of(x, *route(logits, top_k=2), *operands, recompute=recompute)
     dy = torch.randn_like(y)
     found = y, *torch.autograd.grad(y, [x, logits, *trained], dy)
 
@@ -77,4 +79,31 @@ def test_what_does_not_fit_is_refused(device):
     }
     for message, arguments in wrong.items():
         with pytest.raises(InputError, match=message):
-            experts_lora(*arguments)
+            experts_of(*arguments)
+
+
+@pytest.mark.parametrize("bits", ["nf4", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_few_rows_dequantise_the_chosen_experts_alone(device, poison, bits, rank, monkeypatch):
+    """The same bits as all experts give: two tokens of one expert, and three of the five."""
+    operands = [make(device, torch.float32, *shape, bits, rank)[0] for shape in ((2 * INNER, H), (H, INNER))]
+    x, weights = torch.randn(2, H, device=device), torch.rand(2, 1, device=device)
+    kind, sizes = type(operands[0].weight), []
+    dequantize = kind.dequantize
+    monkeypatch.setattr(kind, "dequantize", lambda self, *a, **k: sizes.append(self.shape[0]) or dequantize(self, *a, **k))
+    for chosen in ([3, 3], [4, 1]):
+        experts = torch.tensor(chosen, dtype=torch.int32, device=device)[:, None]
+        assert choose(operands, x, routed_rows=3) == "grouped"
+        with torch.no_grad():
+            assert choose(operands, x, routed_rows=2) == "chosen"
+            y = experts_of(x, weights, experts, *operands)
+            few, sizes[:] = set(sizes), []
+            with monkeypatch.context() as patch:
+                patch.setattr(experts_file, "choose", lambda *a, **k: "grouped")
+                expected = experts_of(x, weights, experts, *operands)
+        assert max(few) <= 2 < max(sizes) and torch.equal(y, expected)
+        sizes.clear()
+    if use_triton(x):
+        with torch.no_grad():
+            y = experts_of(x, weights, torch.tensor([[1], [E]], device=device), *operands)
+        assert y[0].isfinite().all() and y[1].isnan().all()

@@ -1,4 +1,5 @@
-"""`moe_experts` for frozen experts: with LoRA adapters, with weights of few bits (QLoRA), or with both.
+"""Experts of any operands: `moe_experts` for dense ones, and this file's op for frozen ones with LoRA adapters, with
+weights of few bits (QLoRA), or with both.
 
     [gate | up] = x W1[e]^T + s1 (x A1[e]^T) B1[e]^T                  h = act(gate) * up
     y[t] = sum over the experts e of t of weights[t, e] * (h W2[e]^T + s2 (h A2[e]^T) B2[e]^T)
@@ -6,7 +7,8 @@
 What differs from moe.py:
 - Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
   tensor of its size is written.
-- Weights of few bits are saved as they are, and dequantised for each matmul into the buffer of low_bit.py.
+- Weights of few bits are saved as they are, and dequantised for each matmul into the buffer of low_bit.py. Where few
+  tokens are decoded, only those of the experts that a token chose are dequantised, one for each of the T k rows.
 - Saved for each of the T k rows: x where A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I numbers;
   with `recompute` only x of each token.
 
@@ -26,13 +28,22 @@ from ligermodels.kernels._triton import accumulator, once_differentiable, use_tr
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 from ligermodels.kernels.linear import linears_reference
-from ligermodels.kernels.low_bit import dequantized, flatten_weights, unflatten_weights
-from ligermodels.kernels.operand import Adapter, LinearOperand, LowBitWeight, autocast_dtype, check_grouped
+from ligermodels.kernels.low_bit import dequantized
+from ligermodels.kernels.moe import check_experts, moe_experts
+from ligermodels.kernels.operand import (
+    Adapter,
+    LinearOperand,
+    LowBitWeight,
+    autocast_dtype,
+    check_grouped,
+    choose,
+)
 
 
-def experts_lora_reference(
+def experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *, activation: str
 ) -> Tensor:
+    check_experts(experts, gate_up.weight.shape[0])
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
     for expert, layers in enumerate(zip(_each(gate_up, x), _each(down, x), strict=True)):
         here = experts == expert
@@ -70,27 +81,24 @@ class _Spread(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """x: [R, K], contiguous; tensors, rest: of a weight [E, N, K], by `flatten_weights` -> [R, N]."""
+    """x: [R, K], contiguous; weight: [E, N, K], or None: bits are those of a LowBitWeight -> [R, N]."""
 
     @staticmethod
-    def forward(ctx, x, offsets, rest, *tensors):
-        ctx.rest = rest
-        ctx.save_for_backward(offsets, x if any(ctx.needs_input_grad[3:]) else None, *tensors)
-        with dequantized(unflatten_weights(iter(tensors), rest), x.dtype) as (weight,):
-            return grouped_mm(x, weight.transpose(1, 2), offsets)
+    def forward(ctx, x, offsets, weight, bits):
+        ctx.bits = bits
+        ctx.save_for_backward(offsets, weight, x if ctx.needs_input_grad[2] else None)
+        with dequantized([weight if bits is None else bits], x.dtype) as (whole,):
+            return grouped_mm(x, whole.transpose(1, 2), offsets)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        offsets, x, *tensors = ctx.saved_tensors
-        dx, dy = None, dy.contiguous()
-        dweights: list[Tensor | None] = [None] * len(tensors)
-        if x is not None:  # of a dense weight, which is its only tensor
-            dweights[0] = grouped_mm_outer(dy, x, offsets)
+        (offsets, weight, x), bits, dx, dy = ctx.saved_tensors, ctx.bits, None, dy.contiguous()
+        dweight = None if x is None else grouped_mm_outer(dy, x, offsets)
         if ctx.needs_input_grad[0]:
-            with dequantized(unflatten_weights(iter(tensors), ctx.rest), dy.dtype) as (weight,):
-                dx = grouped_mm(dy, weight, offsets)
-        return dx, None, None, *dweights
+            with dequantized([weight if bits is None else bits], dy.dtype) as (whole,):
+                dx = grouped_mm(dy, whole, offsets)
+        return dx, None, dweight, None
 
 
 class _Combine(torch.autograd.Function):
@@ -115,13 +123,13 @@ class _Combine(torch.autograd.Function):
 def _linear(x: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
     """The operand's layers of rows x [R, K]: [R, N]."""
     weight, _, adapter = operand
-    tensors, rest = flatten_weights([weight])
-    y = _Grouped.apply(x, offsets, rest, *tensors)
+    bits = weight if isinstance(weight, LowBitWeight) else None
+    y = _Grouped.apply(x, offsets, None if bits else weight, bits)
     if adapter is None:
         return y
     h = x
     for factor in (adapter.a, adapter.b):
-        h = _Grouped.apply(h, offsets, 1, factor.to(x.dtype).contiguous())
+        h = _Grouped.apply(h, offsets, factor.to(x.dtype).contiguous(), None)
     return torch.add(y, h, alpha=adapter.scale)
 
 
@@ -133,7 +141,31 @@ def _run(
     return _Combine.apply(_linear(glu(z, activation=activation), down, offsets), weights.contiguous(), slots, rows)
 
 
-def experts_lora(
+def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tensor, tuple[LinearOperand, ...]]:
+    """(experts, operands) of the chosen experts alone, numbered anew; without a gradient.
+
+    A GPU takes one expert for each row, since it does not know which are equal; one outside of [0, E) becomes -1.
+    """
+    count = operands[0].weight.shape[0]
+    if use_triton(experts):
+        index = experts.clamp(0, count - 1)
+        numbers = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device).view_as(experts)
+        index, experts = index.flatten(), torch.where(index == experts, numbers, -1)
+    else:
+        check_experts(experts, count)
+        index, experts = experts.unique(return_inverse=True)
+
+    def select(operand: LinearOperand) -> LinearOperand:
+        weight, _, adapter = operand
+        weight = weight.select(index) if isinstance(weight, LowBitWeight) else weight[index]
+        if adapter is not None:
+            adapter = Adapter(adapter.a[index], adapter.b[index], adapter.scale)
+        return LinearOperand(weight, None, adapter)
+
+    return experts, tuple(map(select, operands))
+
+
+def experts_of(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: LinearOperand, down: LinearOperand, *,
     activation: str = "silu", recompute: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -144,16 +176,22 @@ def experts_lora(
     backward runs the forward again. Gradients of adapters are summed in fp32 and rounded to x's dtype.
     Returns [T, H]. Raises InputError for shapes, dtypes and devices that do not fit.
     """
+    how = choose((gate_up, down), x, routed_rows=experts.numel())
+    if how == "experts":
+        dense = gate_up.weight, down.weight
+        return moe_experts(x, weights, experts, *dense, activation=activation, recompute=recompute)
     if weights.shape != experts.shape or weights.shape[:1] != x.shape[:1] or weights.dim() != 2:
         raise InputError(
-            f"experts_lora: weights has {describe(weights)}, experts {describe(experts)}; expected both "
+            f"experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
             f"[{x.shape[0]}, top_k], as `route` returns them for x."
         )
     shape = gate_up.weight.shape
-    gate_up = check_grouped("experts_lora", "gate_up", x, (*shape[:2], x.shape[-1]), gate_up)
-    down = check_grouped("experts_lora", "down", x, (shape[0], x.shape[-1], shape[1] // 2), down)
+    gate_up = check_grouped("experts", "gate_up", x, (*shape[:2], x.shape[-1]), gate_up)
+    down = check_grouped("experts", "down", x, (shape[0], x.shape[-1], shape[1] // 2), down)
+    if how == "chosen":
+        experts, (gate_up, down) = _select((gate_up, down), experts)
     x = x.to(autocast_dtype(x) or x.dtype)
-    run: Any = functools.partial(_run if use_triton(x) else experts_lora_reference, activation=activation)
+    run: Any = functools.partial(_run if use_triton(x) else experts_reference, activation=activation)
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, weights, experts, gate_up, down, use_reentrant=False, preserve_rng_state=False)
     return run(x, weights, experts, gate_up, down)
