@@ -134,9 +134,8 @@ class Options:
             name: value for name, value in keywords.items()
             if value is not None or name not in ("do_sample", *TOKEN_IDS)
         }  # fmt: skip
-        explicit = ({} if config is None else _without_none(_entries(config, "generation_config"))) | keywords
-        inherited = _without_none({name: getattr(model.config, name, None) for name in TOKEN_IDS})
-        inherited = _without_none({**inherited, **_entries(model.generation_config, "model.generation_config")})
+        explicit = ({} if config is None else _entries(config, "generation_config")) | keywords
+        inherited = _entries(model.generation_config, "model.generation_config", model.config)
         _refuse_unsupported(explicit, inherited)
 
         temperature = keywords.get("temperature")
@@ -215,10 +214,6 @@ OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
 KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED | IGNORED
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
     for name in sorted(UNSUPPORTED):
         value = explicit.get(name, inherited.get(name))
@@ -235,10 +230,14 @@ def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any
         raise InputError(message)
 
 
-def _entries(config: Any, name: str) -> Mapping[str, Any]:
-    """The values of a generation config: transformers', the model's, or a dict."""
-    if isinstance(config, Mapping):
-        return config
-    if callable(getattr(config, "to_dict", None)):
-        return config.to_dict()
-    raise InputError(f"{name} is a {type(config).__name__}; it must be a GenerationConfig or a dict")
+def _entries(config: Any, name: str, of_model: Any = None) -> dict[str, Any]:
+    """The values of a generation config (transformers', the model's, or a dict) that are not None.
+
+    of_model: a config.json, whose token ids count where the generation config has no such entry.
+    """
+    if not isinstance(config, Mapping):
+        if not callable(getattr(config, "to_dict", None)):
+            raise InputError(f"{name} is a {type(config).__name__}; it must be a GenerationConfig or a dict")
+        config = config.to_dict()
+    values = {name: getattr(of_model, name, None) for name in TOKEN_IDS} | dict(config)
+    return {name: value for name, value in values.items() if value is not None}

@@ -45,7 +45,9 @@ class Request:
 
     @property
     def drafts(self) -> bool:
-        return any(getattr(self.options, name) not in (None, False) for name in DRAFTERS)
+        """Whether a drafter proposes tokens."""
+        options = self.options
+        return bool(options.prompt_lookup_num_tokens or options.medusa is not None or options.use_mtp)
 
     @property
     def can_stop(self) -> bool:

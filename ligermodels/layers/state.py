@@ -93,11 +93,10 @@ class KeyValues(State):
         self.is_fp8 = kv_cache_dtype == "fp8"
         shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
-        super().__init__(
-            *(torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device) for _ in "kv")
-        )
+        keys = torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device)
+        super().__init__(keys, torch.empty_like(keys))
         if self.is_fp8:
-            _check_fp8(self.buffers[0].device)
+            _check_fp8(keys.device)
             self.buffers += [torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device) for _ in "kv"]
         self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
         self._dropped = 0  # tokens before this position were not copied from smaller buffers
@@ -120,7 +119,8 @@ class KeyValues(State):
             self._follow(k.device, k.dtype)
         _check_fits(self.buffers[0], k, self.dtype)
         new, seen, end = self._encode(k, v), self._seen(past), past + k.shape[1]
-        self._grow(end, past)
+        if min(end, self._most) > self.capacity:
+            self._resize(min(max(end, 2 * self.capacity), self._most), past)
         found = None
         if end - past + seen > self.capacity or k.requires_grad or v.requires_grad:
             found = [torch.cat(both, 1) for both in zip(self._read(past - seen, past), new, strict=True)]
@@ -211,11 +211,6 @@ class KeyValues(State):
         columns = self._columns(begin, end)
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[:, columns] = x[:, begin - past :].detach()
-
-    def _grow(self, length: int, past: int) -> None:
-        """Makes the buffers large enough for `length` tokens, at least twice as large where they were too small."""
-        if min(length, self._most) > self.capacity:
-            self._resize(min(max(length, 2 * self.capacity), self._most), past)
 
     def _resize(self, capacity: int, past: int) -> None:
         self._dropped = past - self._seen(past)
