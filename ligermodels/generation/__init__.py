@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ligermodels.generation.api import (
         GenerateOutput,
-        Streamer,
         generate,
         generate_iter,
         generate_many,
         generate_many_iter,
     )
 
-__all__ = ["GenerateOutput", "Streamer", "generate", "generate_iter", "generate_many", "generate_many_iter"]
+__all__ = ["GenerateOutput", "generate", "generate_iter", "generate_many", "generate_many_iter"]
 
 
 def __getattr__(name: str) -> Any:

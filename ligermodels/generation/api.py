@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,6 @@ _OF_ONE_BATCH = frozenset("""
 """Arguments of `generate` that `generate_many` does not take."""
 
 
-class Streamer(Protocol):
-    """The interface of `generate(streamer=...)`, with CPU tensors: put(prompt [B, S]), put(ids [B]) each step, end().
-
-    The prompt comes first, as in transformers, so that its `TextStreamer(skip_prompt=True)` works here.
-    """
-
-    def put(self, value: Tensor) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class GenerateOutput(Attributes):
     """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
 
@@ -46,7 +35,7 @@ class GenerateOutput(Attributes):
 
 def generate(
     model: nn.Module, inputs: Tensor | None = None, generation_config: Any = None, logits_processor: Any = None,
-    stopping_criteria: Any = None, *, streamer: Streamer | None = None, **options: Any,
+    stopping_criteria: Any = None, *, streamer: Any = None, **options: Any,
 ) -> Tensor | GenerateOutput:  # fmt: skip
     """Continues each row of the prompt. The same call gives the same text as transformers' `generate`.
 
@@ -76,7 +65,8 @@ def generate(
         past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
             is still passed in full. The cache is extended in place.
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
-        streamer: receives each step's ids, see `Streamer`.
+        streamer: an object such as transformers' TextStreamer, which gets put(the prompt [B, S]), put(ids [B]) in each
+            step, end(). Tensors are on the CPU.
         tokenizer: for stop_strings; anything with `decode`.
 
     Options:
@@ -124,12 +114,12 @@ def generate(
             the vocabulary; NaN logits.
     """
     request = Request.checked(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
-    engine, first = _engine(request, streamer is not None or request.can_stop), request.without_ids
+    engine, first = _engine(request), request.without_ids
     if streamer is not None:
         streamer.put(engine.ids[:, first : engine.length].cpu())
     for new in engine.decode():
         if streamer is not None:
-            streamer.put(new)  # type: ignore[arg-type]
+            streamer.put(new)
     if streamer is not None:
         streamer.end()
     ids = engine.ids[:, first : engine.length].clone()  # the buffer is longer if rows stopped early
@@ -148,11 +138,11 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
     Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
     stop early, leave the loop.
     """
-    return _engine(Request.checked(model, *args, **options), True).decode()  # type: ignore[return-value]
+    return _engine(Request.checked(model, *args, **options)).decode()
 
 
-def _engine(request: Request, to_host: bool) -> PaddedEngine:
-    return DraftingEngine(request) if request.drafts else PaddedEngine(request, to_host=to_host)
+def _engine(request: Request) -> PaddedEngine:
+    return DraftingEngine(request) if request.drafts else PaddedEngine(request)
 
 
 def generate_many(

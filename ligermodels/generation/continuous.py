@@ -49,7 +49,7 @@ class ContinuousEngine(Engine):
         self.prompts, self.limits, self.copies = prompts, limits, request.copies
         self.capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         self.left = len(prompts) * self.copies  # continuations that have no row yet
-        super().__init__(request, min(batch_size, self.left), 2 * self.capacity, to_host=True)
+        super().__init__(request, min(batch_size, self.left), 2 * self.capacity)
         self.length = self.capacity
         self.waiting = deque(
             sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))

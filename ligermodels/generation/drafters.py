@@ -223,7 +223,7 @@ class DraftingEngine(PaddedEngine):
     """
 
     def __init__(self, request: Request):
-        super().__init__(request, to_host=True)
+        super().__init__(request)
         self.drafter = drafter_of(request)
         if self.drafter.count > MAX_GUESSES:
             raise InputError(f"a step verifies at most {MAX_GUESSES} proposed tokens, not {self.drafter.count}")

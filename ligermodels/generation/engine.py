@@ -1,9 +1,8 @@
 """The engine: one loop that decodes, `Engine.decode`.
 
 A turn of the loop samples a token of each row on the model's device, and computes the logits after it. The host reads
-one small tensor a turn where it has to decide or show something (stop ids, stop strings, criteria, streaming), and
-nothing otherwise. graphs.py has the step that it runs, continuous.py the engine of `generate_many`, drafters.py the one
-that verifies proposed tokens.
+one small tensor a turn; where steps are graphs, while the model computes the next logits. graphs.py has the step that
+it runs, continuous.py the engine of `generate_many`, drafters.py the one that verifies proposed tokens.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -49,7 +48,7 @@ class Engine:
 
     rows: one a sequence of the batch; None where nothing decodes. ids [B, columns]: the text of all rows ends before
     the column `length`; processors read it from the column `first` on. logits [B, V]: of the next tokens.
-    to_host: the host reads each token. mask [B, columns]: True at tokens; None: no padding.
+    mask [B, columns]: True at tokens; None: no padding. runs_ahead: the next step begins before the host reads a token.
     """
 
     prefill: Callable[[], None]
@@ -59,10 +58,10 @@ class Engine:
     step: Callable[[], None]
     """Sets `logits` to those after the last token of each row."""
 
-    def __init__(self, request: Request, rows: int, columns: int, *, to_host: bool, mask: Tensor | None = None):
+    def __init__(self, request: Request, rows: int, columns: int, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
-        self.to_host, self.runs_ahead = to_host, True
+        self.runs_ahead = True
         self.rows: list[Row | None] = [None] * rows
         self.ids = torch.zeros(rows, columns, dtype=torch.int64, device=self.device)
         self.length = self.first = 0
@@ -77,16 +76,15 @@ class Engine:
         if options.seed is not None:
             self.generator = torch.Generator(self.device).manual_seed(int(options.seed))
         self.finished: Tensor | None = None  # bool [B], the rows that get pad ids
-        self.broken = self.ids.new_zeros(rows)  # 1 where no token could be chosen
 
     @torch.no_grad()
-    def decode(self) -> Generator[Tensor | None, None, None]:
-        """Yields after each token: the new ids [B] on the CPU, or None where the host does not read them."""
+    def decode(self) -> Generator[Tensor, None, None]:
+        """Yields the new ids [B], on the CPU, after each token."""
         try:
             self.prefill()
             while self.admit():
                 chosen = self.sample()
-                reading = AsyncToHost(chosen) if self.to_host else None
+                reading = AsyncToHost(chosen)
                 if ahead := self.runs_ahead and self.goes_on:
                     self.step()
                 yield self.read(reading)
@@ -94,8 +92,6 @@ class Engine:
                     self.step()
         finally:
             self.close()
-        if not self.to_host and self.broken.any():
-            raise _nan_logits()
 
     def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
@@ -123,8 +119,6 @@ class Engine:
             self.scores.append(logits)
         chosen = argmax(logits)
         token = chosen[0]
-        if not self.to_host:
-            torch.maximum(self.broken, chosen[1], out=self.broken)
         if sampled:
             token.copy_(draw(logits, self.generator))
         if self.finished is not None:
@@ -136,17 +130,17 @@ class Engine:
                 row.new += 1
         return chosen
 
-    def read(self, reading: AsyncToHost | None) -> Tensor | None:
+    def read(self, reading: AsyncToHost) -> Tensor:
         """Reads the last tokens and marks the rows that end with them. Raises InputError for NaN logits."""
         going = [(b, row) for b, row in enumerate(self.rows) if row is not None and not row.done]
-        if reading is None:
-            for _, row in going:
-                row.done = row.new == row.most
-            return None
         new, broken = reading.result()
         values, is_broken, asked = new.tolist(), broken.tolist(), [False] * len(new)
         if any(is_broken[b] for b, _ in going):
-            raise _nan_logits()
+            raise InputError(
+                "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or "
+                "damaged weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the "
+                "logits_processor"
+            )
         if self.request.criteria:
             seen = None if self.scores is None else tuple(self.scores)
             asked = ask_criteria(self.request.criteria, self.ids[:, self.first : self.length], seen).tolist()
@@ -181,14 +175,14 @@ class PaddedEngine(Engine):
     The columns of the cache are those of the ids. The prompt runs once for all its copies.
     """
 
-    def __init__(self, request: Request, *, to_host: bool):
+    def __init__(self, request: Request):
         prompt, copies = request.input_ids, request.copies
         rows, self.start = len(prompt) * copies, prompt.shape[1]
         self.end = self.start + request.max_new_tokens
         self.mask: Tensor | None = None  # [B, end]
         if request.mask is not None:
             self.mask = F.pad(request.mask.repeat_interleave(copies, 0), (0, request.max_new_tokens), value=True)
-        super().__init__(request, rows, self.end, to_host=to_host, mask=self.mask)
+        super().__init__(request, rows, self.end, self.mask)
         self.ids[:, : self.start] = prompt.repeat_interleave(copies, 0)
         self.length, self.first = self.start, request.without_ids
         recent: list[list[int]] = [[]] * rows
@@ -315,10 +309,3 @@ class PaddedEngine(Engine):
         if self.past > self.length - 1:  # the loop was left while a step ran ahead
             self.cache.crop(self.length - 1)
         super().close()
-
-
-def _nan_logits() -> InputError:
-    return InputError(
-        "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
-        "weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the logits_processor"
-    )

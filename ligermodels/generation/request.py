@@ -49,11 +49,6 @@ class Request:
         options = self.options
         return bool(options.prompt_lookup_num_tokens or options.medusa is not None or options.use_mtp)
 
-    @property
-    def can_stop(self) -> bool:
-        """Whether a row may end before max_new_tokens."""
-        return bool(self.eos_ids or self.stop_strings or self.criteria)
-
     @classmethod
     def checked(
         cls, model: Any, inputs: Tensor | None = None, generation_config: Any = None, logits_processor: Any = None,
