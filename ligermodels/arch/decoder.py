@@ -30,7 +30,8 @@ class BaseModel(nn.Module):
 
     always_runs_tower: bool = False
     """Whether a vision tower also runs for a batch without images, on an empty image whose result is multiplied by 0:
-    under FSDP, all ranks must gather its weights together, whatever their batches are."""
+    under FSDP, all ranks must gather its weights together, whatever their batches are. Its gradients are then 0, and an
+    optimizer decays it; False where no rank has an image leaves it alone."""
     run: Callable[..., CausalLMOutput]
     run_options: ClassVar[frozenset[str]] = frozenset()
     """The keywords of `run`."""

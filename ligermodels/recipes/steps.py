@@ -25,19 +25,24 @@ class StepBatches:
     """This rank's batches of each step, the next of which may be made while the GPU computes.
 
     All ranks make the same batches of examples, and each collates every n-th. So a step is the same on any number of
-    ranks. The state is the position after the batches that were taken.
+    ranks. The state is the position after the batches that were taken. has_images: whether an example of the last
+    batches that were taken has images, on any rank.
     """
+
+    has_images = False
 
     def __init__(self, batches: Batches, recipe: Any, processes: Processes, vocab_size: int) -> None:
         self.batches, self.recipe, self.processes, self.vocab_size = batches, recipe, processes, vocab_size
         self.metrics: Metrics = {}  # of making the batches; only rollouts have some
         self._next: list[Any] | None = None
+        self._next_has_images = False
         self._state = self._state_after_next = batches.state_dict()
 
     def take(self) -> list[Batch]:
         """The batches of the next step, on the device."""
         self.prefetch()
         taken, self._next = self._next or [], None
+        self.has_images = self._next_has_images
         self._state = self._state_after_next
         return [on_device(batch, self.processes.device) for batch in taken]
 
@@ -45,6 +50,7 @@ class StepBatches:
         """Makes the batches of the next step. Raises the errors of their rows."""
         if self._next is None:
             made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
+            self._next_has_images = any(getattr(one, "images", None) is not None for batch in made for one in batch)
             own = made[self.processes.batch_rank :: self.processes.batch_ranks]
             self._next = [self.make(examples) for examples in own]
             self._state_after_next = self.batches.state_dict()

@@ -222,6 +222,8 @@ class Trainer:
             self._stop_with(error)
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         count, metrics = self._sum_of_counts(batches), [self.batches.metrics]
+        # No rank has an image: without gradients a tower stays as it is, as it does in one process.
+        self.model.model.always_runs_tower = self.batches.has_images and p.batch_ranks > 1
         loss = torch.zeros((), device=p.device)
         for batch in batches:
             if o.capture:  # the last call also takes the optimizer's step
@@ -292,6 +294,7 @@ class Trainer:
         progress, loss, metrics = self.progress, 0.0, []
         count = self._sum_of_counts(self.evaluation).clamp(min=1)
         self.model.eval()
+        self.model.model.always_runs_tower = self.processes.batch_ranks > 1
         for batch in self.evaluation:
             batch = on_device(batch, self.processes.device) | {"return_logits": False}
             part, found = self.recipe.loss(self.model, batch, count)

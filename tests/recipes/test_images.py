@@ -19,7 +19,7 @@ from ligermodels.recipes.packing import packed_batch, padded_batch
 from ligermodels.recipes.rows import open_rows
 from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
-from tests.recipes.runs import metrics, options_of, train
+from tests.recipes.runs import check_same, metrics, on_two, options_of, train
 from tests.vision import folders, test_use
 from tests.vision.test_processor import MllamaImageProcessorPil, Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
 
@@ -284,6 +284,25 @@ def test_the_text_of_a_model_that_reads_images_trains_alone(home, tmp_path, caps
             assert all(torch.equal(after[key], before[key]) for key in tower)
         else:
             assert config["model_type"] == "qwen3_5_text" and len(after) == len(before) - len(tower)
+
+
+@pytest.mark.parametrize("home", ["qwen3_5"], indirect=True)
+def test_weight_decay_on_two_processes_is_that_of_one(home, tmp_path):
+    """Of four steps some have no image, in which what reads images has no gradient and stays. Texts are evaluated, and
+    an image."""
+    shutil.copytree(home / "model", tmp_path / "model")
+    shutil.copy(home / NAMES[0], tmp_path)
+    home, settings = tmp_path, tmp_path / "model" / "tokenizer_config.json"  # whose template is for texts
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
+    picture = {"messages": [asked(image(image=NAMES[0]), "What?"), said("a cat")]}
+    texts = [{"messages": [{"role": "user", "content": "why"}, said(f"a {word}")]} for word in ("cat", "dog")]
+    rows_of(home, *texts * 8, picture, *texts * 8, name="mixed.jsonl")
+    rows_of(home, texts[0], picture, texts[1], name="evaluated.jsonl")
+    flags = ["--max-length", "64", "--accumulation", "2", "--max-steps", "4", "--weight-decay", "0.5", "--no-packing"]
+    flags += ["--eval-steps", "2", "--eval-data", home / "evaluated.jsonl", "--learning-rate", "1e-2"]
+    assert train(home, tmp_path / "one", *flags, data="mixed.jsonl") == 0
+    on_two(tmp_path, lambda: train(home, tmp_path / "two", *flags, data="mixed.jsonl"))
+    check_same(tmp_path / "two", tmp_path / "one")
 
 
 def test_images_of_a_data_set(home, encode_row, tmp_path):
