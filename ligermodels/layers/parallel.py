@@ -13,6 +13,7 @@ DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -106,21 +107,31 @@ class MeshGroup:
 
 def _all_gather(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
     dim %= x.dim()
+    if math.prod(x.shape[:dim]) == 1:  # the shards lie one after the other: no copy, and fewer views for the host
+        out = x.new_empty(*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :])
+        _all_gather_single(out.view(-1), x.reshape(-1), group=group.group)
+        return out
     out = x.new_empty(group.size, *x.shape)
     _all_gather_single(out.flatten(0, 1), x.contiguous(), group=group.group)
-    return out.movedim(0, dim).flatten(dim, dim + 1)  # a copy, unless the dims before `dim` have size 1
+    return out.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _shards(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
-    """x, split on `dim`: [n, ...], contiguous; a copy, unless the dims before `dim` have size 1."""
+    """x [..., n S, ...], split on `dim`: [n, ..., S, ...], contiguous."""
     return x.unflatten(dim, (group.size, -1)).movedim(dim, 0).contiguous()
 
 
 def _reduce_scatter(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
-    shards = _shards(x, group, dim)
-    out = torch.empty_like(shards[0])
-    _reduce_scatter_single(out, shards.flatten(0, 1), group=group.group)
-    return out
+    return _start_reduce_scatter(x, group, dim, async_op=False)[0]
+
+
+def _start_reduce_scatter(x: Tensor, group: MeshGroup, dim: int, *, async_op: bool) -> tuple[Tensor, Any]:
+    """(the result, the work to wait for, or None)."""
+    dim %= x.dim()
+    length = x.shape[dim] // group.size
+    shards = x if math.prod(x.shape[:dim]) == 1 else _shards(x, group, dim)
+    out = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return out, _reduce_scatter_single(out.view(-1), shards.reshape(-1), group=group.group, async_op=async_op)
 
 
 class _Scatter:
@@ -132,10 +143,7 @@ class _Scatter:
 
     def start(self, dy: Tensor) -> None:
         """Starts it for dy, which is the whole gradient if one layer alone calls this."""
-        shards = _shards(dy, self.group, self.dim)
-        out = torch.empty_like(shards[0])
-        work = _reduce_scatter_single(out, shards.flatten(0, 1), group=self.group.group, async_op=True)
-        self.started.append((dy, dy._version, out, work))
+        self.started.append((dy, dy._version, *_start_reduce_scatter(dy, self.group, self.dim, async_op=True)))
 
     def finish(self, dy: Tensor) -> Tensor:
         """The result for dy, the whole gradient: what was started for it, unless another gradient was added since."""
