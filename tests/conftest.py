@@ -15,9 +15,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("of any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("of any speed")
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := torch.cuda.device_count()) > 1:
-    # Processes share the GPUs of the machine: each counts all of them, from another one on.
+    # Processes share the GPUs of the machine, or those that are visible: each counts all of them, from another one on.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     first = int(worker.removeprefix("gw")) % gpus
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + i) % gpus) for i in range(gpus))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:] + visible[:first])
 torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 
