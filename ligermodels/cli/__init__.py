@@ -24,7 +24,8 @@ from ligermodels.errors import LigermodelsError
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(argv[0] if argv else "").parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?' in place of a traceback
@@ -47,7 +48,14 @@ def main(argv: list[str] | None = None) -> int:
             return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+_MODULES: dict[str, Any] = {
+    "generate": chat, "chat": chat, "train": train, "bench": bench, "inspect": checkpoints, "convert": checkpoints,
+    "verify": checkpoints, "doctor": doctor,
+}  # fmt: skip
+
+
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of a command, or of all of them."""
     parser = Parser(
         prog="ligermodels",
         description="Language models built from fused Triton layers.",
@@ -61,11 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (a temporary one)")
     demo.set_defaults(run=_demo)
 
-    chat.add(commands)
-    train.add(commands)
-    bench.add(commands)
-    checkpoints.add(commands)
-    doctor.add(commands)
+    for module in [_MODULES[command]] if command in _MODULES else dict.fromkeys(_MODULES.values()):
+        module.add(commands)
     return parser
 
 

@@ -96,7 +96,9 @@ class OnPolicy(Sampling, Distill):
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         Distill.setup(self, model, folder, processes)
-        self.processes, self.model, self.vocab_size = processes, model, self.teacher.vocab_size
+        self.processes, self.model = processes, model
+        if model.vocab_size > (known := self.teacher.vocab_size):
+            raise InputError(f"on_policy: the model has {model.vocab_size} ids to sample, and its teacher {known}")
 
 
 def check_teacher(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:

@@ -178,8 +178,6 @@ class Sampling(Recipe):
     StepBatches = Rollouts
     chat = False
     """Prompts are messages, not texts."""
-    vocab_size: int | None = None
-    """Ids from it on are not sampled."""
 
     # ---- data ----
 
@@ -263,7 +261,6 @@ class Sampling(Recipe):
             self.model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_completion_length,
             temperature=0.0 if rollout is None else o.temperature, stop_ids=stops,
             seed=(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
-            vocab_size=self.vocab_size,
         )  # fmt: skip
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
         return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
@@ -298,19 +295,16 @@ def _prompt_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
 def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
     stop_ids: Sequence[int], seed: Sequence[int], rows: int | None = None, together: bool = False,
-    vocab_size: int | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Completions, `copies` of each prompt after each other, each up to its first stop id or max_new_tokens.
 
     They are drawn from softmax(logits / temperature) and nothing else: top_p, penalties and so on of the checkpoint's
     generation_config are off, so that log probabilities are those of what was drawn. temperature 0 is greedy.
     rows: the number sampled at a time, at least those of one prompt. together: all ranks take the same number of steps,
-    which FSDP needs; they give equally many prompts. vocab_size: ids from it on are not drawn.
+    which FSDP needs; they give equally many prompts.
     """
     how = OFF | dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
     how |= dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
-    if vocab_size is not None and vocab_size < model.vocab_size:
-        how["suppress_tokens"] = list(range(vocab_size, model.vocab_size))
     sampled: list[list[int]] = []
     number, trains = max(1, (rows or len(prompts) * copies) // copies), model.training
     model.eval()

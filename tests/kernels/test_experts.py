@@ -90,7 +90,9 @@ def test_few_rows_dequantise_the_chosen_experts_alone(device, poison, bits, rank
     x, weights = torch.randn(2, H, device=device), torch.rand(2, 1, device=device)
     kind, sizes = type(operands[0].weight), []
     dequantize = kind.dequantize
-    monkeypatch.setattr(kind, "dequantize", lambda self, *a, **k: sizes.append(self.shape[0]) or dequantize(self, *a, **k))
+    monkeypatch.setattr(
+        kind, "dequantize", lambda self, *a, **k: sizes.append(self.shape[0]) or dequantize(self, *a, **k)
+    )
     for chosen in ([3, 3], [4, 1]):
         experts = torch.tensor(chosen, dtype=torch.int32, device=device)[:, None]
         assert choose(operands, x, routed_rows=3) == "grouped"

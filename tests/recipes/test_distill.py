@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.distill import OnPolicy, distill_loss
@@ -156,7 +155,7 @@ def test_what_is_asked_and_what_an_evaluation_reads(home, write, name):
 
 
 def test_what_a_step_trains_on(home, write):
-    """Samples at their temperature, of ids that the teacher knows."""
+    """Samples at their temperature."""
     rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
     data = data_of(home, write, *rows)
     prompts = [next(data.train)[0] for _ in rows]
@@ -164,25 +163,14 @@ def test_what_a_step_trains_on(home, write):
 
     def steps(**options):
         recipe = OnPolicy(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
-        recipe.chat, recipe.processes, recipe.vocab_size = True, Processes(torch.device("cpu")), 20
+        recipe.chat, recipe.processes = True, Processes(torch.device("cpu"))
         recipe.model = model
         return [recipe.roll_out(prompts, n) for n in range(2)]
 
     drawn = steps()
     assert drawn[0] != drawn[1] and drawn == steps() != steps(seed=1) != steps(seed=1, temperature=0.5)
-    assert all(index < 20 and len(one.ids) == 9 for one in drawn[0] for index in one.ids)
+    assert all(len(one.ids) <= 9 for one in drawn[0])
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
-
-
-def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
-    """Samples no id that the teacher has no row for."""
-    folder = shutil.copytree(home / "model", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1500}
-    ligermodels.Llama.from_config(config, device="cpu", seed=0).save_pretrained(folder)
-    (tmp_path / "chats.jsonl").symlink_to(home / "chats.jsonl")
-    for out, known in (("wide", teacher), ("both", folder)):  # "both": ids that the tokenizer has no names for
-        assert run(tmp_path, tmp_path / out, "distill", *ON_POLICY, "--max-steps", "1", "--teacher", known) == 0
-    assert metrics(tmp_path / "both")[1] == pytest.approx(0, abs=1e-6)
 
 
 def test_prompts_need_no_answer(home, write):

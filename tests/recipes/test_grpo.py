@@ -168,15 +168,6 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert len(drawn(model, prompts, 3, rows=3)) == 9
 
 
-def test_ids_that_another_model_lacks_are_not_drawn():
-    """The others keep their odds."""
-    model, copies = losses.model().float(), 1000
-    first = torch.tensor([ids[0] for ids in drawn(model, [[5, 6]], copies, vocab_size=20)])
-    expected = model(torch.tensor([[5, 6]])).logits[0, -1, :20].softmax(-1)
-    assert (torch.bincount(first, minlength=20) / copies - expected).abs().max() < 4 * (0.25 / copies) ** 0.5
-    assert all(index < 20 for ids in drawn(model, [[1], [2]], 50, vocab_size=20) for index in ids)
-
-
 def test_each_rollout_draws_anew(byte_level):
     model, options = losses.model(vocab_size=byte_level.vocab_size).float(), options_of(num_generations=3)
     recipe = grpo_of(options, byte_level, lambda completions: [0.5 for _ in completions], GRPO)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import get_args_parser
 
 from ligermodels import cli
 from ligermodels.errors import InputError
@@ -83,20 +82,6 @@ def test_each_field_is_a_flag_with_help(recipe):
     found = {action.dest: action.help for action in parser._actions if action.dest != "help"}
     assert found.keys() == {field.name for field in dataclasses.fields(recipe)}
     assert all(found.values()) and vars(parser.parse_args([])) == {}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_torchrun_leaves_each_flag_to_the_command(recipe):
-    """It takes the beginning of two of its own flags, such as --log of --log-dir and --logs-specs, for an error, also
-    behind the name of the module; newer versions of Python may not."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser, find(recipe).Options)
-    torchrun, own = get_args_parser(), (name for action in parser._actions for name in action.option_strings)
-    theirs = [name for action in torchrun._actions for name in action.option_strings]
-    for name in ("--config", *own):
-        argv = ["train", recipe, "m", name, "x"]
-        assert torchrun.parse_args(["--nproc-per-node", "2", "-m", "ligermodels", *argv]).training_script_args == argv
-        assert name in theirs or sum(other.startswith(name) for other in theirs) < 2
 
 
 def test_the_rate_of_a_recipe():

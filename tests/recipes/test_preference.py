@@ -16,7 +16,7 @@ from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.steps import shard_batches
-from tests.recipes.runs import PAIRS, batches_of, check_answers, data_of, metrics, run, train
+from tests.recipes.runs import PAIRS, batches_of, data_of, metrics, run
 
 
 def trained(tokenizer, sequence):
@@ -37,13 +37,6 @@ def test_what_is_trained_of_messages(tokenizer):
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
 
 
-def test_what_is_trained_of_texts(tokenizer):
-    found = encode_answers(read({"prompt": "one two", "completion": " three", "label": True}), tokenizer)
-    (sequence,) = found.sequences
-    assert tokenizer.decode(sequence.ids) == "one two three<|im_end|>" and found.label is True
-    assert trained(tokenizer, sequence) == " three<|im_end|>" and found.prompt == 7
-
-
 def rows_of(write, *rows):
     return str(write("rows.jsonl", list(rows)))
 
@@ -52,19 +45,6 @@ def text_of(batch, tokenizer, prefix=""):
     bounds = batch[prefix + "cu_seqlens"].tolist()
     ids = batch[prefix + "input_ids"][0].tolist()
     return [tokenizer.decode(ids[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def test_chosen_sequences_come_before_rejected_ones(write, tokenizer):
-    data = rows_of(write, *[{"prompt": "ab", "chosen": f" {n}", "rejected": f" not {n}"} for n in range(3)])
-    packed = next(batches_of(data_of("dpo", tokenizer, data=data)))
-    order = [text.split()[-1][0] for text in text_of(packed, tokenizer)]
-    assert order[:3] == order[3:] and sorted(order[:3]) == ["0", "1", "2"]
-    assert ["not" in text for text in text_of(packed, tokenizer)] == [False] * 3 + [True] * 3
-    padded = next(batches_of(data_of("dpo", tokenizer, data=data, packing=False, batch_tokens=3 * 128)))
-    assert padded["input_ids"].shape[0] == 6
-    whole = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
-             zip(padded["input_ids"], padded["attention_mask"], strict=True)]  # fmt: skip
-    assert sorted(whole) == sorted(text_of(packed, tokenizer))
 
 
 @pytest.mark.filterwarnings("ignore:rows are")
@@ -78,17 +58,6 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
     report = found.counts.numbers
     assert report["truncated"] == 2 and report["cut_away"] == 1 and report["tokens_cut"] == 61 - 24 + 3 + 3
-
-
-def test_answers_under_the_prompts_of_others(write, tokenizer):
-    rows = [{"prompt": f"prompt {n}:", "completion": f" answer {n}", "label": n % 2 == 0} for n in range(3)]
-    data = data_of("kto", tokenizer, data=rows_of(write, *rows), packing=False, batch_tokens=3 * 64)
-    batch = next(batches_of(data, shuffle=False))
-    shown = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
-             zip(batch["kl_input_ids"], batch["kl_attention_mask"], strict=True)]  # fmt: skip
-    assert shown == [f"prompt {n}: answer {(n - 1) % 3}<|im_end|>" for n in range(3)]
-    assert batch["desirable"].tolist() == [True, False, True]
-    assert (batch["kl_labels"] != -100).sum() == 3 * 10
 
 
 # ---- losses ----
@@ -224,32 +193,6 @@ def test_the_losses_of_the_command_are_those_of_the_layers():
 
 
 # ---- runs ----
-
-
-@pytest.mark.slow
-def test_dpo_learns_and_shows_rewards(home, capsys):
-    flags = (
-        "--max-length",
-        "48",
-        "--accumulation",
-        "1",
-        "--num-train-epochs",
-        "20",
-        "--learning-rate",
-        "2e-3",
-        "--eval-data",
-    )
-    flags = (*flags, home / "pairs.jsonl", "--sft-weight", "1", "--show", "1")
-    assert train(home, "dpo", *flags, recipe="dpo", data="pairs.jsonl") == 0
-    said, folder = capsys.readouterr().err, home / "dpo"
-    assert "chosen: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>\n]" in said
-    assert "rejected: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[no, a<|im_end|>\n]" in said
-    assert ", reward margin " in said and "8 rows of pairs" in said
-    losses, margins = metrics(folder), metrics(folder, "reward_margin")
-    assert losses[1] > math.log(2) and losses[max(losses)] < 0.1 and margins[max(margins)] > 3
-    assert metrics(folder, "eval_reward_accuracy")[max(losses)] == 1.0
-    check_answers(folder / "model", ligermodels.load(folder / "model"))
-    assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 
 def test_the_reference_is_the_model_before_the_run(home, tmp_path):

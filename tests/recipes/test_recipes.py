@@ -3,7 +3,6 @@
 import pytest
 
 from ligermodels.recipes import RECIPES, rollout
-from ligermodels.training import load_medusa
 from tests.recipes.runs import (
     all_metrics,
     check_same,
@@ -85,15 +84,3 @@ def test_two_processes_compute_what_one_does(home, teacher, tmp_path, monkeypatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     on_two(tmp_path, lambda: run(home, tmp_path / "two", recipe, *flags))
     check_same(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.slow
-def test_the_model_is_trained_with_its_medusa_heads(home, tmp_path):
-    import ligermodels
-
-    assert run(home, tmp_path, "medusa", *BASE, "--eval-steps", "3") == 0
-    losses = metrics(tmp_path, "eval_cross_entropy")
-    assert losses[6] < 0.9 * losses[0]
-    model = ligermodels.load(tmp_path / "model")
-    before = ligermodels.load(home / "model").state_dict()
-    assert model.state_dict().keys() == before.keys() and len(load_medusa(model, tmp_path / "model" / "medusa")) == 2

@@ -2,12 +2,9 @@
 
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,9 +17,8 @@ from ligermodels.cli import main
 from ligermodels.recipes import memory
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
-from ligermodels.recipes.trainer import Trainer
 from ligermodels.training import add_mtp, load_adapter
-from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, run, train, weights
+from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, train, weights
 
 FEW = (
     "--max-length",
@@ -217,23 +213,6 @@ def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, caps
         assert f"traceback : {said}" in str(ChildFailedError("ligermodels", {rank: failure}))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("flags", "status", "words"), [
-    (("--data", "nowhere.jsonl"), 3, "error: there is no file or folder nowhere.jsonl"),
-    (("--data", "d", "--save_interval", "3"), 2, "error: sft has no option --save-interval; "),
-])  # fmt: skip
-def test_an_error_under_torchrun_is_said_first_and_last(home, tmp_path, flags, status, words):
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ligermodels", "train", "sft"]
-    done = subprocess.run(
-        [*argv, str(home / "model"), "--output-dir", "o", *flags],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 1 and done.stderr.count(words) == 2 and f"exitcode  : {status} " in done.stderr
-    first, last = done.stderr.splitlines()[:2], done.stderr.splitlines()[-3:]
-    assert any(words in line for line in first) and any(words in line for line in last)
-
-
 def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
     rows = (home / "chats.jsonl").read_text().splitlines()
     long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
@@ -299,29 +278,3 @@ def test_a_template_of_the_command_line(home, tmp_path):
     for name in ("model", "adapter", "best"):
         assert Tokenizer.from_folder(out / name).chat_template == text
     assert Tokenizer.from_folder(home / "model").chat_template != text
-
-
-def test_the_folder_is_locked_from_the_first_file_to_the_last(home, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    finish, locked = Trainer._finish, []
-
-    def is_locked(out):
-        folder = os.open(out, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(folder)
-        return False
-
-    monkeypatch.setattr(Trainer, "_finish", lambda of: locked.append(is_locked(of.out)) or finish(of))
-    assert run(home, home / "locked", "dpo", "--max-steps", "1") == 0
-    assert locked == [True] and not is_locked(home / "locked")
-    (home / "taken").mkdir()
-    shutil.copy(home / "locked" / "options.yaml", home / "taken")
-    folder = os.open(home / "taken", os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    assert run(home, home / "taken", "dpo", "--max-steps", "1", "--resume") == 3
-    os.close(folder)
-    assert [path.name for path in (home / "taken").iterdir()] == ["options.yaml"]

@@ -110,13 +110,6 @@ def test_progress_goes_on_but_for_the_length_of_the_run():
     assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4)
 
 
-def test_labels_that_count():
-    ids = torch.arange(1, 7)[None]
-    assert num_labels({"labels": ids}) == 5
-    assert num_labels({"labels": ids, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}) == 4
-    assert num_labels({"labels": ids.where(ids > 3, -100), "cu_seqlens": torch.tensor([0, 3, 6])}) == 2
-
-
 def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
     config = dict(
         model_type="mixtral", vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
