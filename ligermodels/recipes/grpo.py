@@ -32,8 +32,8 @@ class GRPOOptions(RolloutOptions):
         required=True)
     reward_weights: tuple[float, ...] = option((), "weight of each reward in their sum (default 1)")
     scale_rewards: str = option(
-        "auto", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all of a "
-        "step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", *policy.SCALES))
+        "group", "what advantages are divided by: the deviation of rewards of the prompt, of the step, or nothing (as "
+        "dr_grpo wants it)", choices=policy.SCALES)
     num_generations: int = option(8, "completions of each prompt, which are compared with each other", least=2)
     temperature: float = option(1.0, "divides the logits, in sampling and in the loss", above=0)
     num_iterations: int = option(1, "steps that train on the same completions", least=1)
@@ -58,12 +58,6 @@ class GRPOOptions(RolloutOptions):
     @property
     def compares(self) -> bool:  # type: ignore[override]
         return self.beta > 0
-
-    @property
-    def scale(self) -> str:
-        """scale_rewards, in place of "auto"."""
-        chosen = "none" if self.loss_type == "dr_grpo" else "group"
-        return chosen if self.scale_rewards == "auto" else self.scale_rewards
 
     @property
     def clip(self) -> dict[str, float]:
@@ -99,7 +93,7 @@ class GRPO(Sampling):
             return completions
         every = [reward for part in p.gather([one.reward for one in completions]) for reward in part]
         rewards = torch.tensor(every).reshape(-1, o.num_generations)
-        advantages, self._deviation = policy.group_advantages(rewards, o.scale).flatten(), float(rewards.std())
+        advantages, self._deviation = policy.group_advantages(rewards, o.scale_rewards).flatten(), float(rewards.std())
         tied = (rewards == rewards[:, :1]).all(1)
         for n, one in enumerate(completions, p.batch_rank * len(completions)):
             one.advantage, one.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])

@@ -18,7 +18,7 @@ Of frozen parameters, only the weights count; where those are in 4 bits, also th
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -116,24 +116,11 @@ def adapter_parameters(model: Any, options: TrainOptions) -> int:
     return total
 
 
-class Need(NamedTuple):
-    """Bytes on one GPU."""
+def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", activations: str = "") -> dict[str, int]:
+    """The bytes on one GPU by purpose, whose sum the formulas at the top give.
 
-    weights: int
-    gradients: int
-    states: int
-    activations: int
-    gathered: int
-    total: int
-
-    def __str__(self) -> str:
-        names = ("weights", "gradients", "optimizer", "activations and logits", "gathered blocks and head")
-        parts = [f"{name} {_gib(size)}" for name, size in zip(names, self, strict=False) if size]
-        return f"{_gib(self.total)} (tensors, estimated): {', '.join(parts)}"
-
-
-def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", activations: str = "") -> Need:
-    """The memory of a run, by the formulas at the top. precision, activations: in place of those of the options."""
+    precision, activations: in place of those of the options.
+    """
     assert o.batch_tokens is not None and o.accumulation is not None, "the options are complete"
     precision, activations = precision or o.precision, activations or o.activations
     on_cpu, gpus, quantized = p.device.type == "cpu", p.size // o.dp_replicate, o.quantize != "none"
@@ -166,8 +153,9 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     backward += weight * head * (sizes.tied and not frozen and gpus == 1)
     if forward < backward:
         gathered, saved = backward - weights - states - gradients, 0
-    shown = gradients if accumulates or forward < backward else 0
-    return Need(weights, shown, states, saved, gathered, max(forward, backward))
+    kept = gradients if accumulates or forward < backward else 0
+    names = ("weights", "gradients", "optimizer", "activations and logits", "gathered blocks and head")
+    return dict(zip(names, (weights, kept, states, saved, gathered), strict=True))
 
 
 def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tuple[str, str]:
@@ -182,8 +170,8 @@ def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tup
     return next((pair for pair in pairs if fits(estimate(sizes, o, p, *pair), free)), pairs[-1])
 
 
-def fits(need: Need, free: int | None) -> bool:
-    return free is None or need.total <= MARGIN * free
+def fits(need: dict[str, int], free: int | None) -> bool:
+    return free is None or sum(need.values()) <= MARGIN * free
 
 
 def available(device: torch.device) -> int | None:
@@ -196,5 +184,5 @@ def available(device: torch.device) -> int | None:
         return None
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

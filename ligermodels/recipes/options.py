@@ -192,11 +192,7 @@ class TrainOptions(
     @classmethod
     def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
         """Options from flags, over those of a YAML file, over the defaults. Raises InputError."""
-        values = {} if file is None else cls.load(file)
-        for pair in (("max_steps", "num_train_epochs"), ("eval_data", "eval_share")):
-            if flags.keys() & pair:  # the flag replaces the file's other way to say the same
-                values = {name: value for name, value in values.items() if name not in pair}
-        return cls(**{**values, **flags})
+        return cls(**{**({} if file is None else cls.load(file)), **flags})
 
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
@@ -358,15 +354,13 @@ def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
 def _read_yaml(file: Path) -> dict[Any, Any]:
     try:
         import yaml
-    except ImportError:
-        raise InputError("--config needs PyYAML: pip install 'ligermodels[train]'") from None
-    try:
+
         text = file.read_text("utf-8")
         node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except OSError as error:
-        raise InputError(f"--config {file} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from None
+    except ImportError:
+        raise InputError("--config needs PyYAML: pip install 'ligermodels[train]'") from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise InputError(f"{file} has no options; expected lines such as `learning_rate: 1e-5`")
     names = [key.value.replace("-", "_") for key, _ in node.value]

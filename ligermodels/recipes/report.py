@@ -19,7 +19,7 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.data import Data
-from ligermodels.recipes.memory import GIB, Sizes, available, estimate, fits
+from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
 from ligermodels.recipes.options import TrainOptions
 
 _SECONDS = 5.0
@@ -132,7 +132,8 @@ def make_plan(
         "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each",
         "learning rate": f"{o.peak_lr:g}, {o.lr_scheduler_type}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",
-        "memory": str(need),
+        "memory": f"{gib(sum(need.values()))} (tensors, estimated): "
+        + ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size),
     }
     if o.lora_r:
         targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
@@ -144,7 +145,7 @@ def make_plan(
     if p.size > 1:
         plan["steps"] += f", on {p.size} processes"
     if free:
-        plan["memory"] += f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / GIB:.1f} GiB"
+        plan["memory"] += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
     if not fits(need, free):
         plan["warning"] = (
             "this does not fit by the estimate. Less memory: --activations block, --precision bf16, a smaller "

@@ -46,10 +46,7 @@ def reward(completion_ids, letter, **others):
 """
 
 LEARN = ("--max-length", "128", "--accumulation", "1", "--learning-rate", "4e-3")
-FEW = (
-    "--max-length", "64", "--accumulation", "2", "--max-steps", "6", "--learning-rate", "3e-3", "--warmup-steps", "0",
-    "--eval-share", "0.3",
-)  # fmt: skip
+FEW = ("--max-length 64 --accumulation 2 --max-steps 6 --learning-rate 3e-3 --warmup-steps 0 --eval-share 0.3").split()
 """Options of a short run with evaluations."""
 SAMPLED = ("--accumulation", "4", "--prompts", "4", "--max-steps", "4", "--max-completion-length", "5")
 RECIPES = {

@@ -55,7 +55,7 @@ FLAGS = {
     "out that is a file": (("--output-dir", "FILE"), "is a file; give a folder"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
-    "no file of options": (("--config", "none.yaml"), "cannot be read: No such file"),
+    "no file of options": (("--config", "none.yaml"), "none.yaml cannot be read as YAML"),
     "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
 }  # fmt: skip
 TEMPLATES = {

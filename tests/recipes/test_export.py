@@ -11,18 +11,7 @@ from ligermodels.recipes import report
 from tests.conversion.gguf_files import small_model
 from tests.recipes.runs import CHATS, metrics, options_of, train
 
-FEW = (
-    "--max-length",
-    "64",
-    "--accumulation",
-    "1",
-    "--max-steps",
-    "3",
-    "--learning-rate",
-    "5e-3",
-    "--warmup-steps",
-    "0",
-)
+FEW = "--max-length 64 --accumulation 1 --max-steps 3 --learning-rate 5e-3 --warmup-steps 0".split()
 TEXT = "Say bcd.<|eot|>"
 
 

@@ -273,9 +273,8 @@ def test_two_processes_sample_together(home, tmp_path, capfd):
 
 def test_defaults_of_each_loss():
     found = {loss: options_of(loss_type=loss) for loss in policy.LOSSES}
-    assert [(*o.clip.values(), o.scale) for o in found.values()] == [
-        (0.2, 0.2, "group"), (0.2, 0.2, "group"), (0.2, 0.2, "none"), (0.2, 0.28, "group"), (3e-4, 4e-4, "group"),
-        (0.2, 5.0, "group"),
+    assert [tuple(o.clip.values()) for o in found.values()] == [
+        (0.2, 0.2), (0.2, 0.2), (0.2, 0.2), (0.2, 0.28), (3e-4, 4e-4), (0.2, 5.0),
     ]  # fmt: skip
     alone = options_of(epsilon=0.1)  # as in TRL, epsilon is also the default of epsilon_high
     assert (*alone.clip.values(), options_of(epsilon=0.1, epsilon_high=0.3).clip["high"]) == (0.1, 0.1, 0.3)

@@ -10,19 +10,7 @@ from tests.processes import Child
 from tests.recipes.runs import all_metrics, metrics, reached, train, weights
 
 KILLS = 20
-STEPS = (
-    "--max-length",
-    "64",
-    "--accumulation",
-    "2",
-    "--max-steps",
-    "20",
-    "--learning-rate",
-    "3e-3",
-    "--warmup-steps",
-    "2",
-    "--resume",
-)
+STEPS = "--max-length 64 --accumulation 2 --max-steps 20 --learning-rate 3e-3 --warmup-steps 2 --resume".split()
 RUNS = {
     "full": ("--eval-share", "0.2", "--save-steps", "2", "--eval-steps", "3"),
     "adapters": ("--lora-r", "4", "--merge", "--eval-share", "0.2", "--save-steps", "5", "--eval-steps", "2"),

@@ -160,7 +160,7 @@ def test_the_estimate_of_memory():
         found = recipe.memory(sizes, sketch)
         assert (found.parameters, found.trained) == (base + heads, trained)
         need = memory.estimate(found, recipe.options, processes)
-        assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
-        assert (need.activations == 2 * 100 * (states + sizes.vocab)) != train_base
+        assert (need["weights"], need["gradients"], need["optimizer"]) == (2 * (base + heads), 2 * trained, 6 * trained)
+        assert (need["activations and logits"] == 2 * 100 * (states + sizes.vocab)) != train_base
     other = memory.estimate(dataclasses.replace(sizes, frozen=1000), recipe.options, processes)
-    assert other.total == memory.estimate(sizes, recipe.options, processes).total + 2000
+    assert other["weights"] == memory.estimate(sizes, recipe.options, processes)["weights"] + 2000

@@ -33,25 +33,14 @@ def of_flags(*argv, recipe="sft"):
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(
-        "learning_rate: 1e-5\nweight-decay: 0.2\nadam_beta1: 0.8\nlora_r: 8\nlora_target_modules: [q_proj]\n"
-        "num_train_epochs: 3\nseed: 4"
+        "learning_rate: 1e-5\nweight-decay: 0.2\nadam_beta1: 0.8\nlora_r: 8\nlora_target_modules: [q_proj]\nseed: 4"
     )
-    flags = of_flags(
-        "--learning-rate",
-        "3e-4",
-        "--lora-target-modules",
-        "k_proj,v_proj",
-        "--no-packing",
-        "--max-steps",
-        "7",
-        "--skip-bad",
-    )
+    flags = of_flags(*"--learning-rate 3e-4 --lora-target-modules k_proj,v_proj --no-packing --skip-bad".split())
     options = SFTOptions.merged(flags, file)
     assert (options.learning_rate, options.weight_decay) == (3e-4, 0.2)
     assert (options.adam_beta1, options.adam_beta2) == (0.8, 0.999)
     assert (options.lora_r, options.lora_target_modules, options.seed) == (8, ("k_proj", "v_proj"), 4)
     assert (options.packing, options.skip_bad, options.resume, options.max_grad_norm) == (False, True, False, 1.0)
-    assert (options.max_steps, options.num_train_epochs) == (7, None)  # --max-steps replaces the file's epochs
     assert SFTOptions.merged(of_flags(), file).learning_rate == 1e-5  # YAML itself takes 1e-5 for text
 
 
@@ -113,7 +102,7 @@ WRONG = {
     "data: null": "data=None: expected a list",
     "eval_steps: 1\neval-steps: 2": "eval_steps is there twice",
     "- learning_rate": "has no options",
-    "learning_rate: [": "is not valid YAML",
+    "learning_rate: [": "cannot be read as YAML",
     "model: ''": "model is missing: give MODEL on the command line",
     "seed: 99999999999999999999": "seed=99999999999999999999: expected less than",
     "quantize: nf4": "quantize=nf4 needs lora_r: add --lora-r",

@@ -20,18 +20,7 @@ from ligermodels.recipes.sft import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
 from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, train, weights
 
-FEW = (
-    "--max-length",
-    "64",
-    "--accumulation",
-    "2",
-    "--max-steps",
-    "5",
-    "--learning-rate",
-    "3e-3",
-    "--warmup-steps",
-    "0",
-)
+FEW = "--max-length 64 --accumulation 2 --max-steps 5 --learning-rate 3e-3 --warmup-steps 0".split()
 
 
 def test_sft_learns_what_the_assistant_says(home, capsys):
@@ -140,18 +129,7 @@ def test_adapters_of_experts(home, tmp_path):
 
 
 def test_pretrain_learns_text_from_random_weights(home, capsys):
-    flags = (
-        "--max-length",
-        "128",
-        "--accumulation",
-        "1",
-        "--num-train-epochs",
-        "6",
-        "--scratch",
-        "--learning-rate",
-        "6e-3",
-        "--eval-data",
-    )
+    flags = "--max-length 128 --accumulation 1 --num-train-epochs 6 --scratch --learning-rate 6e-3 --eval-data".split()
     assert train(home, "text", *flags, home / "texts.jsonl", recipe="pretrain", data="texts.jsonl") == 0
     losses, evaluated = metrics(home / "text"), metrics(home / "text", "eval_loss")
     assert losses[1] > 5 and losses[max(losses)] < 0.5 and evaluated[max(evaluated)] < 0.5

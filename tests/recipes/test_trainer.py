@@ -19,18 +19,7 @@ from ligermodels.recipes.trainer import Progress
 from tests.processes import Child
 from tests.recipes.runs import all_metrics, metrics, options_of, reached, train, weights
 
-STEPS = (
-    "--max-length",
-    "64",
-    "--accumulation",
-    "2",
-    "--max-steps",
-    "12",
-    "--learning-rate",
-    "3e-3",
-    "--warmup-steps",
-    "2",
-)
+STEPS = "--max-length 64 --accumulation 2 --max-steps 12 --learning-rate 3e-3 --warmup-steps 2".split()
 
 
 def test_the_learning_rate_of_each_step():
@@ -257,7 +246,7 @@ def estimated(sketch, weights, activations, tokens, gpus=1):
         accumulation=gpus, **lora,
     )  # fmt: skip
     processes = Processes(torch.device("cuda"), size=gpus)
-    return memory.estimate(memory.Sizes.of(sketch, options), options, processes).total / memory.GIB
+    return sum(memory.estimate(memory.Sizes.of(sketch, options), options, processes).values()) / memory.GIB
 
 
 def test_a_hybrid_is_estimated_by_its_mixers():

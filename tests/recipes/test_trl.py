@@ -257,7 +257,7 @@ def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
         given={"reward_funcs": [functions["total"], functions["length"]]}, num_generations=GROUP, temperature=0.9,
         per_device_train_batch_size=ROLLOUTS * GROUP, max_completion_length=NEW, shuffle_dataset=False, beta=ours.beta,
         num_iterations=ours.num_iterations, reward_weights=[1.0, 0.5], epsilon=ours.clip["low"],
-        epsilon_high=ours.clip["high"], scale_rewards=ours.scale, **{"loss_type": loss, **other},
+        epsilon_high=ours.clip["high"], scale_rewards=ours.scale_rewards, **{"loss_type": loss, **other},
     )  # fmt: skip
 
     def generated(prompt_ids, images, fields, copies):
