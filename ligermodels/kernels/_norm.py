@@ -17,6 +17,7 @@ from ligermodels.kernels._norm_kernels import backward_kernel, forward_kernel, s
 from ligermodels.kernels._recompute import attach
 from ligermodels.kernels._triton import (
     accumulator,
+    apply,
     as_rows,
     cdiv,
     num_sms,
@@ -158,7 +159,7 @@ def norm(
     The handle of y runs the kernel again on the stored sum. It gives the same bits, except where x and the residual
     differ in dtype: there the compiler may sum a row in another order.
     """
-    made = Norm.apply(x, residual, weight, bias, *options)
+    made = apply(Norm, x, residual, weight, bias, *options)
     y, total = (made, x) if residual is None else made
     return attach(y, functools.partial(_recomputed, options), total, weight, bias), total
 

@@ -132,6 +132,14 @@ def once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
+def apply(function: Any, *args: Any) -> Any:
+    """function.apply(*args) of an autograd.Function, without the Python of torch's own apply, which serves transforms
+    of torch.func and takes the host 2 us."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)
+
+
 def last_dim_contiguous(x: Tensor) -> Tensor:
     """x, copied if its last dim is not contiguous; kernels take any other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -37,7 +37,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows, slices
 from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._recompute import handle_of, may_overwrite
-from ligermodels.kernels._triton import once_differentiable, use_triton
+from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
@@ -89,15 +89,16 @@ def _several(tensors: Any) -> tuple:
 class _MLP(torch.autograd.Function):
     """x: [..., H]; first, last: layers [F, H], or gated [2F, H] in all, and [N, F]; leaves: of both -> y [..., N].
 
-    options: z, the first's of x, or None where rows is given; handle: x's, or None; rows: tokens per chunk, of which z
-    is recomputed, or None; outlines of first and last; gated; activation. Among them nothing needs a gradient.
+    options: z, the first's of x, or None where rows is given; the first's weights as one, or None; x's handle, or None;
+    rows, tokens per chunk, of which z is recomputed, or None; outlines of first and last; gated; activation; N; the
+    number of the first's leaves. None of them needs a gradient.
     It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
     adapters, which exists only then, is recomputed.
     """
 
     @staticmethod
     def forward(ctx, x, options, *leaves):
-        z, handle, rows, first, last, gated, activation, width, count = options
+        z, whole, handle, rows, first, last, gated, activation, width, count = options
         needs = ctx.needs_input_grad
         make_x, made_of = (None, (x,)) if handle is None else handle
         need_first, need_last = needs[2 : 2 + count], needs[2 + count :]
@@ -108,20 +109,20 @@ class _MLP(torch.autograd.Function):
         if z is not None:
             of_first = first.without_biases(of_first)
         ctx.save_for_backward(*of_first, *of_last, z if reads_z else None, *made_of)
-        ctx.options = make_x, rows, first, last, gated, activation, count, listener_of(x)
+        ctx.options = make_x, rows, first, whole, last, gated, activation, count, listener_of(x)
         return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, rows, first_outline, last_outline, gated, activation, count, listener = ctx.options
+        make_x, rows, first_outline, whole, last_outline, gated, activation, count, listener = ctx.options
         need_x, _, *needs = ctx.needs_input_grad
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         saved = ctx.saved_tensors
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers.restore(first_outline, saved[:count], dy.dtype, needs[:count], several=several)
-        last = Layers.restore(last_outline, saved[count:total], dy.dtype, needs[count:], several=several)
+        first = Layers.restore(first_outline, saved[:count], dy.dtype, needs[:count], whole, several=several)
+        last = Layers.restore(last_outline, saved[count:total], dy.dtype, needs[count:], None, several=several)
         saved_z, *made_of = saved[total:]
         need_z, need_h = need_x or True in needs[:count], last_outline.needs_x(needs[count:])
         if not (need_z or need_h):
@@ -198,8 +199,19 @@ def _run(
             z = inner.run(x)[0]
     if torch.is_grad_enabled():
         (leaves, of_first), (more, of_last) = inner.flatten(), outer.flatten()
-        options = z, handle_of(x), rows, of_first, of_last, gated, activation, last.weight.shape[0], len(leaves)
-        y = _MLP.apply(x, options, *leaves, *more)
+        options = (
+            z,
+            inner.whole,
+            handle_of(x),
+            rows,
+            of_first,
+            of_last,
+            gated,
+            activation,
+            last.weight.shape[0],
+            len(leaves),
+        )
+        y = apply(_MLP, x, options, *leaves, *more)
     elif z is not None:
         return outer.run(glu_forward(z, None, gated, activation))[0]
     else:

@@ -17,6 +17,7 @@ Both ops are F.linear where there is nothing to gain, and `gemv` for a single ro
 operand.py.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
@@ -29,9 +30,9 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
-from ligermodels.kernels._triton import accumulator, once_differentiable
+from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
-from ligermodels.kernels.joint import as_one, as_one_layer, joint, rows_of
+from ligermodels.kernels.joint import as_one, as_one_layer, is_still, joint, rows_of
 from ligermodels.kernels.lora import Branch
 from ligermodels.kernels.low_bit import dequantized, frozen_linear
 from ligermodels.kernels.operand import Biases, LinearOperand, LowBitWeight, Weight, check, choose, has_bits, kernel_of
@@ -67,16 +68,14 @@ def matmul(
     if has_bits(weights):
         with dequantized(weights, x.dtype) as tensors:
             return matmul(x, tensors, biases, out)
-    return _dense(x, weights, biases, out, gemv if kernel == "gemv" else _by_torch)  # type: ignore[arg-type]
+    run, whole = gemv if kernel == "gemv" else _by_torch, as_one_layer(weights, biases)  # type: ignore[arg-type]
+    return _side_by_side(x, weights, biases, out, run) if whole is None else run(x, *whole, out)
 
 
-def _dense(
-    x: Tensor, weights: Sequence[Tensor], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
+def _side_by_side(
+    x: Tensor, weights: Sequence[Any], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
 ) -> Tensor:  # fmt: skip
-    """`matmul` of dense weights by `run`, `gemv` or `_by_torch`."""
-    whole = as_one_layer(weights, biases)
-    if whole is not None:
-        return run(x, *whole, out)
+    """`matmul` of dense weights that are not joint, one after the other by `run`."""
     sizes = rows_of(weights)
     y = x.new_empty(*x.shape[:-1], sum(sizes)) if out is None else out
     x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(sizes, 1)
@@ -91,9 +90,8 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """dx [T, K] from dy [T, sum N_i], into `out` where given; without autograd."""
-    whole = as_one(weights)
+def _input_gradient(dy: Tensor, weights: Sequence[Tensor], whole: Tensor | None, out: Tensor | None) -> Tensor:
+    """dx [T, K] from dy [T, sum N_i], into `out` where given; without autograd. whole: of the weights, or None."""
     if whole is not None:
         return torch.mm(dy, whole, out=out)
     parts = dy.split_with_sizes(rows_of(weights), 1)
@@ -169,14 +167,21 @@ class Outline(NamedTuple):
         return True in weights or True in factors
 
 
+@functools.cache
+def _weights_alone(layers: int) -> Outline:
+    return Outline(layers, None, False, None)
+
+
 class Layers:
     """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
 
     weights: [N_i, K] each; biases: [N_i] or None for each, or None where no layer has one; branch: their adapters, or
     None. leaves: the tensors that may be trained: each weight (None: of few bits), each bias, then the branch's
-    factors. They are saved themselves, not their joint view: FSDP may move them before the backward.
+    factors. They are saved themselves: FSDP may move them before the backward, which uses `whole`, all weights as one,
+    only if it `is_still` their memory.
     """
 
+    whole: Tensor | None = None
     need_weights: Sequence[bool]
     need_biases: Sequence[bool]
     need_factors: Sequence[bool]
@@ -204,6 +209,8 @@ class Layers:
         """(leaves, outline), from which `Layers.restore` makes the layers again in a backward."""
         weights, biases, branch, bits = self.weights, self.biases, self.branch, None
         leaves: tuple = tuple(weights)
+        if biases is branch is None and not self.has_bits:
+            return leaves, _weights_alone(len(leaves))
         if self.has_bits:
             bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
             leaves = tuple(weight if isinstance(weight, Tensor) else None for weight in weights)
@@ -214,8 +221,9 @@ class Layers:
 
     @classmethod
     def restore(
-        cls, outline: Outline, leaves: Sequence[Any], dtype: torch.dtype, needs: Sequence[bool], *, several: bool
-    ) -> Self:
+        cls, outline: Outline, leaves: Sequence[Any], dtype: torch.dtype, needs: Sequence[bool], whole: Tensor | None,
+        *, several: bool = False,
+    ) -> Self:  # fmt: skip
         """needs: whether each leaf needs a gradient. several: they are sums over chunks of tokens, in fp32."""
         weights, biases, factors = outline.split(leaves)
         if outline.bits is not None:
@@ -223,7 +231,7 @@ class Layers:
         branch = None if outline.parts is None else Branch(outline.parts, factors, dtype)
         layers = cls(weights, biases or None, branch, outline.bits is not None)
         layers.need_weights, layers.need_biases, layers.need_factors = outline.split(needs)
-        layers.several = several
+        layers.several, layers.whole = several, whole
         return layers
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
@@ -231,8 +239,10 @@ class Layers:
         weights: Any = self.weights
         if self.has_bits or kernel == "gemv" or x.numel() == x.shape[-1]:
             y = matmul(x, weights, self.biases, out, kernel)
+        elif (whole := as_one_layer(weights, self.biases)) is not None:
+            self.whole, y = whole[0], _by_torch(x, *whole, out)
         else:
-            y = _dense(x, weights, self.biases, out, _by_torch)
+            y = _side_by_side(x, weights, self.biases, out, _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
@@ -246,9 +256,10 @@ class Layers:
         weights: Any = self.weights
         if self.has_bits:
             with dequantized(weights, dy.dtype) as tensors:
-                dx = _input_gradient(dy, tensors, out)
+                dx = _input_gradient(dy, tensors, as_one(tensors), out)
         else:
-            dx = _input_gradient(dy, weights, out)
+            whole = self.whole if is_still(self.whole, weights) else as_one(weights)
+            dx = _input_gradient(dy, weights, whole, out)
         return dx if self.branch is None else torch.addmm(dx, dh, self.branch.a, out=dx)  # type: ignore[arg-type]
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
@@ -314,16 +325,16 @@ class _Linear(torch.autograd.Function):
         if outline.needs_x(ctx.needs_input_grad[2:]):
             saved = (h, x) if handle is None else (h, *handle.tensors)
         ctx.save_for_backward(*outline.without_biases(leaves), *saved)
-        ctx.options = outline, None if handle is None else handle.function, listener_of(x)
+        ctx.options = outline, layers.whole, None if handle is None else handle.function, listener_of(x)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         saved, (need_x, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        outline, function, listener = ctx.options
+        outline, whole, function, listener = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = Layers.restore(outline, saved[:count], dy.dtype, needs, several=False)
+        layers = Layers.restore(outline, saved[:count], dy.dtype, needs, whole)
         dh = layers.inner_gradient(rows)
         if need_x and listener is not None:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
@@ -377,5 +388,5 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     layers = Layers.of(operands, x.dtype)
     if how == "op":
         leaves, outline = layers.flatten()
-        return _Linear.apply(x, (layers, outline, handle_of(x)), *leaves)
+        return apply(_Linear, x, (layers, outline, handle_of(x)), *leaves)
     return layers.run(x, kernel=how)[0]

@@ -29,6 +29,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
+    apply,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -306,7 +307,7 @@ def rope(
             raise InputError("rope: inplace=True on expanded memory, whose rows overlap. Pass a clone.")
     if not use_triton(qkv):
         return rope_reference(qkv, cos, sin, num_heads=counts[0], num_kv_heads=counts[1])
-    out = _Rope.apply(qkv, None, *angles, counts, inplace and qkv.stride(2) == 1)
+    out = apply(_Rope, qkv, None, *angles, counts, inplace and qkv.stride(2) == 1)
     q, k, v = _split(out, counts) if compiling else out
     return q, k, v
 
@@ -327,7 +328,7 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin)
     counts = operator.index(q.shape[2]), operator.index(k.shape[2])
-    out = _Rope.apply(q, k, *angles, counts, False)
+    out = apply(_Rope, q, k, *angles, counts, False)
     q, k = _split(out, counts) if torch.compiler.is_compiling() else out
     return q, k
 

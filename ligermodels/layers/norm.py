@@ -17,7 +17,7 @@ def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
     replace the class or the weight, or add hooks.
     """
     weight_stays = type(norm.weight) in (nn.Parameter, type(None))
-    if handle_of(y) is not None and not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_untouched(norm)):
+    if not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_untouched(norm)) and handle_of(y) is not None:
         detach_handle(y)
     return y
 
