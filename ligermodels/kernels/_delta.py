@@ -24,7 +24,7 @@ Backward, with dS the gradient of the state after the chunk and E, F = strictly 
     dS <- exp(G_last) dS + (diag(lam) Q)^T dO - W^T dN
 """
 
-from ligermodels.kernels._triton import tl, triton
+from ligermodels.kernels._triton import tl, triton, wait_for_previous
 
 
 @triton.jit
@@ -435,9 +435,10 @@ def step_kernel(
     o_ptr, state_ptr, after_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
     q_b, q_h, k_b, k_h, v_b, v_h, g_b, beta_b, state_b, state_h,
     SCALE: tl.constexpr, EPS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
+    BK: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens of one row and value head, for BLOCK_V value dims; with several, also the state after each."""
+    wait_for_previous(OVERLAP)
     b, i = tl.program_id(0).to(tl.int64) // HV, tl.program_id(0) % HV
     j = i // (HV // HK)
     key_dims, value_dims = tl.arange(0, BK), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)

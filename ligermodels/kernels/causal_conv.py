@@ -35,9 +35,12 @@ from ligermodels.kernels._triton import (
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 
 _TOKENS, _CHANNELS = 32, 64
@@ -182,9 +185,10 @@ def _backward_kernel(
 @triton.jit(do_not_specialize=["x_b"])
 def _step_kernel(
     y_ptr, state_ptr, x_ptr, weight_ptr, bias_ptr, x_b, state_b, state_c,
-    ACTIVATION: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token of one row; its state moves by one token."""
+    wait_for_previous(OVERLAP)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     b, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channels < CHANNELS
@@ -352,9 +356,10 @@ def causal_conv_step(
         return causal_conv_step_reference(x, weight, bias, state, activation=activation)
     x, channels, width = last_dim_contiguous(x), operator.index(x.shape[1]), operator.index(weight.shape[2])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = min(256, next_power_of_2(channels))
+    block, overlap = min(256, next_power_of_2(channels)), overlaps_launches(x)
     launch(
         _step_kernel, (x.shape[0], cdiv(channels, block)), y, state, x, weight.contiguous(), bias,
-        x.stride(0), *state.stride()[:2], activation, width, channels, block, num_warps=4,
+        x.stride(0), *state.stride()[:2], activation, width, channels, block, overlap,
+        num_warps=4, **overlapping(overlap),
     )  # fmt: skip
     return y

@@ -27,13 +27,18 @@ from ligermodels.kernels._triton import (
     next_power_of_2,
     num_sms,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 
 _ELEMENTS = 1024
 """Elements of a tile."""
+_FEW = 64
+"""Maximum number of rows, as in decoding, for which the launch overlaps the kernel before it."""
 
 
 def delta_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,8 +62,9 @@ def _decays(a, A_log, dt_bias):
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n_rows, a_stride, b_stride,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     rows, heads = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (rows < n_rows) & (heads < HEADS)
     A_log = tl.load(A_log_ptr + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
@@ -116,11 +122,13 @@ class _DeltaGates(torch.autograd.Function):
         heads = operator.index(a.shape[-1])
         block, rows = _block(heads)
         (a, n_rows, a_stride), (b, _, b_stride), shape = as_rows(a), as_rows(b), a.shape
+        overlap = overlaps_launches(a) and n_rows <= _FEW
         g = torch.empty(shape, dtype=torch.float32, device=a.device)
         beta = torch.empty(shape, dtype=b.dtype, device=a.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
-            g, beta, a, b, A_log, dt_bias, n_rows, a_stride, b_stride, heads, block, rows, num_warps=4,
+            g, beta, a, b, A_log, dt_bias, n_rows, a_stride, b_stride, heads, block, rows, overlap,
+            num_warps=4, **overlapping(overlap),
         )  # fmt: skip
         ctx.save_for_backward(a, b, A_log, dt_bias)
         return g, beta

@@ -32,6 +32,8 @@ from ligermodels.kernels._triton import (
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     use_triton,
 )
 
@@ -390,12 +392,12 @@ def _steps(
     q, k, v, g, beta = (last_dim_contiguous(x) for x in (q, k, v, g, beta))
     key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[1:], *v.shape[1:]))
     out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    block = min(_STEP_DIMS, next_power_of_2(values))
+    block, overlap = min(_STEP_DIMS, next_power_of_2(values)), overlaps_launches(q)
     launch(
         step_kernel, (len(state) * value_heads, cdiv(values, block)),
         out, state, state if after is None else after, q, k, v, g, beta,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0), *state.stride()[:2],
         keys**-0.5, EPS, key_heads, value_heads, keys, values,
-        next_power_of_2(keys), block, 1 if after is None else len(after), num_warps=4,
+        next_power_of_2(keys), block, 1 if after is None else len(after), overlap, num_warps=4, **overlapping(overlap),
     )  # fmt: skip
     return out

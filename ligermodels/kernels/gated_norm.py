@@ -28,13 +28,18 @@ from ligermodels.kernels._triton import (
     next_power_of_2,
     num_sms,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 
 MAX_WIDTH = 8192
 """Maximum N that fits a program's registers; wider rows run the reference."""
+_FEW = 64
+"""Maximum number of tokens, as in decoding, for which the launch overlaps the kernel before it."""
 
 
 def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,7 +60,9 @@ def _row(ptr, rows, cols, mask, of_t, of_h, HEADS: tl.constexpr):
 def _forward_kernel(
     y_ptr, rstd_ptr, x_ptr, z_ptr, weight_ptr, n_rows, x_t, x_h, z_t, z_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     rows, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (rows < n_rows) & (cols < N)
@@ -117,10 +124,12 @@ class _GatedNorm(torch.autograd.Function):
         block, rows = _tile(width)
         (x_, *of_x), (z_, *of_z) = _heads(x), _heads(z)
         n_rows, heads = x_.shape[0] * x_.shape[1], operator.index(x_.shape[1])
+        overlap = overlaps_launches(x) and x_.shape[0] <= _FEW
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
-            y, rstd, x_, z_, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, num_warps=4,
+            y, rstd, x_, z_, weight, n_rows, *of_x, *of_z, eps, heads, width, block, rows, overlap,
+            num_warps=4, **overlapping(overlap),
         )  # fmt: skip
         ctx.save_for_backward(x, z, weight, rstd)
         return y
