@@ -1,11 +1,13 @@
 """The properties of Qwen's models that read images, on tiny checkpoints that transformers writes."""
 
+import inspect
 import types
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
+from ligermodels.checkpoint import weights
 from tests.arch.qwen2_vl import CASES, IMAGE, image, inputs, load, token_mask, video
 from tests.arch.suite import (
     GRADIENTS,
@@ -71,6 +73,41 @@ class ImageSuite(Tiny):
             expected.loss.backward()
             model(**batch, labels=labels).loss.backward()
             check_gradients(hf, model, self.named_on_disk, allowed=2 * GRADIENTS)  # through text and tower
+
+    @pytest.mark.gpu
+    def test_images_in_bf16_on_a_gpu_are_as_near_to_fp32_as_transformers(self, first, written, monkeypatch):
+        """Logits and all gradients: the medians of nine texts, with the bounds of the suite's texts."""
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of their convolution, by default in tf32
+        folder = written(first, norm=self.NORM)
+        exact, eager = theirs(folder), theirs(folder).to("cuda", torch.bfloat16)
+        ours = load(folder, dtype=torch.bfloat16, device="cuda")
+        regions = weights.regions(ours, ours.DISK_NAMES)
+        taken = inspect.signature(type(exact).forward).parameters
+
+        def results(model, batch):
+            batch = {name: x.to(model.device) for name, x in batch.items() if model is ours or name in taken}
+            more = dict(return_logits=True) if model is ours else {}
+            output = model(**batch, labels=batch["input_ids"], **more)
+            model.zero_grad()
+            output.loss.backward()
+            grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+            if model is ours:
+                grads = {region.source: grads[region.param][region.index] for region in regions}
+            else:
+                grads = self.named_on_disk(grads)
+            flat = torch.cat([grads[name].double().cpu().flatten() for name in sorted(grads)])
+            return output.logits.detach().double().cpu(), flat
+
+        errors = []
+        for seed in range(9):
+            torch.manual_seed(seed)
+            batch = inputs([[4, image(2, 3), 2, image(1, 2), 3]], first)
+            wanted = results(exact, batch)
+            errors.append([
+                [(a - b).norm() for a, b in zip(results(model, batch), wanted, strict=True)] for model in (ours, eager)
+            ])  # fmt: skip
+        actual, allowed = torch.tensor(errors).median(0).values
+        assert (actual < torch.tensor([1.25, 1.5]) * allowed).all(), f"{actual} against {allowed} in transformers"
 
     @pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
     def test_logits_tokens_and_decoding(self, rows, first, written):
