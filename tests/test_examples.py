@@ -118,7 +118,7 @@ def test_the_readme_shows_the_custom_model_and_its_block_runs(capsys):
 def test_the_page_about_streaming_runs(example, capsys):
     """On a tiny model; each way prints what `generate` returns."""
     folder, found = example("tiny").write_llama(), {}
-    one, streamer, many = (
+    one, streamer, processors, many = (
         block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder)) for block in shown("docs/generation.md")
     )
     exec(one, found)
@@ -131,6 +131,7 @@ def test_the_page_about_streaming_runs(example, capsys):
     assert capsys.readouterr().out == text(ids) + "\n"
     exec(streamer, found)
     assert capsys.readouterr().out == text(ids) + "\n"
+    exec(processors, found)
     exec(many, found)
     printed = capsys.readouterr().out
     for index, prompt in enumerate(found["prompts"]):

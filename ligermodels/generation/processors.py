@@ -88,7 +88,7 @@ def ban_words(ids: Tensor, logits: Tensor, before: Tensor, last: Tensor) -> Tens
     before: [N, L] ids. last: [N].
     """
     end = ids[:, -before.shape[1] :]
-    end = F.pad(end, (before.shape[1] - end.shape[1], 0), value=ANY - 1)  # a row shorter than the words
+    end = F.pad(end, (before.shape[1] - end.shape[1], 0), value=ANY)  # a row shorter than the words
     matches = ((end[:, None] == before) | (before == ANY)).all(-1)
     return logits.masked_fill(torch.zeros_like(logits).index_add_(1, last, matches.to(logits.dtype)) > 0, -math.inf)
 
