@@ -147,11 +147,7 @@ class Options:
         if not values.get("do_sample"):  # the checkpoint's settings for sampling may be anything
             values = {name: value for name, value in values.items() if name in explicit or name not in OFF}
         options = cls(**{name: values[name] for name in OPTION_NAMES & values.keys()})
-        unset = cls()
-        ignored = [
-            name for name, off in OFF.items()
-            if explicit.get(name) is not None and explicit[name] not in (*off, getattr(unset, name))
-        ]  # fmt: skip
+        ignored = [name for name, off in OFF.items() if explicit.get(name) not in (None, *off, getattr(cls(), name))]
         if ignored and not options.do_sample:
             warnings.warn(
                 f"{', '.join(ignored)} changes nothing in greedy decoding, which always takes the likeliest token; "
