@@ -43,8 +43,8 @@ class MedusaOptions(TrainOptions):
     heads_weight: float = option(0.2, "with --train-base: weight of the heads' losses beside the model's", least=0)
 
     @property
-    def peak_lr(self) -> float:
-        return 2e-5 if self.train_base and self.learning_rate is None else super().peak_lr
+    def default_rate(self) -> float:
+        return 2e-5 if self.train_base else super().default_rate
 
 
 class Medusa(Recipe):

@@ -114,7 +114,6 @@ def make_optimizer(options: TrainOptions, model: nn.Module, processes: Processes
     exact = options.precision == "fp32" and processes.device.type == "cuda" and processes.mesh is None
     return AdamW(
         [group for group in groups if group["params"]],
-        lr=options.peak_lr,
         betas=(options.adam_beta1, options.adam_beta2),
         master_weights=exact or options.precision == "bf16-masters" or bool(options.lora_r),
         state_dtype=torch.float32 if exact else None,

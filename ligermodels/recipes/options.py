@@ -160,6 +160,7 @@ class TrainOptions(
         fields = fields_of(self)
         for name, value in typed(type(self), vars(self)).items():
             setattr(self, name, value)
+        self.learning_rate = self.default_rate if self.learning_rate is None else self.learning_rate
         given = {name for name, field in fields.items() if getattr(self, name) != field.default}
         for name, field in fields.items():
             if field.metadata.get("required") and name not in given:
@@ -186,8 +187,8 @@ class TrainOptions(
         return int(self.compares and not self.lora_r)
 
     @property
-    def peak_lr(self) -> float:
-        return self.default_rates[self.lora_r > 0] if self.learning_rate is None else self.learning_rate
+    def default_rate(self) -> float:
+        return self.default_rates[self.lora_r > 0]
 
     @classmethod
     def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:

@@ -130,7 +130,6 @@ def make_plan(
         "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
         "tokens": "not counted, since --max-steps is given",
         "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each",
-        "learning rate": f"{o.peak_lr:g}, {o.lr_scheduler_type}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",
         "memory": f"{gib(sum(need.values()))} (tensors, estimated): "
         + ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size),
@@ -139,7 +138,7 @@ def make_plan(
         targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
         plan["trained"] = f"LoRA of rank {o.lora_r} on {targets}: {plan['trained']}"
     if data.eval_rows is not None:
-        plan["evaluation"] = f"{len(data.eval_rows):,} rows" + f" of {o.eval_data}" * bool(o.eval_data)
+        plan["evaluation"] = f"{len(data.eval_rows):,} rows"
     if counts is not None:
         plan["tokens"] = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
     if p.size > 1:

@@ -60,8 +60,8 @@ class PretrainOptions(TextOptions):
     adam_beta2: float = option(0.95, "beta2 of AdamW", least=0, below=1)
 
     @property
-    def peak_lr(self) -> float:
-        return 3e-4 if self.scratch and self.learning_rate is None else super().peak_lr
+    def default_rate(self) -> float:
+        return 3e-4 if self.scratch else super().default_rate
 
 
 class Pretrain(NextTokenRecipe):

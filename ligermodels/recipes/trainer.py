@@ -212,8 +212,9 @@ class Trainer:
 
     def train_step(self) -> bool:
         """One optimizer step over the batches of all ranks. Returns whether a signal has come to any rank."""
-        o, p, progress, start = self.options, self.processes, self.progress, time.perf_counter()
-        lr = o.peak_lr * learning_rate(progress.step, progress.steps, o)
+        p, progress, start, o = self.processes, self.progress, time.perf_counter(), self.options
+        assert o.learning_rate is not None, "options have a value for it"
+        lr = o.learning_rate * learning_rate(progress.step, progress.steps, o)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         try:
@@ -250,7 +251,7 @@ class Trainer:
             raise TrainingError(
                 f"step {progress.step + 1} of {progress.steps}: the loss is {value}, the norm of the gradient {norm}. "
                 "The step was not saved; earlier checkpoints are unchanged.\n  Likely: the learning rate is too high "
-                f"(--learning-rate {o.peak_lr:g}), or examples of this step are broken.\n  Next: a lower "
+                f"(--learning-rate {o.learning_rate:g}), or examples of this step are broken.\n  Next: a lower "
                 "--learning-rate or a longer --warmup-steps, in another --output-dir."
             )
         progress.step += 1

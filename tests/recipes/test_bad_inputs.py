@@ -120,7 +120,7 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     assert "options.yaml is of `train sft`, and this is `train pretrain`" in capsys.readouterr().err
     assert (out / "options.yaml").read_text() == before
     assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
-    assert "changed since the run began: max_steps 2 -> 3, learning_rate default -> 0.5\n" in capsys.readouterr().err
+    assert "changed since the run began: max_steps 2 -> 3, learning_rate 2e-05 -> 0.5\n" in capsys.readouterr().err
     assert "max_steps: 3" in (out / "options.yaml").read_text()
     assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
     said = capsys.readouterr().err

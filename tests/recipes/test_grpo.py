@@ -168,15 +168,6 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert len(drawn(model, prompts, 3, rows=3)) == 9
 
 
-def test_each_rollout_draws_anew(byte_level):
-    model, options = losses.model(vocab_size=byte_level.vocab_size).float(), options_of(num_generations=3)
-    recipe = grpo_of(options, byte_level, lambda completions: [0.5 for _ in completions], GRPO)
-    recipe.model = model
-    prompts = [recipe.process({"prompt": "ab"}), recipe.process({"prompt": "c"})]
-    drawn = [[one.ids for one in recipe.roll_out(prompts, rollout)] for rollout in (0, 1, 0)]
-    assert drawn[0] == drawn[2] != drawn[1]
-
-
 def test_rewards_of_files(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text(

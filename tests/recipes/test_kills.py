@@ -50,23 +50,6 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys
     print(f"{name}: {len(kills)} kills in {runs} runs, after (run, step) {kills}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["checkpoints/*.partial", ".best*", ".model*", "model/README.md"])
-def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
-    flags = (*STEPS, "--eval-share", "0.2", "--save-steps", "1", "--eval-steps", "2")
-    undisturbed, out = home / "left alone", home / f"while {file.replace('/', ' ')}"
-    if not undisturbed.exists():
-        assert train(home, undisturbed, *flags) == 0
-    child, end = Child(lambda: train(home, out, *flags)), time.monotonic() + 60
-    while not list(out.glob(file)):
-        assert time.monotonic() < end, f"{file} did not come"
-    child.signal(signal.SIGKILL)
-    assert child.wait() in (-signal.SIGKILL, 0)  # 0 where the file is the last
-    assert train(home, out, *flags) == 0
-    assert weights(out) == weights(undisturbed) and len(weights(out)) == 2
-    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in undisturbed.iterdir())
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_run_in_the_same_folder_is_refused(home, resume, capfd):
     flags = (*STEPS, "--max-steps", "1000", "--save-steps", "0")

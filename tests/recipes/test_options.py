@@ -74,9 +74,9 @@ def test_each_field_is_a_flag_with_help(recipe):
 
 
 def test_the_rate_of_a_recipe():
-    assert [SFTOptions(**NEEDED).peak_lr, SFTOptions(**NEEDED, lora_r=8).peak_lr] == [2e-5, 2e-4]
-    assert PretrainOptions(**NEEDED, scratch=True).peak_lr == 3e-4
-    assert PretrainOptions(**NEEDED, scratch=True, learning_rate=1e-3).peak_lr == 1e-3
+    assert [SFTOptions(**NEEDED).learning_rate, SFTOptions(**NEEDED, lora_r=8).learning_rate] == [2e-5, 2e-4]
+    assert PretrainOptions(**NEEDED, scratch=True).learning_rate == 3e-4
+    assert PretrainOptions(**NEEDED, scratch=True, learning_rate=1e-3).learning_rate == 1e-3
 
 
 WRONG = {

@@ -167,14 +167,14 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
     assert main(argv) == 0
     plan, said = capsys.readouterr()
     for words in (
-        "107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine",
+        "107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "\nlearning_rate: 0.0001\n",
         "\nsteps          16 of 1 forward passes, up to 64 tokens each\n", " MiB (tensors, estimated): weights",
         "504 a pass", "GiB", "\nbatch_tokens: 64\n", '\nactivations: "none"\n',
     ):  # fmt: skip
         assert words in plan
     assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
     assert main([*argv, "--learning-rate", "3e-4"]) == 0
-    assert "0.0003, cosine" in capsys.readouterr().out
+    assert "\nlearning_rate: 0.0003\n" in capsys.readouterr().out
 
 
 def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, capsys):
