@@ -119,13 +119,13 @@ def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
     if isinstance(item, Conversation):
         messages, found = images.place(item.messages, given, folder)
         item = replace(item, messages=messages, images=found)
-    elif given is not None or (isinstance(item, Answers) and any(map(_has_images, item.sequences))):
+    elif given is not None or any(images.are_in(one.messages) for one in _conversations(item)):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
     return item if system_prompt is None else _with_system(item, system_prompt)
 
 
-def _has_images(item: Text | Conversation) -> bool:
-    return isinstance(item, Conversation) and images.are_in(item.messages)
+def _conversations(item: Item) -> list[Conversation]:
+    return [one for one in item.sequences if isinstance(one, Conversation)] if isinstance(item, Answers) else []
 
 
 def _with_system(item: Any, text: str) -> Any:
@@ -209,25 +209,16 @@ def _read_unpaired(row: dict[str, Any]) -> Answers:
 
 
 def _read_tokens(row: dict[str, Any]) -> Tokens:
-    ids = _parsed(row["input_ids"], list, "input_ids")
-    labels = _parsed(row.get("labels", ids), list, "labels")
-    mask = _parsed(row.get("attention_mask", [1] * len(ids)), list, "attention_mask")
-    if not all(type(index) is int for index in ids):
+    ids, labels = (_parsed(row.get(key, row["input_ids"]), list, key) for key in ("input_ids", "labels"))
+    if not ids or not all(type(index) is int for index in ids):
         raise _wrong("input_ids", "integers", ids)
-    if not len(ids) == len(labels) == len(mask):
-        raise InputError(f"input_ids, labels, attention_mask: their lengths differ: {len(ids), len(labels), len(mask)}")
-    for n, (index, label) in enumerate(zip(ids, labels, strict=True)):
-        if label not in (index, -100):
-            raise InputError(
-                f"labels: at {n} it is {label}, neither the id there ({index}) nor -100. Labels are not shifted; the "
-                "model does that"
-            )
-    if any(bit not in (0, 1) for bit in mask):
-        raise _wrong("attention_mask", "0 and 1 only", mask)
-    kept = [n for n, real in enumerate(mask) if real]
-    if not kept:
-        raise InputError("input_ids: the row has no tokens")
-    return Tokens([ids[n] for n in kept], [labels[n] for n in kept])
+    if len(ids) != len(labels) or any(label not in (index, -100) for index, label in zip(ids, labels, strict=True)):
+        raise InputError(
+            "labels: expected the id itself or -100 for each id. Labels are not shifted; the model does that"
+        )
+    if 0 in _parsed(row.get("attention_mask", [1]), list, "attention_mask"):
+        raise InputError("attention_mask: it has zeros; give rows without padding")
+    return Tokens(ids, labels)
 
 
 def _read_messages(row: dict[str, Any]) -> Conversation:

@@ -40,8 +40,6 @@ FILES = {  # content, what the error says; the first word of a case may be a rec
 }
 FLAGS = {
     "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
-    "template that is nowhere": (("--chat-template", "odd"), "there is no file odd"),
-    "template of bytes": (("--chat-template", "BYTES"), "bytes.jinja is not UTF-8"),
     "template with a syntax error": (("--chat-template", "SYNTAX"), "syntax.jinja, line 2: syntax error: "),
     "template with an error": (
         ("--chat-template", "UNDEFINED"), "undefined.jinja, line 3: UndefinedError: 'odd' is undefined. Next",
@@ -51,7 +49,6 @@ FLAGS = {
         ("--lora-r", "2", "--lora-target-modules", "q_proj,qproj"),
         "'qproj' is not there; targets are linear modules: down_proj, gate_proj, k_proj, o_proj, q_proj,",
     ),
-    "out in a file": (("--output-dir", "FILE/out"), "cannot be written, since "),
     "out that is a file": (("--output-dir", "FILE"), "is a file; give a folder"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
@@ -59,7 +56,6 @@ FLAGS = {
     "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
 }  # fmt: skip
 TEMPLATES = {
-    "BYTES": b"\xff",
     "SYNTAX": b"{{ messages[0].content }}\n{% if %}",
     "UNDEFINED": b"{{ messages[0].content }}\n\n{{ odd.content }}",
 }
@@ -151,16 +147,9 @@ PLAIN = (
 )
 MODELS = {
     "no template": (change_template(None), "has no chat template, and rows of messages need one. Likely: a base model"),
-    "broken template": (change_template("{{ messages"), "the chat template 'default' of"),
     "template that refuses": (change_template("{{ raise_exception('no') }}"), "refuses these messages: no"),
     "turns without an end": (change_template(PLAIN), "none of 16 rows trains a token that stops the model"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has neither tokenizer.json nor"),
-    "few ids": (lambda folder: edited(folder / "config.json", vocab_size=99), "embedding 99 rows"),
-    "unknown kind": (lambda folder: edited(folder / "config.json", model_type="odd"), "model_type 'odd'"),
-    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "not JSON"),
     "weights cut short": (lambda folder: cut(folder / "model.safetensors"), "it is damaged or cut short"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither model.safetensors nor"),
-    "other shapes": (lambda folder: edited(folder / "config.json", intermediate_size=96), "shape"),
     "no folder": (shutil.rmtree, "is not there"),
     "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has only adapters"),
 }  # fmt: skip

@@ -4,16 +4,12 @@ import itertools
 import re
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
 from ligermodels.recipes.masking import IGNORED, Example, encode, show
 from ligermodels.text import Tokenizer
-from ligermodels.text.batch import mask_of
-from tests import real_files
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
 from tests.text.templates import CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
@@ -102,16 +98,6 @@ def test_messages_that_are_not_trained_under_a_marked_template(qwen):
     assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
 
 
-@pytest.mark.parametrize("name", ["tokenizer-qwen3", "tokenizer-llama3_1", "tokenizer-gemma3"])
-def test_released_templates(name):
-    tokenizer = Tokenizer.from_folder(real_files.path(f"{name}/tokenizer.json").parent)
-    end = {"tokenizer-qwen3": "<|im_end|>\n", "tokenizer-gemma3": "<end_of_turn>\n"}.get(name, "<|eot_id|>")
-    found = encode(Conversation(TALK), tokenizer)
-    thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
-    assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}" and found.ends
-    assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
-
-
 def test_a_stop_token_that_is_not_trained(qwen):
     outside = QWEN_3.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
     plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
@@ -128,7 +114,6 @@ LATE_SYSTEM = (
 """Mistral's: the system prompt stands beside a last message of the user only."""
 GROWING = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
 CHANGING = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
-DOUBLED = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
 CHANGED = r"changes the conversation up to messages\[{}\] .* a system prompt or tools"
 REFUSED = {
     "system late": (Conversation([SYSTEM, *TALK]), dict(template=LATE_SYSTEM), CHANGED.format(2)),
@@ -149,17 +134,13 @@ def test_what_cannot_be_trained(byte_level, case):
         encode(item, byte_level, **how)
 
 
-def test_tokenizers_that_cannot_train(tmp_path):
+def test_a_tokenizer_without_eos(tmp_path):
     folder = folders.byte_level(tmp_path)
     (folder / "generation_config.json").unlink()
     settings = (folder / "tokenizer_config.json").read_text()
     (folder / "tokenizer_config.json").write_text(settings.replace('"eos_token": "<|eot_id|>", ', ""))
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.chat_template = None
     with pytest.raises(InputError, match="has no eos token"):
-        encode(Text("a"), tokenizer)
-    with pytest.raises(TokenizerError, match="has no chat template"):
-        encode(Conversation(TALK), tokenizer)
+        encode(Text("a"), Tokenizer.from_folder(folder))
 
 
 # ---- texts and tokens ----
@@ -177,38 +158,16 @@ def test_texts_and_tokens(byte_level):
     assert encode(Tokens([5, 6, 7], [5, IGNORED, 7]), byte_level) == Example([5, 6, 7], [IGNORED, IGNORED, 7], None)
 
 
-def test_a_tokenizer_that_adds_eos_or_normalises(tmp_path):
-    def tokenizer_of(name, how, **settings):
-        model = folders.sentencepiece_model(**how)
-        return Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path / name, model, **settings))
-
-    (tmp_path / "eos").mkdir(), (tmp_path / "nfkc").mkdir()
-    tokenizer = tokenizer_of("eos", {}, add_eos_token=True)
+def test_a_tokenizer_that_adds_eos(tmp_path):
+    tokenizer = Tokenizer.from_folder(
+        folders.sentencepiece_folder(tmp_path, folders.sentencepiece_model(), add_eos_token=True)
+    )
     found = encode(Text(" sat", "the cat"), tokenizer)
     assert found.ids == tokenizer.encode("the cat sat") and found.ids.count(tokenizer.eos_token_id) == 1
-    assert trained_text(tokenizer, found).strip() == "sat</s>"
     assert show(found, tokenizer).startswith("<s> the cat[ sat</s>]")  # with the spaces of sentencepiece
-    tokenizer = tokenizer_of("nfkc", dict(normalization_rule_name="nmt_nfkc"))  # offsets are those before that
-    chat = [USER | {"content": "\uff43\uff41\uff54"}, SAID | {"content": "the ﬁne mat"}]
-    found = encode(Conversation(chat), tokenizer)
-    assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
-    assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
 
 
-# ---- the mask, and what is shown ----
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=20), st.booleans(), st.lists(st.integers(0, 40), unique=True))
-def test_tokens_with_a_character_of_a_span_are_trained(sizes, twice, edges):
-    """A token without characters counts as the next one. twice: bytes of a character, which share its offsets."""
-    ends = list(itertools.accumulate(sizes))
-    offsets = [pair for pair in zip([0, *ends], ends, strict=False) for _ in range(1 + twice)]
-    assume(not offsets or offsets[-1] != (0, 0))
-    spans = list(zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False))
-    characters = [set(range(start, max(end, start + 1))) for start, end in offsets]
-    expected = [int(any(each & set(range(*span)) for span in spans)) for each in characters]
-    assert mask_of([*offsets, (0, 0)], spans) == [*expected, 0]  # the last is a special token after the text
+# ---- what is shown ----
 
 
 def test_show(byte_level):

@@ -105,20 +105,3 @@ def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatc
     said = capfd.readouterr().err
     assert "a process that encodes rows has ended" in said and "Traceback" not in said
     all_end(all_of_it)
-
-
-def test_a_wrong_row_gives_the_error_that_it_gives_without_processes(folder, monkeypatch, capfd):
-    lines = (folder / "many.jsonl").read_text().splitlines()[:200]
-    lines[100] = '{"messages": 7}'
-    (folder / "wrong.jsonl").write_text("\n".join(lines))
-
-    def work():
-        assert train(folder, "wrong", *FLAGS[:4], "--max-steps", "50", data="wrong.jsonl") == 3
-
-    errors = []
-    for workers in (2, 0):
-        monkeypatch.setattr(data, "encoding_workers", lambda *_, n=workers, **__: n)
-        assert Child(work).wait() == 0
-        errors.append(capfd.readouterr().err.splitlines()[-1])
-    assert errors[0] == errors[1] and "wrong.jsonl:101: messages: expected a list" in errors[0]
-    assert not (folder / "wrong").exists()

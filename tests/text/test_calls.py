@@ -6,10 +6,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError
 from ligermodels.text import Tokenizer
+from ligermodels.text.batch import mask_of
 from tests.text import families
 
 TEXTS = ["the cat sat on the mat", "the", "numbers like 3, 14 🦊\n", ""]
@@ -112,3 +115,16 @@ def test_wrong_arguments(byte_level_folder, call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call(Tokenizer.from_folder(byte_level_folder))
     assert type(caught.value).__module__ == InputError.__module__
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=20), st.booleans(), st.lists(st.integers(0, 40), unique=True))
+def test_tokens_with_a_character_of_a_span_are_trained(sizes, twice, edges):
+    """A token without characters counts as the next one. twice: bytes of a character, which share its offsets."""
+    ends = list(itertools.accumulate(sizes))
+    offsets = [pair for pair in zip([0, *ends], ends, strict=False) for _ in range(1 + twice)]
+    assume(not offsets or offsets[-1] != (0, 0))
+    spans = list(zip(sorted(edges)[::2], sorted(edges)[1::2], strict=False))
+    characters = [set(range(start, max(end, start + 1))) for start, end in offsets]
+    expected = [int(any(each & set(range(*span)) for span in spans)) for each in characters]
+    assert mask_of([*offsets, (0, 0)], spans) == [*expected, 0]  # the last is a special token after the text
