@@ -120,8 +120,8 @@ class Counts:
         self.numbers, self.notes = collections.Counter[str](), list[str]()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Raises InputError if too few rows are trained, or no stop token."""
-        n = self.numbers
+        """Warns at the first row that is cut or dropped. Raises InputError if too few train, or no stop token."""
+        n, is_first = self.numbers, not self.notes
         for outcome in outcomes:
             n.update(outcome.counts)
         self.notes = [*self.notes, *(f"\n  {outcome.note}" for outcome in outcomes if outcome.note)][:_SHOWN]
@@ -144,13 +144,12 @@ class Counts:
                 "template ends turns with a token that is none of the model's eos tokens. Next step: raise "
                 "--max-length, or give --chat-template FILE"
             )
-
-    def warning(self) -> str:
-        """A warning of rows that are cut or dropped; "" where there are none."""
-        return bool(self.notes) * (
-            f"rows are cut or left out, such as:{''.join(self.notes)}\n  After --max-length {self.length} nothing is "
-            "trained, not even the token that ends the answer"
-        )
+        if notes and is_first and os.environ.get("RANK", "0") == "0":
+            warnings.warn(
+                f"rows are cut or left out, such as:{notes}\n  After --max-length {self.length} nothing is trained, "
+                "not even the token that ends the answer",
+                stacklevel=2,
+            )
 
 
 # ---- batches ----
@@ -174,7 +173,7 @@ class Batches(Iterator[list[Any]]):
         self.outcomes = Outcomes(
             rows, recipe.process_evaluation if evaluates else recipe.process, o.max_length, format, split, o.skip_bad
         )
-        self.seed, self.window, self._digest, self._has_warned = o.seed, window, digest, False
+        self.seed, self.window, self._digest = o.seed, window, digest
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
@@ -191,9 +190,6 @@ class Batches(Iterator[list[Any]]):
 
     def _next_window(self) -> None:
         (self._epoch, self._row, self._window), self._batch = next(self._windows), 0
-        if (text := self.counts.warning()) and not self._has_warned and os.environ.get("RANK", "0") == "0":
-            warnings.warn(text, stacklevel=3)
-            self._has_warned = True
 
     def close(self) -> None:
         """Ends the thread or the worker processes."""

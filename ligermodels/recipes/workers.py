@@ -10,7 +10,6 @@ sees that.
 import collections
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import TrainingError
 
 _work: Callable[[Any], Any]
 """The function, in a worker process."""
@@ -29,10 +28,10 @@ _work: Callable[[Any], Any]
 def map_ahead(work: Callable[[Any], Any], items: Iterator[Any], ahead: int, processes: int) -> Generator[Any]:
     """work(item) for each item, in their order, of which `ahead` are computed before they are asked for.
 
-    processes: worker processes; 0: a thread. Raises the errors of `work`, InputError if it cannot be pickled, and
-    TrainingError if a process dies.
+    processes: worker processes, to which `work` is sent; 0: a thread. Raises the errors of `work`, and TrainingError if
+    a process dies.
     """
-    executor, call = _start(work, processes)
+    executor, call = (_processes(work, processes), _apply) if processes else (ThreadPoolExecutor(1, "rows"), work)
     results = collections.deque[Any]()
     try:
         for item in items:
@@ -51,31 +50,26 @@ def map_ahead(work: Callable[[Any], Any], items: Iterator[Any], ahead: int, proc
         executor.shutdown(wait=False, cancel_futures=True)  # the garbage collector may call this in the thread itself
 
 
-def _start(work: Callable[[Any], Any], processes: int) -> tuple[Executor, Callable[[Any], Any]]:
-    if not processes:
-        return ThreadPoolExecutor(1, "rows"), work
-    try:
-        pickled = pickle.dumps(work)
-    except Exception as error:  # many kinds, of what is in it
-        raise InputError(
-            f"rows and recipe must be picklable for worker processes: {type(error).__name__}: {error}. Next step: "
-            "define them at the top of a module"
-        ) from error
+def _processes(work: Callable[[Any], Any], number: int) -> Executor:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all
-    return ProcessPoolExecutor(processes, context, _begin, (pickled,)), _apply
+    return ProcessPoolExecutor(number, context, _begin, (work,))
 
 
-def _begin(pickled: bytes) -> None:
+def _begin(work: Callable[[Any], Any]) -> None:
     """In a worker process, before the first item."""
     global _work
+    _work = work
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes, and the run finishes its step
     threading.Thread(target=_end_with_the_run, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     torch.set_num_threads(1)
-    _work = pickle.loads(pickled)
+
+
+def _apply(item: Any) -> Any:
+    return _work(item)
 
 
 def _end_with_the_run() -> None:
@@ -83,7 +77,3 @@ def _end_with_the_run() -> None:
     assert run is not None
     run.join()
     os._exit(1)
-
-
-def _apply(item: Any) -> Any:
-    return _work(item)

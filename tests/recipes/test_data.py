@@ -156,11 +156,6 @@ def test_a_process_that_dies_is_an_error(how):
         list(batches)
 
 
-def test_rows_that_cannot_be_pickled():
-    with pytest.raises(InputError, match=r"must be picklable for worker processes: .*lambda"):
-        next(batches_of([5] * 60, lambda row: encode(row), length=8, workers=2))
-
-
 def test_the_order_is_drawn_from_seed_and_epoch():
     def order(seed, epochs=2, **how):
         batches = batches_of([4] * 12, length=4, packing=False, seed=seed, epochs=epochs, **how)

@@ -16,7 +16,7 @@ from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode_answers
 from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.steps import shard_batches
-from tests.recipes.runs import PAIRS, batches_of, data_of, metrics, run
+from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run
 
 
 def trained(tokenizer, sequence):
@@ -35,6 +35,8 @@ def test_what_is_trained_of_messages(tokenizer):
     assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
+    longer = PAIRS[1] | {"chosen": PAIRS[1]["chosen"] + CHATS[0]}  # of several turns what the assistant says
+    assert trained(tokenizer, encode_answers(read(longer), tokenizer).sequences[0]) == "bcd<|im_end|>\na<|im_end|>\n"
 
 
 def rows_of(write, *rows):
