@@ -451,7 +451,7 @@ def _round_to_nf4(adapted: nn.Module) -> None:
     for module in adapted.modules():
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
-            weight.copy_(dequantize_nf4(*quantize_nf4(weight.detach())))
+            weight.copy_(dequantize_nf4(quantize_nf4(weight.detach())))
 
 
 @torch.no_grad()

@@ -18,12 +18,10 @@ from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_j
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.nf4 import (
-    NF4State,
     NF4Weight,
     dequantize_nf4,
     dequantize_nf4_reference,
     quantize_nf4,
-    quantize_nf4_reference,
 )
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
@@ -36,7 +34,6 @@ __all__ = [
     "CrossEntropyOutput",
     "LinearJSDOutput",
     "LogprobsOutput",
-    "NF4State",
     "NF4Weight",
     "activate",
     "activate_reference",
@@ -85,7 +82,6 @@ __all__ = [
     "moe_experts",
     "moe_experts_reference",
     "quantize_nf4",
-    "quantize_nf4_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

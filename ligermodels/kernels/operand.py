@@ -32,14 +32,12 @@ class LowBitWeight:
     __slots__ = ()
     requires_grad: ClassVar[bool] = False
     max_rows: ClassVar[int] = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    packed: Tensor
+    shape: tuple[int, ...]
 
     @property
     def device(self) -> torch.device:
-        raise NotImplementedError
+        return self.packed.device
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         """The weight [N, K], without autograd, in `out` (contiguous) where given. dtype: by default out's, or that of

@@ -91,13 +91,9 @@ class QuantizedWeight(LowBitWeight):
     layers: int | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         shape = self.packed.shape[0], self.columns
         return shape if self.layers is None else grouped_shape(shape, self.layers)
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         return dequantize(self, dtype, out)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import cdiv
-from ligermodels.kernels.nf4 import BLOCKS, NESTED_BLOCK, NF4State, NF4Weight, quantize_nf4
+from ligermodels.kernels.nf4 import BLOCKS, NESTED_BLOCK, NF4Weight, quantize_nf4
 from ligermodels.layers.quantized import LowBitLinear
 
 
@@ -74,37 +74,31 @@ class NF4Linear(LowBitLinear):
         Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
         """
         cls._check(weight, bias)
-        return cls.from_operand(NF4Weight(*quantize_nf4(weight, block=block, double=double)), bias)
+        return cls.from_operand(quantize_nf4(weight, block=block, double=double), bias)
 
     @classmethod
     def from_operand(cls, operand: NF4Weight, bias: Tensor | None = None) -> Self:
-        packed, state = operand.packed, operand.state
-        rows, columns = state.shape
-        double = state.nested_absmax is not None
+        (rows, columns), double = operand.shape, operand.nested_absmax is not None
         with torch.device("meta"):
-            made = cls(columns, rows, block=state.block, double=double, dtype=state.dtype)
-        made.weight = nn.Parameter(packed, requires_grad=False)
-        made.absmax = nn.Parameter(state.absmax, requires_grad=False) if double else state.absmax
+            made = cls(columns, rows, block=operand.block, double=double, dtype=operand.dtype)
+        made.weight = nn.Parameter(operand.packed, requires_grad=False)
+        made.absmax = nn.Parameter(operand.absmax, requires_grad=False) if double else operand.absmax
         made._buffers |= {
-            "quant_map": state.code,
-            "nested_absmax": state.nested_absmax,
-            "nested_quant_map": state.nested_code,
-            "nested_offset": state.offset,
+            "quant_map": operand.code,
+            "nested_absmax": operand.nested_absmax,
+            "nested_quant_map": operand.nested_code,
+            "nested_offset": operand.offset,
         }
         made.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         return made
 
     @property
-    def state(self) -> NF4State:
-        """What `dequantize_nf4` needs beside the bytes of the weight."""
-        shape = self.out_features, self.in_features
-        nested: Any = self.nested_absmax, self.nested_quant_map, self.nested_offset
-        return NF4State(self.absmax, self.quant_map, shape, self.original_dtype, self.block, *nested)  # type: ignore[arg-type]
-
-    @property
     def operand(self) -> NF4Weight:
         """The weight for a fused op."""
-        return NF4Weight(self.weight, self.state)
+        shape = self.out_features, self.in_features
+        code: Any = self.quant_map
+        nested: Any = self.nested_absmax, self.nested_quant_map, self.nested_offset
+        return NF4Weight(self.weight, self.absmax, code, shape, self.original_dtype, self.block, *nested)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block={self.block}, double={self.nested_absmax is not None}"

@@ -44,7 +44,7 @@ def experts_of(model):
 def dequantised(weight, kind):
     """A matrix as the quantiser of `kind` stores it."""
     if kind == "nf4":
-        return dequantize_nf4(*quantize_nf4(weight))
+        return dequantize_nf4(quantize_nf4(weight))
     return dequantize_reference(quantize(weight, kind)).contiguous()
 
 
@@ -93,12 +93,12 @@ def test_what_is_saved_is_loaded_bit_for_bit(plain, tmp_path, double):
     folder = model.save_pretrained(tmp_path / "one")
     tensors, source = stored(folder), stored(plain)
     for name in ("w1", "w2", "w3"):
-        packed, state = quantize_nf4(source[f"{EXPERT}.{name}.weight"], double=double)
-        assert same_bits(tensors[f"{EXPERT}.{name}.weight"], packed)
-        assert same_bits(tensors[f"{EXPERT}.{name}.weight.absmax"], state.absmax)
+        made = quantize_nf4(source[f"{EXPERT}.{name}.weight"], double=double)
+        assert same_bits(tensors[f"{EXPERT}.{name}.weight"], made.packed)
+        assert same_bits(tensors[f"{EXPERT}.{name}.weight.absmax"], made.absmax)
         described = json.loads(bytes(tensors[f"{EXPERT}.{name}.weight.quant_state.bitsandbytes__nf4"].tolist()))
         assert described["shape"] == list(source[f"{EXPERT}.{name}.weight"].shape)
-        assert described.get("nested_offset") == (state.offset.item() if double else None)
+        assert described.get("nested_offset") == (made.offset.item() if double else None)
     again = load(folder)
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     assert same(stored(again.save_pretrained(tmp_path / "two", max_shard_size="8KB")), tensors)
@@ -125,7 +125,7 @@ def test_experts_are_cast_before_they_are_quantised(plain):
     for one, other in zip(experts_of(model), experts_of(expected), strict=True):
         found = one.operand("down_proj").weight
         assert found.dequantize().dtype == torch.bfloat16
-        packed = [quantize_nf4(matrix)[0] for matrix in other.down_proj.detach()]
+        packed = [quantize_nf4(matrix).packed for matrix in other.down_proj.detach()]
         assert torch.equal(found.packed, torch.cat(packed))
 
 

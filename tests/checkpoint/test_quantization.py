@@ -59,8 +59,8 @@ def quantised(model):
 def expected(weight, method, double):
     """(the bytes of a quantised weight, what it is dequantised to)."""
     if method == "nf4":
-        packed, state = quantize_nf4(weight, double=double)
-        return packed, dequantize_nf4(packed, state)
+        made = quantize_nf4(weight, double=double)
+        return made.packed, dequantize_nf4(made)
     made = quantize(weight, method)
     return made.packed.view(torch.uint8), dequantize_reference(made)
 

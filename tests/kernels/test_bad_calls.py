@@ -4,6 +4,7 @@ A case of BAD_CALLS is the message of the error, and what is changed in a small 
 a function of the tensors of that case that returns one; None leaves an argument out.
 """
 
+import dataclasses
 import random
 import re
 import types
@@ -126,12 +127,12 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
 # Ops that have no entry in the table: messages, and calls.
 
 W = torch.randn(8, 16)
-PACKED, STATE = nf4.quantize_nf4(W)
+IN_NF4 = nf4.quantize_nf4(W)
 MOMENT = torch.zeros(4, dtype=torch.bfloat16)
 
 
-def of_nf4(state=STATE, packed=PACKED, **options) -> Callable:
-    return lambda: nf4.dequantize_nf4(packed, state, **options)
+def of_nf4(changed=None, **options) -> Callable:
+    return lambda: nf4.dequantize_nf4(dataclasses.replace(IN_NF4, **(changed or {})), **options)
 
 
 def step(grad=MOMENT, **options) -> Callable:
@@ -152,9 +153,9 @@ OTHER_CALLS: list[tuple[str, Callable]] = [
     ("Freeze it first", lambda: nf4.quantize_nf4(W.clone().requires_grad_())),
     ("NaN or infinity", lambda: nf4.quantize_nf4(W / 0)),
     ("block=48", lambda: nf4.quantize_nf4(W, block=48)),
-    (r"expected uint8 \(64, 1\)", of_nf4(packed=PACKED[1:])),
-    ("float32", of_nf4(packed=PACKED.float())),
-    ("expected 2 elements", of_nf4(STATE._replace(absmax=STATE.absmax[:1]))),
+    (r"expected uint8 \(64, 1\)", of_nf4(dict(packed=IN_NF4.packed[1:]))),
+    ("float32", of_nf4(dict(packed=IN_NF4.packed.float()))),
+    ("expected 2 elements", of_nf4(dict(absmax=IN_NF4.absmax[:1]))),
     (r"\(8, 15\)", of_nf4(out=torch.zeros(8, 15))),
     ("contiguous", of_nf4(out=torch.empty(16, 8).t())),
     ("float16", of_nf4(out=W, dtype=torch.float16)),

@@ -22,8 +22,8 @@ def make(device, dtype, n, k, bits, rank):
     weight = torch.randn(E, n, k, device=device, dtype=dtype) * k**-0.5
     exact = weight.double()
     if bits == "nf4":
-        weight = NF4Weight.stack([NF4Weight(*quantize_nf4(one.float(), block=32)) for one in weight]).in_groups(E)
-        exact = dequantize_nf4_reference(weight.packed, weight.state, torch.float64)
+        weight = NF4Weight.stack([quantize_nf4(one.float(), block=32) for one in weight]).in_groups(E)
+        exact = dequantize_nf4_reference(weight, torch.float64)
     elif bits != "dense":
         weight = QuantizedWeight.stack([quantize(one.float(), bits) for one in weight]).in_groups(E)
         exact = dequantize_reference(weight, torch.float64)

@@ -39,7 +39,7 @@ def make(device, dtype, sizes, which, *, kind="joint", ranks=(R, R + 1, R)):
     weights = [nn.Parameter(torch.randn(n, k, device=device).to(dtype) * k**-0.5, False) for n, k in sizes]
     biases = [nn.Parameter(torch.randn(n, device=device).to(dtype), False) for n, _ in sizes]
     for i in () if kind in ("joint", "separate") else range(0, len(sizes), 2 if kind == "mixed" else 1):
-        weights[i] = NF4Weight(*quantize_nf4(weights[i].detach().float(), block=32))
+        weights[i] = quantize_nf4(weights[i].detach().float(), block=32)
         biases[i] = nn.Parameter(biases[i].float(), False)
     if kind == "joint":
         make_joint(weights[:2])
@@ -61,11 +61,7 @@ def exact(adapters):
 
 def dense(weight, dtype=torch.float64):
     """The weight, dequantised where it is of 4 bits."""
-    return (
-        dequantize_nf4_reference(weight.packed, weight.state, dtype)
-        if isinstance(weight, NF4Weight)
-        else weight.to(dtype)
-    )
+    return dequantize_nf4_reference(weight, dtype) if isinstance(weight, NF4Weight) else weight.to(dtype)
 
 
 def formula(x, weight, bias, adapter):
@@ -174,9 +170,7 @@ def test_what_is_saved(device, kind):
     norm = torch.randn(HIDDEN, device=device).requires_grad_()
     given = [*biases, *leaves(adapters), norm]
     for weight in weights:
-        given += (
-            [weight] if kind == "joint" else [t for t in (weight.packed, *weight.state) if isinstance(t, torch.Tensor)]
-        )
+        given += [weight] if kind == "joint" else [t for t in weight.flatten()[0] if t is not None]
     y, total = add_rms_norm(x, residual, norm)
     _, saved = saved_by(lambda: linears(y, layers(weights[:2], biases, adapters)), *given, total)
     assert sorted(tuple(t.shape) for t in saved if t.dim() > 1) == [(63, R + R + 1)]
