@@ -368,7 +368,8 @@ class NF4(Quantizer):
 class WeightOnly(Quantizer):
     """`QuantizedLinear` modules with weights in int8, fp8 or int4, for inference. There is no format on disk.
 
-    Embedding, head, norms and routers are not quantised. Experts are dequantised at each forward, all of a layer.
+    Embedding, head, norms and routers are not quantised. Experts are dequantised at each forward: all of a
+    layer, or for few tokens those that a token chose.
     quant_method: "int8", "fp8" or "int4". skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     """
 

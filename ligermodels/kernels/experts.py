@@ -151,6 +151,7 @@ def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tenso
         index = experts.clamp(0, count - 1)
         numbers = torch.arange(experts.numel(), dtype=torch.int32, device=experts.device).view_as(experts)
         index, experts = index.flatten(), torch.where(index == experts, numbers, -1)
+        index = index.repeat(2) if len(index) == 1 else index  # the kernels sort by two experts or more
     else:
         check_experts(experts, count)
         index, experts = experts.unique(return_inverse=True)
