@@ -7,7 +7,7 @@ A resumed run computes the same bits.
 DIR/options.yaml       the options, with the values that were chosen for "auto"
 DIR/checkpoints/       the newest checkpoints, from which --resume continues
 DIR/metrics.jsonl      a line per step and per evaluation
-DIR/tensorboard/       the same for TensorBoard
+DIR/tensorboard/       the same for TensorBoard, with --report-to tensorboard
 DIR/best/              the model, or the adapters, of the best evaluation
 DIR/model/             the tuned model, with plan and results in README.md; adapter/ or medusa/ where that was trained
 """
