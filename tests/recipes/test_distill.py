@@ -90,8 +90,9 @@ def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says,
     values = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
     change(values["model"]["vocab"], values["pre_tokenizer"])
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(values))
-    assert run(home, tmp_path / "out", "distill", "--teacher", tmp_path / "teacher") == 3
-    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for flags in ((), ON_POLICY):
+        assert run(home, tmp_path / "out", "distill", "--teacher", tmp_path / "teacher", *flags) == 3
+        assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- on-policy ----

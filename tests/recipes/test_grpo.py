@@ -214,6 +214,15 @@ def test_rewards_of_files(tmp_path):
         Rewards.load([str(tmp_path / "broken.py")])
 
 
+def test_a_reward_of_messages_gets_messages(byte_level):
+    def reward(completions):
+        return [float([message["role"] for message in one] == ["assistant"]) for one in completions]
+
+    recipe = grpo_of(options_of(num_generations=2), byte_level, reward, GRPO)
+    recipe.model, recipe.chat = losses.model(vocab_size=byte_level.vocab_size).float(), True
+    assert [one.reward for one in recipe.roll_out([Prompt([5], [])], 0)] == [1, 1]
+
+
 # ---- runs ----
 
 
