@@ -144,9 +144,7 @@ MODELS: dict[str, Model] = {
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),
     "gemma-2-2b": Model(
-        _GEMMA_2_2B,
-        attention="eager",
-        tiny={**_TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+        _GEMMA_2_2B, "eager", tiny={**_TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
     "phi-3-mini": Model(_PHI_3_MINI, tiny={**_TINY, "sliding_window": 24}),
@@ -160,20 +158,15 @@ CASES: dict[str, Case] = {
     "llama-1b": Case("llama-3.2-1b", 8, 2048, "none", ("ligermodels", "ligermodels+adamw", "hf", "hf+liger")),
     "llama-1b-small": Case(
         "llama-3.2-1b", 1, 1024, "none",
-        ("ligermodels", "ligermodels+captured", "ligermodels+adamw+captured", "hf", "hf+liger", "hf+compile"),
-        steps=20,
+        ("ligermodels", "ligermodels+captured", "ligermodels+adamw+captured", "hf", "hf+liger", "hf+compile"), steps=20,
     ),
     "llama-8b": Case("llama-3.1-8b", 4, 4096, "block", _OURS_AND_PEERS),
     "llama-8b-lora": Case(
         "llama-3.1-8b", 4, 4096, "none",
-        (
-            "ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block",
-            "hf+liger+lora:block", "hf+liger+lora",
-        ),
+        ("ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block", "hf+liger+lora:block", "hf+liger+lora"),
     ),
     "llama-8b-lora-small": Case(
-        "llama-3.1-8b", 1, 2048, "none",
-        ("ligermodels+lora", "ligermodels+lora+captured", "hf+lora", "hf+liger+lora"),
+        "llama-3.1-8b", 1, 2048, "none", ("ligermodels+lora", "ligermodels+lora+captured", "hf+lora", "hf+liger+lora"),
     ),
     "llama-8b-qlora": Case(
         "llama-3.1-8b", 1, 2048, "none",
@@ -185,12 +178,11 @@ CASES: dict[str, Case] = {
     "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen3.5-4b": Case(
         "qwen3.5-4b", 4, 4096, "block",
-        ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{rule}+liger" for rule in _DELTA_RULES)),
-        steps=5,
+        ("ligermodels+adamw", "ligermodels+adamw+in_backward:mlp", *(f"hf{r}+liger" for r in _DELTA_RULES)), steps=5,
     ),
     "qwen3.5-9b": Case(
         "qwen3.5-9b", 4, 4096, "block",
-        ("ligermodels+adamw+in_backward", "ligermodels+adamw+in_backward+offload:mlp", "hf+flashqla+liger"), steps=5,
+        (*(f"ligermodels+adamw+in_backward:{n}" for n in ("none", "mlp")), "hf+flashqla+liger", "hf+liger"), steps=5,
     ),
     "qwen3.5-9b-lora": Case(
         "qwen3.5-9b", 4, 4096, "block",
