@@ -73,9 +73,8 @@ class Distill(Recipe):
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         """Loads the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
         where: dict[str, Any] = dict(device=processes.device) if processes.mesh is None else dict(mesh=processes.mesh)
-        dtype = torch.bfloat16 if processes.device.type == "cuda" else torch.float32
-        teacher = load(str(hub.resolve(self.options.teacher)), dtype=dtype, **where)
-        self.teacher = teacher.requires_grad_(False).eval()
+        where["dtype"] = torch.bfloat16 if processes.device.type == "cuda" else torch.float32
+        self.teacher = load(str(hub.resolve(self.options.teacher)), **where).requires_grad_(False).eval()
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         return distill_loss(model, batch, count, self.teacher, self.options)
@@ -95,8 +94,7 @@ class OnPolicy(Sampling, Distill):
         return Distill.batch_size(self) if evaluates else super().batch_size()
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
-        Distill.setup(self, model, folder, processes)
-        self.processes, self.model = processes, model
+        super().setup(model, folder, processes)
         if model.vocab_size > (known := self.teacher.vocab_size):
             raise InputError(f"on_policy: the model has {model.vocab_size} ids to sample, and its teacher {known}")
 
@@ -109,8 +107,8 @@ def check_teacher(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
     if ours != theirs or config.vocab_size < tokenizer.vocab_size:
         number = len(dict(ours[0].items() ^ theirs[0].items()))
         raise InputError(
-            f"the teacher has another tokenizer: {number} tokens differ, {probe!r} is split into {len(ours[1])} and "
-            f"{len(theirs[1])} tokens, and there are {config.vocab_size} logits. Give a teacher of the same family"
+            f"the teacher has another tokenizer: {number} tokens differ, {probe!r} is {len(ours[1])} and "
+            f"{len(theirs[1])} tokens, and there are {config.vocab_size} logits. Give one of the same family"
         )
     if max_length > (context := config.max_position_embeddings):
         raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")

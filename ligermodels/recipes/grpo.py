@@ -3,6 +3,7 @@
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
+from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch, padded_batch
 from ligermodels.recipes.policy import completions_batch, evaluation_loss, policy_loss, reference_logprobs
@@ -100,8 +102,8 @@ class GRPO(Sampling):
         return completions
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
-        masks_truncated = self.options.mask_truncated_completions
-        return completions_batch(completions, self.batch_of_examples, masks_truncated=masks_truncated)
+        make = functools.partial(Recipe.collate, self)
+        return completions_batch(completions, make, masks_truncated=self.options.mask_truncated_completions)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)

@@ -26,7 +26,7 @@ from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch
+from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
@@ -267,11 +267,7 @@ class Sampling(Recipe):
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
         """The batch of some completions, packed or padded."""
-        return self.batch_of_examples([one.example for one in completions])
-
-    def batch_of_examples(self, examples: Sequence[Example]) -> Batch:
-        make = packed_batch if self.options.packing else padded_batch
-        return make(examples, self.stop_ids[0])
+        return Recipe.collate(self, [one.example for one in completions])
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         """Metrics of the completions of a rollout of this rank."""

@@ -62,14 +62,10 @@ def options_of(**given):
     return runs.options_of("grpo", **{"max_completion_length": 9, "max_length": 64, **given})
 
 
-class PaddedBy0(GRPO):
-    stop_ids = (0,)
-
-
-def grpo_of(options, tokenizer, reward=len, kind=PaddedBy0):
+def grpo_of(options, tokenizer, reward=len):
     """The recipe with one reward."""
-    recipe = kind(options, tokenizer, rewards=Rewards({"r": reward}))
-    recipe.processes = Processes(CPU)
+    recipe = GRPO(options, tokenizer, rewards=Rewards({"r": reward}))
+    recipe.processes, recipe.pad_id = Processes(CPU), 0
     return recipe
 
 
@@ -218,7 +214,7 @@ def test_a_reward_of_messages_gets_messages(byte_level):
     def reward(completions):
         return [float([message["role"] for message in one] == ["assistant"]) for one in completions]
 
-    recipe = grpo_of(options_of(num_generations=2), byte_level, reward, GRPO)
+    recipe = grpo_of(options_of(num_generations=2), byte_level, reward)
     recipe.model, recipe.chat = losses.model(vocab_size=byte_level.vocab_size).float(), True
     assert [one.reward for one in recipe.roll_out([Prompt([5], [])], 0)] == [1, 1]
 
