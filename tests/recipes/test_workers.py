@@ -1,15 +1,22 @@
 """`ligermodels train` with rows encoded in processes: how these end, and what a run says when they do."""
 
+import collections
+import itertools
 import json
+import multiprocessing
 import os
+import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from ligermodels.errors import TrainingError
 from ligermodels.recipes import data
+from ligermodels.recipes.workers import map_ahead
 from tests.processes import Child
 from tests.recipes.runs import metrics, reached, train
 
@@ -103,5 +110,21 @@ def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, monkeypatc
     os.kill(encoding[0], signal.SIGKILL)
     assert child.wait() == 0
     said = capfd.readouterr().err
-    assert "a process that encodes rows has ended" in said and "Traceback" not in said
+    assert f"process {encoding[0]}, which encodes rows, has ended with exit code -9" in said and "Traceback" not in said
     all_end(all_of_it)
+
+
+def megabytes(item):
+    return [list(range(20_000)) for _ in range(10)]
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_process_writes_is_an_error():
+    """At random moments, most of which fall into the write of a large result."""
+    for _ in range(8):
+        others, found = multiprocessing.active_children(), map_ahead(megabytes, itertools.count(), 20, 2)
+        next(found)
+        process = random.choice([one for one in multiprocessing.active_children() if one not in others])
+        threading.Timer(random.random() * 0.3, process.kill).start()
+        with pytest.raises(TrainingError, match="exit code -9"):
+            collections.deque(found, 0)
