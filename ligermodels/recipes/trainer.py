@@ -33,7 +33,7 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
-from ligermodels.recipes import folder, memory, report
+from ligermodels.recipes import memory, report
 from ligermodels.recipes import model as models
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
@@ -75,6 +75,19 @@ def start_processes(options: TrainOptions) -> Processes:
         on_gpu = torch.cuda.is_available()
         return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
     return Processes.of_mesh(make_mesh(**degrees))
+
+
+def check_folder(out: Path, *, resume: bool) -> None:
+    """Raises InputError if --output-dir cannot be used, or has another run."""
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"--output-dir {out} cannot be written, since {above} cannot; give another folder")
+    has_run = (out / "options.yaml").is_file()
+    if out.is_dir() and any(out.iterdir()) and not has_run:
+        what = "has no run to resume" if resume else "is not empty"
+        raise InputError(f"--output-dir {out} {what}; give a folder that is new")
+    if has_run and not resume:
+        raise InputError(f"--output-dir {out} has a run already; pass --resume to continue it, or give another folder")
 
 
 @dataclass
@@ -122,7 +135,7 @@ class Trainer:
         o, p, out = self.options, self.processes, self.out
         file = out / "options.yaml"
         if not o.dry_run:
-            p.from_main(lambda: folder.check(out, resume=o.resume))
+            p.from_main(lambda: check_folder(out, resume=o.resume))
         before = p.from_main(lambda: type(o).load(file) if file.is_file() else None) if o.resume else None
         if o.resume and before is None and p.is_main:
             say(f"warning: --resume, but {out} has no run: a new one begins")
@@ -168,7 +181,7 @@ class Trainer:
         # The model
         prepare = recipe.prepare if recipe.adds_modules else None
         self.model = models.load_model(o, source, p, prepare, recipe.loads)
-        self.stack.enter_context(folder.locked(out, p, resume=o.resume))  # before anything is written
+        p.from_main(self._lock)  # before anything is written
         if before is None:
             p.from_main(self._write_options)
         recipe.setup(self.model, source, p)
@@ -203,6 +216,26 @@ class Trainer:
         return dataclasses.replace(
             o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
         )
+
+    def _lock(self) -> None:
+        """Makes the folder and locks it. Raises InputError if another run has locked it."""
+        with write_errors(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        lock = os.open(self.out, os.O_RDONLY)  # the system closes it when the process ends, however it ends
+        self.stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is training in --output-dir {self.out}; wait until it ends") from None
+        except OSError:  # a file system without locks
+            return
+        check_folder(self.out, resume=self.options.resume)
+        for left in self.out.glob(".*.saving-*"):  # models that a killed run had not finished writing
+            shutil.rmtree(left, ignore_errors=True)
 
     def _write_options(self) -> None:
         with write_errors(self.out):
