@@ -23,7 +23,7 @@ from tests.recipes.runs import metrics, reached, train
 fcntl = pytest.importorskip("fcntl")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 FLAGS = ("--max-length", "320", "--accumulation", "1", "--save-steps", "0", "--resume")
-SECONDS = 4
+SECONDS = 30
 
 
 @pytest.fixture(scope="module")
