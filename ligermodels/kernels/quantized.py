@@ -10,7 +10,7 @@ Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel run
   operations in that time; fp32 products take 3.2 to 3.8 operations a weight, these 2.3. A thread loads 16 bytes of two
   rows, and its words are the left operand as they are: which column of the weight an operand's column is, is free.
   Words are shifted and masked two nibbles at a time. The first words are read while the kernel before ends. On an H200
-  the linear layers and norms of an 8B layer take 45 us, with fp32 products 52.
+  the linear layers and norms of an 8B layer take 45 us with the best tile for each, with fp32 products 52.
 - 2 to 64 rows: `_rows_kernel` and `_int4_rows_kernel`, on tensor cores. The weight is the left operand, so that few
   rows of x fill them. q and n - 8 are exact in x's dtype, and scales multiply the sums. Words of int4 are unpacked two
   at a time, into registers that hold them as tensor cores want a group of 128 columns: nothing but words passes
