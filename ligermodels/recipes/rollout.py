@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
+from ligermodels.generation import generate_many
 from ligermodels.processes import Processes
 from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
@@ -296,23 +297,29 @@ def sample(
 
     They are drawn from softmax(logits / temperature) and nothing else: top_p, penalties and so on of the checkpoint's
     generation_config are off, so that log probabilities are those of what was drawn. temperature 0 is greedy.
-    rows: the number sampled at a time, at least those of one prompt. together: all ranks take the same number of steps,
-    which FSDP needs; they give equally many prompts.
+    rows: the number sampled at a time, at least those of one prompt; one that has ended is replaced by the next.
+    together: all ranks take the same number of steps, which FSDP needs; they give equally many prompts, and rows that
+    have ended are not replaced.
     """
     how = OFF | dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
     how |= dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
+    at_once, trains = max(copies, rows or len(prompts) * copies), model.training
+
+    def own_seed(n: int) -> int:
+        return int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
+
     sampled: list[list[int]] = []
-    number, trains = max(1, (rows or len(prompts) * copies) // copies), model.training
     model.eval()
     try:
-        for n, first in enumerate(range(0, len(prompts), number)):
-            asked = [torch.tensor(prompt) for prompt in prompts[first : first + number]]
+        if not together:
+            how |= dict(eos_token_id=list(stop_ids), seed=own_seed(0))
+            return [ids.tolist() for ids in generate_many(model, prompts, batch_size=at_once, **how)]
+        for n, first in enumerate(range(0, len(prompts), at_once // copies)):
+            asked = [torch.tensor(prompt) for prompt in prompts[first : first + at_once // copies]]
             ids = pad_sequence(asked, True, stop_ids[0], "left").to(model.device)
             mask = pad_sequence([torch.ones_like(one) for one in asked], True, 0, "left").to(model.device)
-            ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids)) if together else {}
-            own_seed = int(np.random.SeedSequence((*seed, n)).generate_state(1, np.uint64)[0])
-            how = {"eos_token_id": list(stop_ids), **how, **ends}
-            out = model.generate(ids, attention_mask=mask, seed=own_seed, **how)
+            ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids), seed=own_seed(n))
+            out = model.generate(ids, attention_mask=mask, **how, **ends)
             for row in out[:, ids.shape[1] :].tolist():
                 end = next((n + 1 for n, index in enumerate(row) if index in stop_ids), len(row))
                 sampled.append(row[:end])
