@@ -6,11 +6,10 @@
 Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel runs depends on the number of rows of x:
 
 - 1 row, int8 and fp8: the kernels of gemv.py.
-- 1 row, int4: `_int4_kernel`, on tensor cores. An H200 reads 36 weights per clock and multiprocessor, which issues 128
-  operations in that time; fp32 products take 3.2 to 3.8 operations a weight, these 2.3. A thread loads 16 bytes of two
-  rows, and its words are the left operand as they are: which column of the weight an operand's column is, is free.
-  Words are shifted and masked two nibbles at a time. The first words are read while the kernel before ends. On an H200
-  the linear layers and norms of an 8B layer take 45 us with the best tile for each, with fp32 products 52.
+- 1 row, int4: `_int4_kernel`. An H200 reads 36 weights per clock and multiprocessor, which issues 128 operations in
+  that time but converts only 64 integers. So no integer is converted: the bits n of a nibble are put into the mantissa
+  of 1.0, which gives 1 + n / 16 or, four bits lower, 1 + n / 256. The 1 and the 8 add the same number to the sum of
+  every row, `less`, which is subtracted. On an H100 the linear layers of an 8B layer take 56 us; tensor cores 71.
 - 2 to 64 rows: `_rows_kernel` and `_int4_rows_kernel`, on tensor cores. The weight is the left operand, so that few
   rows of x fill them. q and n - 8 are exact in x's dtype, and scales multiply the sums. Words of int4 are unpacked two
   at a time, into registers that hold them as tensor cores want a group of 128 columns: nothing but words passes
@@ -55,8 +54,8 @@ GROUP = 128
 WORDS = 16
 """int32 words of a group. Word j has n of columns j, 16 + j, 32 + j, ..., from its lowest bits on."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ONE = 0x3F800000  # 1.0 in fp32
 _CHUNK = 1 << 24  # weights quantised at a time
-_OPERANDS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 40))  # of `_products_ptx`: 8 results and 40 arguments
 
 
 class Format(NamedTuple):
@@ -236,119 +235,78 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: T
 
 @triton.jit
 def _int4_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, W,
-    PARTS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, W, one,
+    BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """16 elements of y [N]: w x + b, or with `up_ptr` 8 elements of act(w x + b) * (up x + b').
+    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
 
-    Tiles a and b have 8 rows each: 16 of w, or 8 of w and 8 of `up`. PARTS: groups of columns that run in parallel, one
-    per warp. GROUPS: groups that a warp loads at a time. W: words of a row. EVEN: no masks are needed. PTX: inline PTX
-    may be used, and w and `up` are aligned to 16 bytes.
+    W: words of a row. EVEN: no masks are needed. EXACT: the 1 is subtracted before the multiplication, which costs an
+    instruction and saves 3 bits of the sums. one: the bits of 1.0, an argument because the compiler would copy a
+    constant for half of its uses.
     """
-    TENSOR_CORES: tl.constexpr = PTX and x_ptr.dtype.element_ty != tl.float32
-    STEP: tl.constexpr = PARTS * GROUPS
-    groups = W // WORDS
-    i, words, n = tl.arange(0, 8 * PARTS), tl.arange(0, WORDS)[None, :], tl.arange(0, 8)
-    part = i // 8
-    if up_ptr is not None:
-        at = tl.program_id(0) * 8
-        a_rows = tl.minimum(at + i % 8, N - 1).to(tl.int64)
-        b_rows, b_w_ptr, b_s_ptr = a_rows, up_ptr, up_s_ptr
-    else:
-        at = tl.program_id(0) * 16
-        a_rows = tl.minimum(at + i % 8, N - 1).to(tl.int64)
-        b_rows, b_w_ptr, b_s_ptr = tl.minimum(at + 8 + i % 8, N - 1).to(tl.int64), w_ptr, s_ptr
-    a_ptrs = w_ptr + (a_rows * W + part * WORDS)[:, None] + words, s_ptr + a_rows * groups + part
-    b_ptrs = b_w_ptr + (b_rows * W + part * WORDS)[:, None] + words, b_s_ptr + b_rows * groups + part
-    x_ptr += tl.arange(0, PARTS)[:, None] * (8 * WORDS) + words
-    # No kernel writes weights, so those of the first step are read while the kernel before this one ends.
-    next_a = _groups(a_ptrs, part, 0, groups, PARTS, GROUPS, WORDS, EVEN)
-    next_b = _groups(b_ptrs, part, 0, groups, PARTS, GROUPS, WORDS, EVEN)
     wait_for_previous(OVERLAP)
-    a, b = tl.zeros((8 * PARTS, WORDS), tl.float32), tl.zeros((8 * PARTS, WORDS), tl.float32)
-    last = (groups - 1) // STEP * STEP
-    for g in range(0, last, STEP):
-        this_a, this_b = next_a, next_b
-        next_a = _groups(a_ptrs, part, g + STEP, groups, PARTS, GROUPS, WORDS, EVEN)
-        next_b = _groups(b_ptrs, part, g + STEP, groups, PARTS, GROUPS, WORDS, EVEN)
-        a, b = _add_step(a, b, this_a, this_b, x_ptr, g, K, PARTS, GROUPS, WORDS, EVEN, TENSOR_CORES)
-    a, b = _add_step(a, b, next_a, next_b, x_ptr, last, K, PARTS, GROUPS, WORDS, EVEN, TENSOR_CORES)
-    y = add_bias(_sum(a, PARTS, TENSOR_CORES), b_ptr, at + n, N)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
+    words, groups = tl.arange(0, BW), tl.arange(0, BW // WORDS)
+    w_ptr += rows * W + words[None, :]
+    s_ptr += rows * (W // WORDS) + groups[None, :]
+    columns = (words // WORDS) * (8 * WORDS) + words % WORDS
+    total = tl.zeros((BN, BW // WORDS), tl.float32)
+    if up_ptr is not None:
+        up_ptr += rows * W + words[None, :]
+        up_s_ptr += rows * (W // WORDS) + groups[None, :]
+        up_total = tl.zeros((BN, BW // WORDS), tl.float32)
+    for k in range(0, W, BW):
+        mask, s_mask = (words < W - k)[None, :], (groups < (W - k) // WORDS)[None, :]
+        w, s = _load(w_ptr + k, mask, EVEN), _load(s_ptr + k // WORDS, s_mask, EVEN)
+        sums, less = tl.zeros((BN, BW), tl.float32), tl.zeros((BW,), tl.float32)
+        if up_ptr is not None:
+            v, t = _load(up_ptr + k, mask, EVEN), _load(up_s_ptr + k // WORDS, s_mask, EVEN)
+            up_sums = tl.zeros((BN, BW), tl.float32)
+        for i in tl.static_range(4):
+            column = columns + 8 * k + 2 * WORDS * i
+            low = 16 * _load(x_ptr + column, column < K, EVEN).to(tl.float32)
+            high = _load(x_ptr + column + WORDS, column + WORDS < K, EVEN).to(tl.float32)
+            if not EXACT:
+                less += 1.5 * high + 16.5 / 16 * low
+            sums += _high(w, i, one, EXACT) * high[None, :]
+            sums += _low(w, i, one, EXACT) * low[None, :]
+            if up_ptr is not None:
+                up_sums += _high(v, i, one, EXACT) * high[None, :]
+                up_sums += _low(v, i, one, EXACT) * low[None, :]
+        total += _by_group(sums - less[None, :], BN, BW, WORDS) * s.to(tl.float32)
+        if up_ptr is not None:
+            up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
+    y = add_bias(16 * tl.sum(total, 1), b_ptr, at, N)
     if up_ptr is not None:
         y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-        y *= add_bias(_sum(b, PARTS, TENSOR_CORES), up_b_ptr, at + n, N)
-    else:
-        y8 = add_bias(_sum(b, PARTS, TENSOR_CORES), b_ptr, at + 8 + n, N)
-        tl.store(y_ptr + at + 8 + n, y8.to(y_ptr.dtype.element_ty), mask=at + 8 + n < N)
-    tl.store(y_ptr + at + n, y.to(y_ptr.dtype.element_ty), mask=at + n < N)
+        y *= add_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
-def _groups(
-    ptrs, part, g, groups, PARTS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Words and scale of each of GROUPS groups of a tile's rows, of which the first is g + part."""
-    found = ()
-    for i in tl.static_range(GROUPS):
-        inside = part < groups - g - i * PARTS
-        found += (  # type: ignore[assignment]
-            _load(ptrs[0] + (g + i * PARTS) * WORDS, inside[:, None], EVEN),
-            _load(ptrs[1] + g + i * PARTS, inside, EVEN),
-        )
-    return found
+def _high(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 16 of nibble 2 i + 1 or, EXACT, (n - 8) / 16."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00780000) | one).to(tl.float32, bitcast=True)
+    return value - 1.5 if EXACT else value
 
 
 @triton.jit
-def _add_step(
-    a, b, a_groups, b_groups, x_ptr, g, K, PARTS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, TENSOR_CORES: tl.constexpr,
-):  # fmt: skip
-    """Adds the products of GROUPS groups and x to the sums a and b."""
-    columns = tl.arange(0, PARTS)[:, None] * (8 * WORDS) + tl.arange(0, WORDS)[None, :]
-    for i in tl.static_range(GROUPS):
-        first = (g + i * PARTS) * (8 * WORDS)
-        x = ()
-        for j in tl.static_range(8):
-            part_of_x = _load(x_ptr + first + j * WORDS, columns < K - first - j * WORDS, EVEN)
-            x += (_for_each_row(part_of_x),)  # type: ignore[assignment]
-        a_scale, b_scale = a_groups[2 * i + 1].to(tl.float32)[:, None], b_groups[2 * i + 1].to(tl.float32)[:, None]
-        a, b = _add_group(a, b, a_groups[2 * i], b_groups[2 * i], a_scale, b_scale, x, TENSOR_CORES)
-    return a, b
+def _low(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 256 of nibble 2 i or, EXACT, (n - 8) / 256."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00078000) | one).to(tl.float32, bitcast=True)
+    return value - 1.03125 if EXACT else value
 
 
 @triton.jit
-def _for_each_row(x):
-    """[PARTS, WORDS] -> [8 PARTS, WORDS], each row eight times."""
-    x = tl.broadcast_to(x[:, None, :], (x.shape[0], 8, x.shape[1]))
-    return tl.reshape(x, (8 * x.shape[0], x.shape[2]))
+def _shifted(w, LEFT: tl.constexpr):
+    return w << LEFT if LEFT >= 0 else w >> -LEFT
 
 
 @triton.jit
-def _add_group(a, b, a_words, b_words, a_scale, b_scale, x, TENSOR_CORES: tl.constexpr):
-    """Adds a scale times the product of a group and x, word by word. x: the columns of the eight nibbles.
-
-    On tensor cores the first of a thread's four words gets the sum of all words of its row, in each of four threads.
-    """
-    if TENSOR_CORES:
-        return tl.inline_asm_elementwise(
-            _products_ptx("bf16" if x[0].dtype == tl.bfloat16 else "f16"), _OPERANDS,
-            [a, b, a_words, b_words, a_scale, b_scale, x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]],
-            dtype=(tl.float32, tl.float32), is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        a_sums, b_sums = tl.zeros_like(a), tl.zeros_like(b)
-        for i in tl.static_range(8):
-            a_sums += (((a_words >> (4 * i)) & 15) - 8).to(tl.float32) * x[i].to(tl.float32)
-            b_sums += (((b_words >> (4 * i)) & 15) - 8).to(tl.float32) * x[i].to(tl.float32)
-        return a + a_sums * a_scale, b + b_sums * b_scale
-
-
-@triton.jit
-def _sum(total, PARTS: tl.constexpr, TENSOR_CORES: tl.constexpr):
-    """[8 PARTS, WORDS] -> [8]"""
-    y = tl.sum(tl.reshape(tl.sum(total, 1), (PARTS, 8)), 0)
-    return y * 0.25 if TENSOR_CORES else y
+def _by_group(sums, BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr):
+    return tl.sum(tl.reshape(sums, (BN, BW // WORDS, WORDS)), 2)
 
 
 @triton.jit
@@ -360,58 +318,25 @@ def _load(ptr, mask, EVEN: tl.constexpr):
 
 
 @triton.constexpr_function
-def _pair_ptx(kind: str, source: str, i: int, to: str) -> str:
-    """PTX: n - 8 of nibble i of both halves of a register, as two 16-bit floats whose mantissas get the bits of n.
+def _int4_ptx(dtype: str) -> str:
+    """PTX: the eight n - 8 of each of two words, two words at a time.
 
-    Declared elsewhere: `t`, and `one` and `less`, which `_constants_ptx` sets.
+    The bits of n are put into the mantissas of two 16-bit floats at once.
     """
-    base = 0x43004300 if kind == "bf16" else 0x64006400  # 128 and 1024
-    return f"shr.u32 t, {source}, {4 * i}; lop3.b32 t, t, 0x000f000f, {base}, 0xea; fma.rn.{kind}x2 {to}, t, one, less;"
-
-
-@triton.constexpr_function
-def _constants_ptx(kind: str) -> str:
-    one, less = (0x3F803F80, 0xC308C308) if kind == "bf16" else (0x3C003C00, 0xE408E408)  # 1, and -136 or -1032
-    return f".reg .b32 t; .reg .b32 one; .reg .b32 less; mov.b32 one, {one}; mov.b32 less, {less};"
-
-
-@triton.constexpr_function
-def _int4_ptx(kind: str) -> str:
-    """PTX: the eight n - 8 of each of two words, two words at a time."""
-    nibbles = " ".join(_pair_ptx(kind, "low" if i < 4 else "high", i % 4, f"${i}") for i in range(8))
-    return (
-        f"{{ {_constants_ptx(kind)} .reg .b32 low; .reg .b32 high; "
-        f"prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632; {nibbles} }}"
+    kind, base, less, one = {
+        "bf16": ("bf16x2", 0x43004300, 0xC308C308, 0x3F803F80),  # 128 + n, -136 and 1
+        "fp16": ("f16x2", 0x64006400, 0xE408E408, 0x3C003C00),  # 1024 + n, -1032 and 1
+    }[dtype]
+    nibbles = " ".join(
+        f"shr.u32 t, {'low' if i < 4 else 'high'}, {4 * (i % 4)}; lop3.b32 t, t, 0x000f000f, {base}, 0xea; "
+        f"fma.rn.{kind} ${i}, t, one, less;"
+        for i in range(8)
     )
-
-
-@triton.constexpr_function
-def _products_ptx(kind: str) -> str:
-    """PTX of `_add_group` for a thread, which holds four words of row i of a and of row i of b, i = lane / 4.
-
-    An mma multiplies 16 rows by 16 columns, of which a thread holds four columns of rows i and 8 + i. Which columns of
-    the weight these four are is free, as long as x has the same: here nibbles j and j + 4 of a word, and j + 1 and
-    j + 5. All eight columns of the right operand are x, so that every thread gets the sums of its rows.
-    """
-    # $0 to $7: the new sums, four of a and four of b. From $8 on the sums before, from $16 words, from $24 scales, from
-    # $32 the columns of x, two a register.
-    lines = [_constants_ptx(kind), ".reg .b32 w<4>; .reg .b32 x<2>; .reg .f32 y<4>;"]
-    lines += [f"mov.f32 y{i}, 0f00000000;" for i in range(4)]
-    for word in range(4):
-        half = "0x7632" if word % 2 else "0x5410"
-        for nibble in (0, 2):
-            for i in range(2):
-                column = 32 + 2 * (nibble + i) + word // 2
-                lines.append(_pair_ptx(kind, f"${16 + word}", nibble + i, f"w{2 * i}"))
-                lines.append(_pair_ptx(kind, f"${20 + word}", nibble + i, f"w{2 * i + 1}"))
-                lines.append(f"prmt.b32 x{i}, ${column}, ${column + 8}, {half};")
-            y = "{y0, y1, y2, y3}"
-            lines.append(
-                f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {y}, {{w0, w1, w2, w3}}, {{x0, x1}}, {y};"
-            )
-    lines += ["fma.rn.f32 $0, y0, $24, $8; fma.rn.f32 $4, y2, $28, $12;"]
-    lines += [f"mov.b32 ${i}, ${8 + i};" for i in (1, 2, 3, 5, 6, 7)]
-    return "{ " + " ".join(lines) + " }"
+    return (
+        "{ .reg .b32 low; .reg .b32 high; .reg .b32 t; .reg .b32 less; .reg .b32 one; "
+        f"prmt.b32 low, $8, $9, 0x5410; prmt.b32 high, $8, $9, 0x7632; mov.b32 less, {less}; mov.b32 one, {one}; "
+        + nibbles + " }"
+    )  # fmt: skip
 
 
 @triton.jit
@@ -424,7 +349,7 @@ def _unpacked(w, dtype: tl.constexpr, PTX: tl.constexpr):
         )  # fmt: skip
     elif PTX and dtype == tl.float16:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _int4_ptx("f16"), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.float16,) * 8, is_pure=True,
+            _int4_ptx("fp16"), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [w], dtype=(tl.float16,) * 8, is_pure=True,
             pack=2,
         )  # fmt: skip
     else:
@@ -602,22 +527,20 @@ def _launch_int4(
     up_bias: Tensor | None = None, activation: str = "",
 ) -> None:  # fmt: skip
     (n, k), words = weight.shape, weight.packed.shape[1]
-    parts, groups = _one_row_tile(n, words // WORDS, up is not None)
-    overlap, even = overlaps_launches(x), words % (parts * groups * WORDS) == 0 and k == 8 * words
+    bn, bw, warps = _one_row_tile(n, words, up is not None)
+    overlap, even = overlaps_launches(x), words % bw == 0 and k == 8 * words
     packed, scale = (None, None) if up is None else (up.packed, up.scale)
-    aligned = weight.packed.data_ptr() % 16 == 0 and (packed is None or packed.data_ptr() % 16 == 0)
-    registers = {"maxnreg": 64} if parts == 16 and has_ptx(x) else {}  # 64 * 512 threads is half of a multiprocessor's
     launch(
-        _int4_kernel, (cdiv(n, 16 if up is None else 8),), y, x.contiguous(), weight.packed, weight.scale, bias,
-        packed, scale, up_bias, n, k, words, parts, groups, WORDS, even, aligned and has_ptx(x), activation, overlap,
-        num_warps=parts, **registers, **overlapping(overlap),
+        _int4_kernel, (cdiv(n, bn),), y, x.contiguous(), weight.packed, weight.scale, bias, packed, scale, up_bias,
+        n, k, words, _ONE, bn, bw, WORDS, even, x.dtype == torch.float32,
+        activation, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
 
 
-def _one_row_tile(n: int, groups: int, glu: bool) -> tuple[int, int]:
-    """(PARTS, GROUPS) of `_int4_kernel`. The fastest measured on an H200 for the linear layers of an 8B.
+def _one_row_tile(n: int, words: int, glu: bool) -> tuple[int, int, int]:
+    """(elements of y, words of the weight per tile, warps) of a program; a thread has 4 words of each row.
 
-    With 16 parts two programs run at a time on a multiprocessor, so that 4096 rows run at once.
+    The fastest measured on an H200 for the linear layers of an 8B.
     """
-    parts = 4 if glu else 16 if n <= 4096 else 8
-    return min(parts, next_power_of_2(groups)), 1
+    warps = 1 if words <= 128 else 2 if glu or words <= 256 else 4
+    return 4 if glu else 16 if words <= 512 else 8, 128 * warps, warps

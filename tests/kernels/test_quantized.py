@@ -1,7 +1,5 @@
 """Weights of int8, fp8 and int4: what they hold, and products that read them, against fp64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,27 +74,14 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
 
 
 @pytest.mark.parametrize("rows, tile", [
-    (1, (2, 1)), (1, (4, 1)), (1, (2, 2)), (1, (4, 3)), (3, (16, 1, 4, 2)), (3, (32, 4, 4, 3)), (3, (16, 2, 2, 4)),
+    (1, (4, 32, 1)), (1, (8, 128, 2)), (3, (16, 1, 4, 2)), (3, (32, 4, 4, 3)), (3, (16, 2, 2, 4)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("k", [512, 640, 700])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_tiles_of_int4_agree(device, monkeypatch, rows, tile, k, dtype):
+def test_tiles_of_int4_agree(device, monkeypatch, rows, tile, k):
     (weight,) = weights(device, "int4", [41], k)
-    x = torch.randn(rows, k, device=device).to(dtype)
+    x = torch.randn(rows, k, device=device)
     monkeypatch.setattr(quantized, "_one_row_tile" if rows == 1 else "_int4_tile", lambda *_: tile)
-    assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, dtype, device)
-
-
-def test_words_of_any_alignment(device):
-    """The tensor cores need words aligned to 16 bytes."""
-    (weight,) = weights(device, "int4", [24], 256)
-    words = torch.empty(weight.packed.numel() + 1, dtype=torch.int32, device=device)[1:].view_as(weight.packed)
-    moved = replace(weight, packed=words.copy_(weight.packed))
-    x = torch.randn(1, 256, device=device).half()
-    wanted = x.double() @ exact(weight).T
-    assert_close(quantized_linear(x, [moved], [None]), wanted, torch.float16, device)
-    h = quantized_glu(x, weight, moved, None, None, activation="silu")
-    assert_close(h, ACTIVATIONS["silu"](wanted) * wanted, torch.float16, device)
+    assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, torch.float32, device)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(2, 512), (17, 300), (17, 512)])
