@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ligermodels.checkpoint.files import write_errors
+from ligermodels.checkpoint.saving import replacing
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
@@ -83,7 +84,7 @@ def check_folder(out: Path, *, resume: bool) -> None:
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError(f"--output-dir {out} cannot be written, since {above} cannot; give another folder")
     has_run = (out / "options.yaml").is_file()
-    if out.is_dir() and any(out.iterdir()) and not has_run:
+    if out.is_dir() and any(".saving-" not in path.name for path in out.iterdir()) and not has_run:
         what = "has no run to resume" if resume else "is not empty"
         raise InputError(f"--output-dir {out} {what}; give a folder that is new")
     if has_run and not resume:
@@ -238,8 +239,9 @@ class Trainer:
             shutil.rmtree(left, ignore_errors=True)
 
     def _write_options(self) -> None:
-        with write_errors(self.out):
-            (self.out / "options.yaml").write_text(self.options.dump(), "utf-8")
+        file = self.out / "options.yaml"
+        with write_errors(file), replacing(file, 0, is_file=True) as new:  # a kill leaves the old options, or the new
+            (new / file.name).write_text(self.options.dump(), "utf-8")
 
     # ---- one step ----
 
