@@ -5,8 +5,8 @@ or in the row's `images`, in order, for parts without their own. Messages that a
 <image>, as LLaMA-Factory does; without a mark the images stand before the first question, as in TRL. An image is a
 path, relative to the file of the row, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
 
-They are for Qwen's models, which have tokens for each image. Llama-3.2-Vision attends to the images of a row, so that
-its rows with images could neither be packed nor padded beside rows with more of them; it trains on text.
+Qwen's models have tokens for each image, which are packed like others. Llama-3.2-Vision attends to the images of a row,
+so that its rows cannot be packed.
 """
 
 import functools
@@ -30,13 +30,16 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class Images:
-    """The images of an example. token: the id that stands for them.
+    """What the images of an example add to a batch. token: the id that stands for them.
 
-    tensors: pixel_values [patches, width] and image_grid_thw [images, 3].
+    tensors: of Qwen's models, pixel_values [patches, width] and image_grid_thw [images, 3]; of Llama-3.2-Vision,
+    pixel_values [images, tiles, 3, S, S], aspect_ratio_ids [images] and aspect_ratio_mask [images, tiles].
+    tiles: of the latter, how many each image has; else None.
     """
 
     token: int
     tensors: dict[str, Tensor]
+    tiles: list[int] | None = None
 
 
 # ---- of a row ----
@@ -51,6 +54,7 @@ def place(
     """
     if given is None and not are_in(messages):
         return [dict(message) for message in messages], []
+    found: list[dict[str, Any]]
     found, own, _ = _vision().split_media(messages)
     if given is not None and own:
         raise InputError("images: they are given, and parts of the messages hold images too. Give them one way")
@@ -111,14 +115,11 @@ def _vision() -> Any:
 
 @functools.cache
 def processor_of(folder: Path) -> "Processor":
-    """The processor of the checkpoint in a folder. Raises InputError for a model that does not train on images."""
+    """The processor of the checkpoint in a folder. Raises InputError for a model without one."""
     try:
-        processor: Processor = _vision().Processor.from_folder(folder)
+        return _vision().Processor.from_folder(folder)  # type: ignore[no-any-return]
     except ConfigError as error:
         raise InputError(f"the row has images, and the model takes none: {error}") from error
-    if processor.image_token != "<|image_pad|>":
-        raise InputError("the row has images, and Llama-3.2-Vision trains on text only; Qwen's models train on images")
-    return processor
 
 
 def add(
@@ -136,10 +137,16 @@ def add(
             "token is written in the text, or the chat template has no place for images"
         )
     prepare: Any = processor.image_processor
-    images = Images(token, prepare(sources, [f"image {n + 1}" for n in range(len(sources))]))
-    sizes = iter([prepare.num_tokens(grid) for grid in images.tensors["image_grid_thw"]])
+    if processor.image_token == "<|image|>":
+        tensors, (tiles,) = prepare([sources])
+        images = Images(token, {name: tensor[0] for name, tensor in tensors.items()}, tiles)
+        sizes = [1] * len(sources)
+    else:
+        images = Images(token, prepare(sources, [f"image {n + 1}" for n in range(len(sources))]))
+        sizes = [prepare.num_tokens(grid) for grid in images.tensors["image_grid_thw"]]
+    counts = iter(sizes)
     # Of each token the id, whether it is trained, and how often it stands there.
-    tokens = [(x, 0, next(sizes)) if x == token else (x, bit, 1) for x, bit in zip(ids, mask, strict=True)]
+    tokens = [(x, 0, next(counts)) if x == token else (x, bit, 1) for x, bit in zip(ids, mask, strict=True)]
     ids = [index for index, _, times in tokens for _ in range(times)]
     return ids, [bit for _, bit, times in tokens for _ in range(times)], images
 
@@ -149,7 +156,36 @@ def shorten(text: str, token: str) -> str:
     return re.sub(f"(?:{re.escape(token)}){{2,}}", lambda run: f"{token} x {len(run[0]) // len(token)}", text)
 
 
-def joined(found: Sequence[Images | None]) -> dict[str, Tensor]:
-    """What the images of examples, in the order of their tokens, add to a batch."""
-    some = [images.tensors for images in found if images is not None]
-    return {name: torch.cat([tensors[name] for tensors in some]) for name in (some[0] if some else ())}
+# ---- of a batch ----
+
+
+def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) -> dict[str, Tensor]:
+    """What the images of examples, in the order of their tokens, add to a batch with these ids [B, S].
+
+    Raises InputError for packed rows of Llama-3.2-Vision, and for its rows with different numbers of images.
+    """
+    some = [images for images in found if images is not None]
+    if not some:
+        return {}
+    if some[0].tiles is None:
+        return {name: torch.cat([images.tensors[name] for images in some]) for name in some[0].tensors}
+    if packed:
+        raise InputError(
+            "Llama-3.2-Vision attends to the images of a row, so that rows with images cannot be packed. Next step: "
+            "--no-packing"
+        )
+    tiles = [images.tiles or [] if images is not None else [] for images in found]
+    if len(set(map(len, tiles))) > 1:
+        # Tokens before a row's first image attend evenly to all of its images, in transformers' model as in ours: also
+        # to those that only fill the row up.
+        raise InputError(
+            f"rows of one batch have {sorted(set(map(len, tiles)))} images; Llama-3.2-Vision computes a row otherwise "
+            "beside rows with more images. Next step: one row a batch (--batch-tokens as --max-length), or data "
+            "of one kind"
+        )
+    from ligermodels.vision.mllama import cross_attention_mask
+
+    joined = {name: torch.stack([images.tensors[name] for images in some]) for name in some[0].tensors}
+    most_tiles = joined["aspect_ratio_mask"].shape[2]
+    joined["cross_attention_mask"] = cross_attention_mask(input_ids, some[0].token, tiles, most_tiles)
+    return joined

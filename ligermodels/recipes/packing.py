@@ -39,19 +39,20 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
     Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
-    tensors.
+    tensors (`images.batch`); raises InputError where they cannot be packed.
     """
     size = sum(example.size for example in examples)
     padding = -size % multiple if size else multiple
     if padding:
         examples = [*examples, Example([pad_id] * padding, [IGNORED] * padding)]
     lengths = [example.size for example in examples]
+    input_ids = torch.tensor([[index for example in examples for index in example.ids]])
     return {
-        "input_ids": torch.tensor([[index for example in examples for index in example.ids]]),
+        "input_ids": input_ids,
         "labels": torch.tensor([[label for example in examples for label in example.labels]]),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
-        **images.joined([example.images for example in examples]),
+        **images.batch([example.images for example in examples], input_ids, packed=True),
     }
 
 
@@ -67,11 +68,12 @@ def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
     def padded(rows: Sequence[list[int]], value: int) -> Tensor:
         return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
+    input_ids = padded([example.ids for example in examples], pad_id)
     return {
-        "input_ids": padded([example.ids for example in examples], pad_id),
+        "input_ids": input_ids,
         "labels": padded([example.labels for example in examples], IGNORED),
         "attention_mask": padded([[1] * example.size for example in examples], 0),
-        **images.joined([example.images for example in examples]),
+        **images.batch([example.images for example in examples], input_ids, packed=False),
     }
 
 

@@ -21,9 +21,9 @@ from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
 from tests.recipes.runs import check_same, metrics, on_two, options_of, train
 from tests.vision import folders, test_use
-from tests.vision.test_processor import Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
+from tests.vision.test_processor import MllamaImageProcessorPil, Qwen2VLImageProcessorPil, TheirQwen, TheirVideos
 
-FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "mllama")
 NAMES = ("red.png", "wide.png", "deep/tall.png")
 
 
@@ -34,6 +34,9 @@ def home(request, tmp_path_factory):
     config = transformers.AutoConfig.for_model(**getattr(test_use, request.param)(home / "model"))
     torch.manual_seed(0)
     model = auto_class(config).from_config(config, dtype=torch.float32)
+    for name, gate in model.named_parameters():
+        if "gate" in name and gate.numel() == 1:
+            torch.nn.init.constant_(gate, 0.7)
     model.save_pretrained(home / "model")
     (home / "deep").mkdir()
     for number, (name, size) in enumerate(zip(NAMES, [(60, 60), (40, 100), (90, 50)], strict=True)):
@@ -46,6 +49,11 @@ def theirs(home):
     """transformers' processor."""
     folder = home / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if home.name.startswith("mllama"):
+        template = (folder / "chat_template.jinja").read_text()
+        return transformers.MllamaProcessor(
+            MllamaImageProcessorPil.from_pretrained(folder), tokenizer, chat_template=template
+        )
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
     return TheirQwen(images, tokenizer, TheirVideos(images), chat_template=folders.QWEN_TEMPLATE)
 
@@ -105,6 +113,8 @@ def forms(home):
         yield {"messages": [asked("is", first, "like", second), *TWO[1:]]}
     turns = [("human", "is<image>like<image>"), ("gpt", "a cat"), ("human", "why"), ("gpt", "the cat sat")]
     yield {"conversations": [{"from": who, "value": text} for who, text in turns], "images": given}
+    history = [["is<image>like<image>", "a cat"]]
+    yield {"instruction": "why", "output": "the cat sat", "history": history, "images": given}
     yield {"prompt": TWO[:3], "completion": TWO[3:], "images": given}
     yield {"messages": TWO, "images": [{"bytes": path.read_bytes(), "path": None} for path in (red, tall)]}
 
@@ -116,14 +126,15 @@ def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs, 
         return theirs(text=text, add_special_tokens=False, return_tensors="pt", images=images)
 
     whole = theirs_of(TWO, NAMES[0], NAMES[2])
+    end = "<|im_end|>" if "im_end" in theirs.tokenizer.decode(whole["input_ids"][0]) else "<|eot_id|>"
     for number, row in enumerate(forms(home)):
-        example = encode_row(row if number == 7 else rows_of(home, row)[0])
+        example = encode_row(row if number == 8 else rows_of(home, row)[0])
         batch = padded_batch([example])
         assert example.ids == whole["input_ids"][0].tolist(), row
         trained = [index if label != IGNORED else -1 for index, label in zip(example.ids, example.labels, strict=True)]
         text = "".join("#" if index < 0 else theirs.tokenizer.decode([index]) for index in trained)
         runs = [run.strip() for run in text.split("#") if run]
-        assert runs == ["a cat<|im_end|>", "the cat sat<|im_end|>"][number == 6 :]
+        assert runs == ([f"a cat{end}"] if number != 7 else []) + [f"the cat sat{end}"]
         for name in set(whole) - {"input_ids", "attention_mask", "mm_token_type_ids"}:
             torch.testing.assert_close(batch[name], whole[name], rtol=0, atol=1e-6, msg=name)
     # Without a mark they stand before the first question, as TRL places them.
@@ -150,6 +161,14 @@ def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row, pac
     examples = [encode_row(rows[n]) for n in range(4)]
     token = examples[0].images.token
     assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
+    if packed and home.name.startswith("mllama"):
+        with pytest.raises(InputError, match=r"cannot be packed.* --no-packing"):
+            packed_batch(examples)
+        return
+    if home.name.startswith("mllama"):
+        with pytest.raises(InputError, match=r"rows of one batch have \[0, 1, 2\] images"):
+            padded_batch(examples)
+        del examples[1::2]  # two with two images each
     batch = (packed_batch if packed else padded_batch)(examples)
     loss = ligermodels.load(home / "model", progress=False)(**batch, num_items_in_batch=torch.tensor(1.0)).loss
     config = transformers.AutoConfig.from_pretrained(home / "model")
@@ -157,7 +176,8 @@ def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row, pac
     expected = 0.0
     for example in examples:
         one = {key: value for key, value in padded_batch([example]).items() if key != "labels"}
-        one["mm_token_type_ids"] = (one["input_ids"] == token).int()
+        if "image_grid_thw" in one:
+            one["mm_token_type_ids"] = (one["input_ids"] == token).int()
         logits = theirs(**one).logits[0, :-1].float()
         labels = torch.tensor(example.labels[1:])
         expected += torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item()
@@ -207,9 +227,6 @@ def test_rows_with_images_need_a_model_that_takes_them(home, encode_row, tmp_pat
     rows = mixed(home)
     with pytest.raises(InputError, match="the row has images, and the model takes none"):
         encode(read(rows[0]), Tokenizer.from_folder(tmp_path / "text"))
-    test_use.mllama(tmp_path / "mllama")
-    with pytest.raises(InputError, match=r"Llama-3\.2-Vision trains on text only"):
-        encode(read(rows[0]), Tokenizer.from_folder(tmp_path / "mllama"))
     pairs = rows_of(home, {"chosen": TWO[:2], "rejected": [TWO[0], said("x")], "images": list(NAMES[:2])})
     with pytest.raises(InputError, match="images: rows of pairs train on text only"):
         encode_row(pairs[0])
@@ -219,13 +236,14 @@ def test_show_counts_the_tokens_of_an_image(home, encode_row):
     example = encode_row(mixed(home)[0])
     text = show(example, Tokenizer.from_folder(home / "model"))
     assert len(text) < 900 and "[a cat<|" in text.replace("[ ", "[")
-    sizes = example.images.tensors["image_grid_thw"].prod(1) // 4
-    assert [f"<|image_pad|> x {size}" in text for size in sizes.tolist()] == [True, True]
+    if home.name.startswith("qwen"):
+        sizes = example.images.tensors["image_grid_thw"].prod(1) // 4
+        assert [f"<|image_pad|> x {size}" in text for size in sizes.tolist()] == [True, True]
 
 
 @pytest.mark.parametrize(
     "home",
-    ["qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl"))],
+    ["qwen3_5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2_vl", "qwen3_vl", "mllama"))],
     indirect=True,
 )
 def test_sft_learns_what_is_on_an_image(home, capsys):
@@ -234,6 +252,7 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
     rows_of(home, *rows, name="images.jsonl")
     flags = ["--max-length", "120", "--accumulation", "1", "--num-train-epochs", "40", "--learning-rate", "4e-3"]
     flags += ["--eval-data", home / "images.jsonl"]
+    flags += ["--no-packing", "--batch-tokens", "360"] if home.name.startswith("mllama") else []
     assert train(home, "tuned", *flags, data="images.jsonl") == 0
     losses = metrics(home / "tuned")
     assert losses[1] > 3 and losses[max(losses)] < 0.1
