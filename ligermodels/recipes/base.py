@@ -33,10 +33,6 @@ class Recipe:
     """The source of each step's batches."""
     splits: ClassVar[bool] = False
     """A text that is longer than max_length becomes several examples, and is not cut."""
-    adds_modules = False
-    """`prepare` adds modules to the model."""
-    loads: Mapping[str, Any] = {}
-    """Options with which the model is loaded."""
     frozen_model: Any = None
     """The reference, where it is another model than the one that is trained."""
 
@@ -103,11 +99,12 @@ class Recipe:
 
     # ---- the model ----
 
-    def prepare(self, model: Any) -> None:
-        """Adds modules to the model, before it is sharded. Called if `adds_modules`."""
+    def load(self, folder: Path, processes: Processes) -> Any:
+        """The model, ready to train. folder: of MODEL."""
+        return load_model(self.options, folder, processes)
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
-        """Makes what the loss needs beside the model, which is loaded: a reference, a teacher. folder: of MODEL."""
+        """Makes what the loss needs beside the model, which is loaded: a reference, a teacher."""
         if self.options.frozen_copies:
             self.frozen_model = load_model(self.options, folder, processes, frozen=True)
 

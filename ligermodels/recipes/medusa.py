@@ -9,6 +9,7 @@ Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.2.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
 from ligermodels.layers.losses import LinearCrossEntropyLoss
+from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.memory import Sizes
+from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.steps import Metrics
@@ -49,7 +52,6 @@ class MedusaOptions(TrainOptions):
 
 class Medusa(Recipe):
     Options = MedusaOptions
-    adds_modules = True
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The loss of the formula above; in evaluation also how often each head is right."""
@@ -96,8 +98,11 @@ class Medusa(Recipe):
             heads=o.heads,
         )
 
-    def prepare(self, model: Any) -> None:
-        add_medusa(model, self.options.heads, self.options.head_layers, freeze=not self.options.train_base)
+    def load(self, folder: Path, processes: Processes) -> Any:
+        """The model with new heads."""
+        o = self.options
+        add = functools.partial(add_medusa, heads=o.heads, layers=o.head_layers, freeze=not o.train_base)
+        return load_model(o, folder, processes, add)
 
     @property
     def result(self) -> str:

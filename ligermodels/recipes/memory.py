@@ -75,7 +75,7 @@ class Sizes:
             trained=adapter_parameters(model, options) if options.lora_r else parameters,
             head=config.vocab_size * config.hidden_size,
             block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
-            blocks=config.num_hidden_layers,
+            blocks=len(blocks) + (model.mtp is not None),
             vocab=config.vocab_size,
             mlp=3 * config.intermediate_size * config.hidden_size,
             tied=bool(config.tie_word_embeddings),

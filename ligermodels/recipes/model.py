@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,15 @@ def find(options: TrainOptions) -> Path:
     return folder
 
 
-def sketch(folder: Path, *, text_only: bool = False) -> Any:
-    """The model of a folder on the meta device."""
-    return arch_of(folder, text_only=text_only).from_config(config_values(folder, None), device="meta")
+def sketch(folder: Path, **options: Any) -> Any:
+    """The model of a folder on the meta device. options: those of `load`."""
+    kind = arch_of(folder, text_only=options.pop("text_only", False))
+    return kind.from_config(config_values(folder, None), device="meta", **options)
+
+
+def mtp_options(options: TrainOptions) -> dict[str, float]:
+    """With --mtp-loss-weight the model has its layer for multi-token prediction."""
+    return {"mtp_loss_weight": options.mtp_loss_weight} if options.mtp_loss_weight else {}
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
@@ -60,18 +66,18 @@ def check_capture(sketch: Any, processes: Processes) -> None:
 
 
 def load_model(
-    options: TrainOptions, folder: Path, processes: Processes, prepare: Callable[[Any], None] | None = None,
-    loads: Mapping[str, Any] | None = None, *, frozen: bool = False,
+    options: TrainOptions, folder: Path, processes: Processes, add: Callable[[Any], Any] | None = None, *,
+    frozen: bool = False,
 ) -> Any:  # fmt: skip
-    """The model, ready to train. prepare: adds modules before it is sharded. loads: options with which it is loaded.
-    frozen: for a reference."""
+    """The model, ready to train. add: adds modules to it before it is sharded. frozen: for a reference."""
     gpu = processes.device.type == "cuda"
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora_r) else None
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     how: dict[str, Any] = dict(
-        dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations, **(loads or {})
-    )
-    shards_later = processes.mesh is None or options.lora_r or prepare is not None  # after modules are added
+        dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations,
+        **mtp_options(options),
+    )  # fmt: skip
+    shards_later = processes.mesh is None or options.lora_r or add is not None  # after modules are added
     if shards_later:
         how["device"] = processes.device
     else:
@@ -93,8 +99,8 @@ def load_model(
             modules_to_save=options.lora_modules_to_save, target_parameters=options.lora_target_parameters,
             seed=options.seed,
         )  # fmt: skip
-    if prepare is not None:
-        prepare(model)
+    if add is not None:
+        add(model)
     if shards_later and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
     if frozen:

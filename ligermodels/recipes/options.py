@@ -155,6 +155,7 @@ class TrainOptions(
     """The loss compares the model with what it was before the run, its reference."""
     capture: ClassVar[bool] = False
     scratch: ClassVar[bool] = False
+    mtp_loss_weight: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         fields = fields_of(self)

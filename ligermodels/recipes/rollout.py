@@ -118,9 +118,9 @@ class Rollouts(StepBatches):
 
     def take(self) -> list[Batch]:
         if self._steps_left == 0:
-            self.prefetch()
-            self._rolled = self._sample([prompt for prompts in self._next or [] for prompt in prompts])
-            self._next, self._state = None, self._state_after_next  # not before: where a reward fails, they come again
+            prompts, _, state = self._next or self._make_next()
+            self._rolled = self._sample([one for group in prompts for one in group])
+            self._next, self._state = None, state  # not before: where a reward fails, the prompts come again
             self._rollout, self._steps_left = self._rollout + 1, self.recipe.options.num_iterations
         self._steps_left -= 1
         return self._rolled

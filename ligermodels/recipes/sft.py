@@ -1,17 +1,12 @@
 """Supervised fine-tuning, whose loss is over what the assistant says, and pretraining, over all of a text."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ligermodels.recipes import masking
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TextOptions, option
-from ligermodels.training.mtp import check_has_mtp
 
 
 @dataclass(kw_only=True)
@@ -21,26 +16,7 @@ class SFTOptions(TextOptions):
     assistant_only_loss: bool = option(True, "train what the assistant says; off: every token, the prompts too")
 
 
-class NextTokenRecipe(Recipe):
-    """A recipe of the cross entropy, which may train the model's layer for multi-token prediction too."""
-
-    @property
-    def loads(self) -> Mapping[str, Any]:  # type: ignore[override]
-        weight = self.options.mtp_loss_weight
-        return {"mtp_loss_weight": weight} if weight else {}
-
-    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
-        if not self.loads:
-            return sizes
-        check_has_mtp(sketch)
-        with torch.device("meta"):
-            added = sum(p.numel() for p in sketch.make_mtp(sketch.config).parameters())
-        return dataclasses.replace(
-            sizes, parameters=sizes.parameters + added, trained=sizes.trained + added, blocks=sizes.blocks + 1
-        )
-
-
-class SFT(NextTokenRecipe):
+class SFT(Recipe):
     Options = SFTOptions
 
     def process(self, row: Mapping[str, Any]) -> Any:
@@ -64,6 +40,6 @@ class PretrainOptions(TextOptions):
         return 3e-4 if self.scratch else super().default_rate
 
 
-class Pretrain(NextTokenRecipe):
+class Pretrain(Recipe):
     Options = PretrainOptions
     splits = True

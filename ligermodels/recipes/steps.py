@@ -34,26 +34,25 @@ class StepBatches:
     def __init__(self, batches: Batches, recipe: Any, processes: Processes, vocab_size: int) -> None:
         self.batches, self.recipe, self.processes, self.vocab_size = batches, recipe, processes, vocab_size
         self.metrics: Metrics = {}  # of making the batches; only rollouts have some
-        self._next: list[Any] | None = None
-        self._next_has_images = False
-        self._state = self._state_after_next = batches.state_dict()
+        self._next: tuple[list[Any], bool, dict[str, Any]] | None = None
+        self._state: dict[str, Any] = batches.state_dict()
 
     def take(self) -> list[Batch]:
         """The batches of the next step, on the device."""
-        self.prefetch()
-        taken, self._next = self._next or [], None
-        self.has_images = self._next_has_images
-        self._state = self._state_after_next
+        taken, self.has_images, self._state = self._next or self._make_next()
+        self._next = None
         return [on_device(batch, self.processes.device) for batch in taken]
 
     def prefetch(self) -> None:
         """Makes the batches of the next step. Raises the errors of their rows."""
-        if self._next is None:
-            made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
-            self._next_has_images = any(getattr(one, "images", None) is not None for batch in made for one in batch)
-            own = made[self.processes.batch_rank :: self.processes.batch_ranks]
-            self._next = [self.make(examples) for examples in own]
-            self._state_after_next = self.batches.state_dict()
+        self._next = self._next or self._make_next()
+
+    def _make_next(self) -> tuple[list[Any], bool, dict[str, Any]]:
+        """The batches of the next step, whether an example has images on any rank, and the state after them."""
+        made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
+        has_images = any(getattr(one, "images", None) is not None for examples in made for one in examples)
+        own = made[self.processes.batch_rank :: self.processes.batch_ranks]
+        return [self.make(examples) for examples in own], has_images, self.batches.state_dict()
 
     def make(self, examples: Sequence[Any]) -> Batch:
         return check_ids(self.recipe.collate(examples), self.vocab_size)
@@ -63,7 +62,7 @@ class StepBatches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches.load_state_dict(state)
-        self._next, self._state, self._state_after_next = None, dict(state), dict(state)
+        self._next, self._state = None, dict(state)
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:

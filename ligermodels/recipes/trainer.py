@@ -117,8 +117,6 @@ class Trainer:
     """One run of a recipe. stack: closes the files, processes and locks of the run at its end."""
 
     model: Any
-    stopped = False
-    """Whether a signal or an error has ended the run after a step that is saved."""
     _captured: CapturedStep | None = None
 
     def __init__(self, kind: type[Recipe], options: TrainOptions, processes: Processes, stack: contextlib.ExitStack):
@@ -143,7 +141,7 @@ class Trainer:
 
         # The data
         source = models.find(o)
-        sketch = models.sketch(source, text_only=o.text_only)
+        sketch = models.sketch(source, text_only=o.text_only, **models.mtp_options(o))
         tokenizer = models.tokenizer_of(o, source, sketch)
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
@@ -180,8 +178,7 @@ class Trainer:
         changed = [] if before is None else o.check_resumed(before)
 
         # The model
-        prepare = recipe.prepare if recipe.adds_modules else None
-        self.model = models.load_model(o, source, p, prepare, recipe.loads)
+        self.model = recipe.load(source, p)
         p.from_main(self._lock)  # before anything is written
         if before is None:
             p.from_main(self._write_options)
@@ -245,8 +242,11 @@ class Trainer:
 
     # ---- one step ----
 
-    def train_step(self) -> bool:
-        """One optimizer step over the batches of all ranks. Returns whether a signal has come to any rank."""
+    def train_step(self) -> BaseException | None:
+        """One optimizer step over the batches of all ranks. Returns what ends the run, if anything does.
+
+        That is KeyboardInterrupt after a signal to any rank, or the error for which the next step has no batches.
+        """
         p, progress, start, o = self.processes, self.progress, time.perf_counter(), self.options
         assert o.learning_rate is not None, "options have a value for it"
         lr = o.learning_rate * learning_rate(progress.step, progress.steps, o)
@@ -255,7 +255,7 @@ class Trainer:
         try:
             batches = self.batches.take()
         except LigermodelsError as error:  # of reward functions, which all ranks raise
-            self._stop_with(error)
+            return error
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         count, metrics = self._sum_of_counts(batches), [self.batches.metrics]
         # No rank has an image: without gradients a tower stays as it is, as it does in one process.
@@ -298,9 +298,9 @@ class Trainer:
             tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **means_of(metrics, p),
         )  # fmt: skip
         self.reporter.step(progress.step, values)
-        if failures and not came:  # a signal to all processes ends those that encode rows, too
-            self._stop_with(next(error for error in p.gather(failed) if error is not None))
-        return came > 0
+        if came:  # a signal to all processes ends those that encode rows, too: then that is no error
+            return KeyboardInterrupt()
+        return next(error for error in p.gather(failed) if error is not None) if failures else None
 
     def _sum_of_counts(self, batches: Sequence[Batch]) -> Tensor:
         """The sum over all ranks of the divisors of these batches."""
@@ -314,13 +314,6 @@ class Trainer:
             model = _ModelWithLoss(self.model, self.recipe)
             self._captured = CapturedStep(model, self.optimizer, accumulate=accumulate, **inputs)
         return self._captured(**inputs)
-
-    def _stop_with(self, error: LigermodelsError) -> NoReturn:
-        """Saves a checkpoint, and raises the error for which the next step has no batches."""
-        if self.progress.step:
-            self.save(wait=True)
-            self.stopped = True
-        raise error
 
     # ---- evaluation ----
 
@@ -381,25 +374,18 @@ class Trainer:
         if not self.setup():
             return 0
         o, progress = self.options, self.progress
-        try:
-            with self.signals:
-                while True:
-                    if self._is_due(o.eval_steps) and progress.evaluated < progress.step and self.evaluation:
-                        self.evaluate()
-                    if progress.step >= progress.steps:
-                        break
-                    stop = self.train_step()
-                    if stop or self._is_due(o.save_steps):
-                        self.save(wait=stop)
-                    if stop:
-                        self.stopped = True
-                        raise KeyboardInterrupt
-                self.save(wait=True)
-        except (KeyboardInterrupt, LigermodelsError) as error:
-            if self.stopped:
-                text = f"stopped after step {progress.step} of {progress.steps}, which is saved. To continue:"
-                error.add_note(f"{text}\n  {self._resume_command(error)}")
-            raise
+        with self.signals:
+            while True:
+                if self._is_due(o.eval_steps) and progress.evaluated < progress.step and self.evaluation:
+                    self.evaluate()
+                if progress.step >= progress.steps:
+                    break
+                stop = self.train_step()
+                if stop is not None:
+                    self._stop(stop)
+                if self._is_due(o.save_steps):
+                    self.save(wait=False)
+            self.save(wait=True)
         self._finish()
         return 0
 
@@ -407,11 +393,18 @@ class Trainer:
         step = self.progress.step
         return step in (0, self.progress.steps) or (every > 0 and step % every == 0)
 
-    def _resume_command(self, error: BaseException) -> str:
-        file = shlex.quote(str(self.out / "options.yaml"))
-        torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
-        skips = " --skip-bad" * isinstance(error, BadRowError)
-        return f"{torchrun}ligermodels train {self.options.recipe} --config {file} --resume{skips}"
+    def _stop(self, error: BaseException) -> NoReturn:
+        """Saves the steps so far, and raises the error, which says how to continue."""
+        if self.progress.step:
+            self.save(wait=True)
+            file = shlex.quote(str(self.out / "options.yaml"))
+            torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
+            skips = " --skip-bad" * isinstance(error, BadRowError)
+            error.add_note(
+                f"stopped after step {self.progress.step} of {self.progress.steps}, which is saved. To continue:\n"
+                f"  {torchrun}ligermodels train {self.options.recipe} --config {file} --resume{skips}"
+            )
+        raise error
 
     def _finish(self) -> None:
         """Writes the result and its card, and prints the path of the result to stdout."""
