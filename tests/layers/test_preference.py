@@ -1,4 +1,4 @@
-"""Preference losses against their formulas in fp64; policy losses are in tests/recipes/test_grpo.py."""
+"""Preference losses against their formulas in fp64, and advantages; policy losses are in tests/recipes/test_grpo.py."""
 
 import math
 
@@ -198,6 +198,19 @@ def test_a_completion_without_tokens_has_no_policy_gradient(kind):
     loss = policy.reduce_losses(kind, losses.expand(2, 3), mask, policy.Counts(2 * ones, 2 * ones, ones), 3)
     (slope,) = torch.autograd.grad(loss, logp)
     assert ratio.isfinite().all() and loss.isfinite() and slope[0, :2].all() and not slope[0, 2] and not slope[1].any()
+
+
+def test_advantages():
+    rewards = torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]])
+    half = torch.tensor([[-1.0, 1.0], [0.0, 0.0], [-2.0, 2.0]])
+    torch.testing.assert_close(policy.group_advantages(rewards, "none"), half)
+    torch.testing.assert_close(policy.group_advantages(rewards, "batch"), half / (rewards.std() + 1e-4))
+    own = torch.tensor([[2**0.5], [0.0], [8**0.5]])
+    torch.testing.assert_close(policy.group_advantages(rewards), half / (own + 1e-4))
+    with pytest.raises(InputError, match="supported: group, batch, none"):
+        policy.group_advantages(rewards, "all")
+    with pytest.raises(InputError, match="supported: grpo, bnpo"):
+        policy.ratios("ppo", rewards, rewards, rewards > 0)
 
 
 ONES = torch.ones(6)

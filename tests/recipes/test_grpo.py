@@ -119,19 +119,6 @@ def test_a_step_in_several_forwards_is_one(byte_level):
         torch.testing.assert_close(sum(found[1:]), found[0], rtol=1e-9, atol=1e-11)
 
 
-def test_advantages():
-    rewards = torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]])
-    half = torch.tensor([[-1.0, 1.0], [0.0, 0.0], [-2.0, 2.0]])
-    torch.testing.assert_close(policy.group_advantages(rewards, "none"), half)
-    torch.testing.assert_close(policy.group_advantages(rewards, "batch"), half / (rewards.std() + 1e-4))
-    own = torch.tensor([[2**0.5], [0.0], [8**0.5]])
-    torch.testing.assert_close(policy.group_advantages(rewards), half / (own + 1e-4))
-    with pytest.raises(InputError, match="supported: group, batch, none"):
-        policy.group_advantages(rewards, "all")
-    with pytest.raises(InputError, match="supported: grpo, bnpo"):
-        policy.ratios("ppo", rewards, rewards, rewards > 0)
-
-
 # ---- completions ----
 
 
