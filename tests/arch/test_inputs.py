@@ -61,6 +61,11 @@ FORWARD: dict[str, tuple[dict[str, Any], str]] = {
     "shifted labels: too short": (dict(input_ids=IDS, shift_labels=IDS[:, 1:]), "that of the ids"),
     "cache position: not after the cache": (dict(input_ids=IDS, cache_position=POSITIONS[0] + 1), "0 to 4 of the new"),
     "router of a model without": (dict(input_ids=IDS, output_router_logits=True), "no router"),
+    "loss function: without labels": (dict(input_ids=IDS, loss_function=print), "needs labels, neither logits"),
+    "loss function: and logits": (
+        dict(input_ids=IDS, labels=IDS, loss_function=print, return_logits=True), "needs labels, neither logits"),
+    "loss function: and log probabilities": (
+        dict(input_ids=IDS, labels=IDS, loss_function=print, return_logprobs=True), "needs labels, neither logits"),
     "attention weights": (dict(input_ids=IDS, output_attentions=True), "never in memory"),
     "a tuple for an output": (dict(input_ids=IDS, return_dict=False), "not supported"),
 }  # fmt: skip
@@ -80,6 +85,12 @@ def refused(work: Callable[[], object], words: str) -> None:
 def test_a_bad_forward_is_refused(model, name):
     options, words = FORWARD[name]
     refused(lambda: model(**options), words)
+
+
+def test_a_loss_function_of_a_head_that_is_wrapped_is_refused():
+    model = make_model()
+    model.lm_head = torch.nn.Linear(H, V)
+    refused(lambda: model(IDS, labels=IDS, loss_function=print), "a head that no adapter wraps")
 
 
 def test_a_cache_of_fewer_layers_is_refused_before_it_changes():

@@ -14,7 +14,6 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
-from ligermodels.text import Tokenizer
 from tests.recipes import losses, runs
 from tests.recipes.runs import SAMPLED, completions, metrics, run
 
@@ -71,16 +70,6 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
         torch.testing.assert_close(sums[name], (value.detach(), number))
 
 
-def test_a_loss_function_that_cannot_be_called_is_refused():
-    model, ids = losses.model(), torch.arange(9)[None]
-    for given in ({}, {"labels": ids, "return_logits": True}, {"labels": ids, "return_logprobs": True}):
-        with pytest.raises(InputError, match="loss_function needs labels, neither logits"):
-            model(ids, loss_function=print, **given)
-    model.lm_head = torch.nn.Linear(32, 61).double()
-    with pytest.raises(InputError, match="a head that no adapter wraps"):
-        model(ids, labels=ids, loss_function=print)
-
-
 @pytest.mark.parametrize(("says", "change"), [
     ("the teacher has another tokenizer: 2 tokens differ", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
     ("the teacher has another tokenizer: 0 tokens differ", lambda _, splits: splits.update(add_prefix_space=True)),
@@ -101,64 +90,59 @@ ON_POLICY = (*SAMPLED, "--on-policy", "--max-completion-length", "9")
 
 
 def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
-    flags = (
-        "--eval-data",
-        home / "chats.jsonl",
-        "--eval-steps",
-        "6",
-        "--learning-rate",
-        "6e-3",
-        "--max-steps",
-        "12",
-        "--show",
-        "2",
-    )
-    assert run(home, home / "own", "distill", *ON_POLICY, "--eval-share", "0", *flags) == 0
-    said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
+    out, rows = home / "own", ("--eval-data", home / "chats.jsonl", "--eval-share", "0", "--eval-steps", "6")
+    flags = (*rows, "--learning-rate", "6e-3", "--max-steps", "12", "--show", "2")
+    assert run(home, out, "distill", *ON_POLICY, *flags) == 0
+    said, told, losses = capsys.readouterr().err, metrics(out, "eval_divergence"), metrics(out)
     assert losses[12] < 0.75 * losses[1]  # of the samples
     assert told[12] < 0.85 * told[0]  # of the rows' answers, with the line break after them, which no sample has
-    lines = completions(home / "own")
-    assert len(lines) == 12 * 4 and said.count(", sampled, reward 0:\n") == 2
-    assert lines[0]["prompt"][-1]["role"] == "user"
-    lengths = metrics(home / "own", "completion_length")
+    lines, lengths = completions(out), metrics(out, "completion_length")
+    assert len(lines) == 12 * 4 and lines[0]["prompt"][-1]["role"] == "user"
+    assert said.count(", sampled, reward 0:\n") == 2
     assert lengths[1] == sum(line["tokens"] for line in lines[:4]) / 4
-    trained = metrics(home / "own", "trained_tokens")
-    assert trained[1] == 4 * lengths[1] and metrics(home / "own", "truncated").keys() == losses.keys()
+    assert metrics(out, "trained_tokens")[1] == 4 * lengths[1] and metrics(out, "truncated").keys() == losses.keys()
     assert "1 of each prompt, at most 9 tokens, temperature 1\n" in said
     assert "12; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
 
 
 ASKED = [{"role": "user", "content": "Say a."}]
 SAID = [{"role": "assistant", "content": "a"}]
-ROWS = {
-    "messages": {"messages": ASKED + SAID},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Say a."}, {"from": "gpt", "value": "a"}]},
-    "alpaca": {"instruction": "Say a.", "output": "a"},
-    "prompt-completion": {"prompt": ASKED, "completion": SAID},
+LONGER = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
+ROWS = {  # the row, what is asked, and whether it has an answer for evaluations
+    "messages": ({"messages": ASKED + SAID}, ASKED, True),
+    "alpaca": ({"instruction": "Say a.", "output": "a"}, ASKED, True),
+    "prompt-completion": ({"prompt": ASKED, "completion": SAID}, ASKED, True),
+    "prompt": ({"prompt": ASKED}, ASKED, False),
+    "turns": ({"messages": LONGER + SAID}, LONGER, True),
+    "no answer": ({"messages": LONGER}, LONGER, False),
+    "text": ({"prompt": "Say", "completion": " a"}, "Say", True),
 }
 
 
-def data_of(home, write, *rows, **options):
-    given = dict(model=str(home / "model"), teacher=str(home / "model"), data=str(write("rows.jsonl", list(rows))))
-    tokenizer = Tokenizer.from_hub(home / "model")
-    return runs.data_of("distill", tokenizer, max_completion_length=9, on_policy=True, **given, **options)
+def data_of(tokenizer, home, write, *rows, **options):
+    model, data = str(home / "model"), str(write("rows.jsonl", list(rows)))
+    given = dict(model=model, teacher=model, data=data, max_completion_length=9, on_policy=True)
+    return runs.data_of("distill", tokenizer, **given, **options)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_asked_and_what_an_evaluation_reads(home, write, name):
+def test_what_is_asked_and_what_an_evaluation_reads(home, tokenizer, write, name):
     """The last answer is cut off, where there is one; evaluations read what sft trains on."""
-    tokenizer, row = Tokenizer.from_hub(home / "model"), ROWS[name]
-    data = data_of(home, write, row)
-    prompt, evaluated = next(data.train)[0], data.recipe.process_evaluation(row)
-    assert prompt.ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
-    assert prompt.where.endswith("rows.jsonl:1")
-    assert evaluated == encode(read(row), tokenizer) and evaluated.ids[: len(prompt.ids)] == prompt.ids
+    row, asked, has_answer = ROWS[name]
+    data = data_of(tokenizer, home, write, row)
+    prompt = next(data.train)[0]
+    is_text = isinstance(asked, str)
+    ids = tokenizer.encode(asked) if is_text else tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    assert prompt.ids == ids and prompt.where.endswith("rows.jsonl:1")
+    if has_answer:
+        evaluated = data.recipe.process_evaluation(row)
+        assert evaluated == encode(read(row), tokenizer) and evaluated.ids[: len(ids)] == ids
 
 
-def test_what_a_step_trains_on(home, write):
+def test_what_a_step_trains_on(home, tokenizer, write):
     """Samples at their temperature."""
     rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
-    data = data_of(home, write, *rows)
+    data = data_of(tokenizer, home, write, *rows)
     prompts = [next(data.train)[0] for _ in rows]
     model = losses.model(vocab_size=600).float()
 
@@ -174,27 +158,14 @@ def test_what_a_step_trains_on(home, write):
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
 
 
-def test_prompts_need_no_answer(home, write):
-    tokenizer = Tokenizer.from_hub(home / "model")
-    longer = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
-    for row, messages in (
-        ({"prompt": ASKED}, ASKED),
-        ({"messages": longer}, longer),
-        ({"messages": longer + SAID}, longer),
-    ):
-        prompt = next(data_of(home, write, row).train)[0]
-        assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    assert next(data_of(home, write, {"prompt": "Say", "completion": " a"}).train)[0].ids == tokenizer.encode("Say")
-
-
 @pytest.mark.parametrize("says, rows, options", [
     ("rows.jsonl:[12]: .*", [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
     ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
     ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
     ("rows.jsonl:1: prompt: it has 60 tokens, and with max_completion_length=9 more", [{"prompt": "a" * 60}], {}),
 ], ids=str)  # fmt: skip
-def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
+def test_rows_that_cannot_be_asked_are_named(home, tokenizer, write, says, rows, options):
     with pytest.raises(InputError, match=says):
-        data = data_of(home, write, *rows, **options)
+        data = data_of(tokenizer, home, write, *rows, **options)
         data.count()
         data.evaluation()

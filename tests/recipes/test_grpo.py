@@ -1,6 +1,4 @@
-"""GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_grpo_trl.py."""
-
-import dataclasses
+"""GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_trl.py."""
 
 import pytest
 import torch
@@ -30,32 +28,35 @@ def rewarded(*sizes):
     return found
 
 
-def plain(model, completions, options, old, ref, temperature, dropped):
-    """The loss of completions one by one, from all logits; old, ref: functions of (n, log probabilities)."""
+def logprobs(model, one, temperature):
+    """Of the tokens of a completion, from all logits."""
+    logits = model(torch.tensor([one.prompt.ids + one.ids])).logits[0, one.prompt.size - 1 : -1] / temperature
+    return logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)]
+
+
+def plain(model, reference, completions, o, shifts):
+    """The loss of completions one by one. shifts: what the log probabilities were higher by when they were sampled."""
     per_token, lengths = [], []
-    for n, one in enumerate(completions):
-        if one in dropped:
+    for one, shift in zip(completions, shifts, strict=True):
+        if one.truncated:
             per_token.append(torch.zeros(1, dtype=torch.float64))
             lengths.append(0)
             continue
-        ids = torch.tensor([one.prompt.ids + one.ids])
-        logits = model(ids).logits[0, one.prompt.size - 1 : -1] / temperature
-        logp = logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)]
-        before, reference, a = old(n, logp.detach()), ref(n, logp.detach()), one.advantage
-        r = (logp - before).mean().exp() if options.loss_type == "gspo" else (logp - before).exp()
-        if options.loss_type == "cispo":
-            loss = -torch.clamp(r, max=options.clip["high"]).detach() * a * logp
+        logp, a = logprobs(model, one, o.temperature), one.advantage
+        ref = logprobs(reference, one, o.temperature).detach()
+        r = logp - logp.detach() - shift
+        r = r.mean().exp() if o.loss_type == "gspo" else r.exp()
+        if o.loss_type == "cispo":
+            loss = -torch.clamp(r, max=o.clip["high"]).detach() * a * logp
         else:
-            loss = torch.max(-r * a, -torch.clamp(r, 1 - options.clip["low"], 1 + options.clip["high"]) * a)
-        kl = (reference - logp).exp() - (reference - logp) - 1
-        per_token.append((loss + options.beta * r * kl).expand(len(one.ids)))
+            loss = torch.max(-r * a, -torch.clamp(r, 1 - o.clip["low"], 1 + o.clip["high"]) * a)
+        kl = (ref - logp).exp() - (ref - logp) - 1
+        per_token.append((loss + o.beta * r * kl).expand(len(one.ids)))
         lengths.append(len(one.ids))
-    if options.loss_type in ("grpo", "gspo"):
+    if o.loss_type in ("grpo", "gspo"):
         return sum(part.mean() for part in per_token) / len(completions)
-    total = sum(part.sum() for part in per_token)
-    return total / (
-        len(completions) * options.max_completion_length if options.loss_type == "dr_grpo" else sum(lengths)
-    )
+    divisor = len(completions) * o.max_completion_length if o.loss_type == "dr_grpo" else sum(lengths)
+    return sum(part.sum() for part in per_token) / divisor
 
 
 def options_of(**given):
@@ -73,10 +74,8 @@ def grpo_of(options, tokenizer, reward=len):
 @pytest.mark.parametrize("loss", policy.LOSSES)
 def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family, packing):
     """Off-policy, so that ratios are clipped; with a softcap and a temperature; truncated completions left out."""
-    options = options_of(
-        loss_type=loss, beta=0.3, temperature=0.8, epsilon=0.1, packing=packing, mask_truncated_completions=True
-    )
-    options = dataclasses.replace(options, epsilon_high=1.05 if loss == "cispo" else 0.15)
+    how = dict(beta=0.3, temperature=0.8, epsilon=0.1, epsilon_high=1.05 if loss == "cispo" else 0.15)
+    options = options_of(loss_type=loss, packing=packing, mask_truncated_completions=True, **how)
     model, reference = losses.model(family), losses.model(family, seed=1)
     completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
     of = grpo_of(options, byte_level)
@@ -84,13 +83,7 @@ def test_loss_and_gradients_are_those_of_the_formula(byte_level, loss, family, p
     shifts = [
         torch.linspace(-0.3, 0.2, len(one.ids), dtype=torch.float64) * (-1) ** n for n, one in enumerate(completions)
     ]
-    references = []
-    for one in completions:
-        logits = reference(torch.tensor([one.prompt.ids + one.ids])).logits[0, one.prompt.size - 1 : -1].detach() / 0.8
-        references.append(logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)])
-    expected = plain(
-        model, completions, options, lambda n, logp: logp + shifts[n], lambda n, _: references[n], 0.8, completions[2:3]
-    )
+    expected = plain(model, reference, completions, options, shifts)
     gradients = losses.gradients(model, expected)
     with torch.no_grad():  # what the first step keeps
         first = dict(batch)
@@ -151,50 +144,52 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert len(drawn(model, prompts, 3, rows=3)) == 9
 
 
-def test_rewards_of_files(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text(
-        "def reward(completions, **others):\n    return [len(text) for text in completions]\n"
-        "def right(completions, answer):\n    return [None if a is None else float(c == a) for c, a in "
-        "zip(completions, answer)]\n"
-        "def fails(completions, answer):\n    return [1 / (c != 'bad') for c in completions]\n"
-        "def few(completions):\n    return [1]\n"
-        "def nan(completions):\n    return [float('nan')] * len(completions)\n"
-        "def silent(completions):\n    return [None] * len(completions)\n"
-        "def lazy(completions):\n    yield 1.0\n    raise KeyError(completions[0])\n"
-        "def nothing(completions):\n    pass\n"
-    )
+FUNCTIONS = """
+def reward(completions, **others): return [len(text) for text in completions]
+def right(completions, answer): return [None if a is None else float(c == a) for c, a in zip(completions, answer)]
+def fails(completions, answer): return [1 / (c != 'bad') for c in completions]
+def few(completions): return [1]
+def nan(completions): return [float('nan')] * len(completions)
+def silent(completions): return [None] * len(completions)
+def lazy(completions): yield 1.0; raise KeyError(completions[0])
+def nothing(completions): pass
+"""
+WRONG = {
+    "fails": r"fails failed at .*rewards.py:4, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
+    "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
+    "nan": r"the reward nan returned nan for a completion of x.jsonl:1",
+    "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
+    "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
+    "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
+    "other": "has no function other; it has reward, right, fails",
+}
 
-    def judged(rewards):
-        rows = zip(["good", "bad"], ["good", None], ["x.jsonl:1", "x.jsonl:2"], strict=True)
-        found = [Completion(Prompt([1], [], columns={"answer": answer}, where=where), [n], text, False)
-                 for n, (text, answer, where) in enumerate(rows)]  # fmt: skip
-        rewards.judge(found, chat=False)
-        return found
 
-    both = judged(Rewards.load([str(file), f"{file}:right"], (1.0, 10.0)))
+def judged(sources, weights=()):
+    """Two completions, with what the functions say of them."""
+    rows = zip(["good", "bad"], ["good", None], ["x.jsonl:1", "x.jsonl:2"], strict=True)
+    found = [
+        Completion(Prompt([1], [], columns={"answer": answer}, where=where), [n], text, False)
+        for n, (text, answer, where) in enumerate(rows)
+    ]
+    Rewards.load(sources, weights).judge(found, chat=False)
+    return found
+
+
+def test_rewards_of_files(write):
+    file = write("rewards.py", FUNCTIONS)
+    both = judged([str(file), f"{file}:right"], (1.0, 10.0))
     assert [one.rewards for one in both] == [{"reward": 4, "right": 1}, {"reward": 3, "right": None}]
     assert [one.reward for one in both] == [14, 3]
-    for name, says in {
-        "fails": r"fails failed at .*rewards.py:6, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
-        "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
-        "nan": r"the reward nan returned nan for a completion of x.jsonl:1",
-        "lazy": r"the reward lazy failed at .*rewards.py:15, .*: KeyError: 'good'",
-        "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
-        "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
-    }.items():
-        with pytest.raises(InputError, match=says):
-            judged(Rewards.load([f"{file}:{name}"]))
+    broken = write("broken.py", "import math\nimport nothing_like_it")
     for source, says in {
-        f"{file}:other": "has no function other; it has reward, right, fails",
-        str(tmp_path / "no.py"): "there is no file",
+        **{f"{file}:{name}": says for name, says in WRONG.items()},
+        "no.py": "there is no file",
         "reward": "there is no file .; give FILE.py",
+        str(broken): "cannot be imported: ModuleNotFoundError",
     }.items():
         with pytest.raises(InputError, match=says):
-            Rewards.load([source])
-    (tmp_path / "broken.py").write_text("import math\nimport nothing_like_it")
-    with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
-        Rewards.load([str(tmp_path / "broken.py")])
+            judged([source])
 
 
 def test_a_reward_of_messages_gets_messages(byte_level):
