@@ -9,7 +9,6 @@ import pytest
 from tests.processes import Child
 from tests.recipes.runs import all_metrics, metrics, reached, train, weights
 
-KILLS = 20
 STEPS = "--max-length 64 --accumulation 2 --max-steps 20 --learning-rate 3e-3 --warmup-steps 2 --resume".split()
 RUNS = {
     "full": ("--eval-share", "0.2", "--save-steps", "2", "--eval-steps", "3"),
@@ -17,21 +16,22 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys):
-    """Twenty kills, over as many runs as they take, at moments from the first line of Python to the last."""
+@pytest.mark.parametrize("name, wanted", [
+    ("full", 4), pytest.param("full", 20, marks=pytest.mark.slow), pytest.param("adapters", 20, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_runs_killed_at_random_moments_end_with_the_same_bits(home, tmp_path, name, wanted):
+    """So many kills, over as many runs as they take, at moments from the first line of Python to the last."""
     flags, seed = (*STEPS, *RUNS[name]), random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")  # pytest shows it where the test fails
-    rng, undisturbed = random.Random(seed), home / f"{name}, undisturbed"
-    Child(lambda: train(home, home / "warm", *flags)).wait()  # what is imported late, and the files that are read
+    rng, undisturbed = random.Random(seed), tmp_path / "undisturbed"
+    Child(lambda: train(home, tmp_path / "warm", *flags)).wait()  # what is imported late, and the files that are read
     start = time.monotonic()
     assert train(home, undisturbed, *flags) == 0
     whole = time.monotonic() - start
     kills, runs = [], 0
-    while len(kills) < KILLS:
+    while len(kills) < wanted:
         runs += 1
-        out, ended = home / f"{name} {runs}", False
+        out, ended = tmp_path / str(runs), False
         while not ended:
             child, after = Child(lambda out=out: train(home, out, *flags)), rng.uniform(0, 0.7 * whole)
             time.sleep(after)
@@ -40,13 +40,13 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys
             ended = status == 0
             assert ended or status == -signal.SIGKILL
             kills += [] if ended else [(runs, max(metrics(out), default=0) if (out / "metrics.jsonl").is_file() else 0)]
-            if len(kills) == KILLS:
+            if len(kills) == wanted:
                 break
         assert train(home, out, *flags) == 0
         assert weights(out) == weights(undisturbed)
         assert all_metrics(out) == all_metrics(undisturbed)
-        found, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (out, undisturbed))
-        assert found == wanted  # nothing half-written is left
+        ours, theirs = (sorted(path.name for path in folder.iterdir()) for folder in (out, undisturbed))
+        assert ours == theirs  # nothing half-written is left
     print(f"{name}: {len(kills)} kills in {runs} runs, after (run, step) {kills}")
 
 

@@ -1,42 +1,93 @@
 """`ligermodels train` as a user types it: what it learns, writes and says, on one process and on two."""
 
-import functools
+import contextlib
+import io
 import json
 import re
 import shlex
 import shutil
+from functools import partial
 
 import pytest
 import torch
+import transformers
+import yaml
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import ligermodels
 from ligermodels import Mixtral, Qwen3_5, Tokenizer, recipes
 from ligermodels.cli import main
-from ligermodels.recipes import memory
+from ligermodels.recipes import memory, report
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
-from tests.recipes.runs import CHATS, LEARN, answer, check_answers, check_same, metrics, on_two, train, weights
+from tests.recipes.runs import (
+    CHATS,
+    LEARN,
+    answer,
+    check_answers,
+    check_same,
+    metrics,
+    on_two,
+    options_of,
+    train,
+    weights,
+)
 
 FEW = "--max-length 64 --accumulation 2 --max-steps 5 --learning-rate 3e-3 --warmup-steps 0".split()
 
 
-def test_sft_learns_what_the_assistant_says(home, capsys):
-    assert train(home, "sft", *LEARN, "--num-train-epochs", "20", "--eval-share", "0.25", "--show", "2") == 0
-    out, said = capsys.readouterr()
-    assert out == f"{home / 'sft' / 'model'}\n"
+@pytest.fixture(scope="module")
+def tuned(home):
+    """The folder of a run of sft, with what the command said."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
+        flags = ("--num-train-epochs", "20", "--eval-share", "0.25", "--show", "2")
+        assert train(home, "sft", *LEARN, *flags) == 0
+    return home / "sft", out.getvalue(), said.getvalue()
+
+
+def test_sft_learns_what_the_assistant_says(tuned):
+    folder, out, said = tuned
+    assert out == f"{folder / 'model'}\n"
     assert "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said  # what is trained
-    losses = metrics(home / "sft")
+    losses, evaluated = metrics(folder), metrics(folder, "eval_loss")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
-    folder = home / "sft" / "model"
-    check_answers(folder, ligermodels.load(folder))
-    card = (folder / "README.md").read_text()
-    for words in (" GiB |", "12 rows of messages", "| best evaluation |", "learning_rate: 0.004"):
+    check_answers(folder / "model", ligermodels.load(folder / "model"))
+    card, best = (folder / "model" / "README.md").read_text(), min(evaluated, key=evaluated.get)
+    for words in (" GiB |", "12 rows of messages", f"{evaluated[best]:.4f}, after step {best}", "learning_rate: 0.004"):
         assert words in card
-    saved = SFTOptions.load(home / "sft" / "options.yaml")
+    saved = SFTOptions.load(folder / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
+
+
+def test_transformers_opens_the_tuned_model(tuned):
+    folder = tuned[0] / "model"
+    tokenizer, text = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_hub(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    asked = text.apply_chat_template(CHATS[0][:1], add_generation_prompt=True)
+    assert asked == tokenizer.apply_chat_template(CHATS[0][:1], add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        expected, found = (model(torch.tensor([asked])).logits for model in (theirs, ligermodels.load(folder)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
+def test_files_have_the_mode_of_new_ones(tuned, tmp_path):
+    """Not that of temporary files, which nobody but their owner reads."""
+    (tmp_path / "new").touch()
+    modes = {path.stat().st_mode: path for path in tuned[0].rglob("*") if path.is_file()}
+    assert set(modes) == {(tmp_path / "new").stat().st_mode}, modes
+
+
+def test_the_head_of_a_card(tmp_path):
+    options = options_of("sft", model="someone/base", data="someone/chats:clean", lora_r=8)
+    (folder := tmp_path / "adapter").mkdir()
+    report.write_card(options, {}, folder)
+    head = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
+    assert head == {
+        "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "lora", "ligermodels"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("quantize", [pytest.param(None, marks=pytest.mark.slow), "nf4"])
@@ -61,71 +112,57 @@ def test_kinds_of_adapters(home, tmp_path):
     assert metrics(tmp_path)[5] < metrics(tmp_path)[1]
 
 
-EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-
-
-def train_another(home, tmp_path, flags, model_class, prepare=lambda model: None, **changes):
-    """A checkpoint with the home's tokenizer, trained on one process, and on two that share it, into one/ and two/.
-
-    prepare: changes the model before it is saved.
-    """
-    folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
-    shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-    values = {name: value for name, value in (config | changes).items() if value is not None}
-    model = model_class.from_config(values, seed=0, dtype=torch.float32, device="cpu")
-    prepare(model)
-    model.save_pretrained(folder)
-    assert train(home, tmp_path / "one", *FEW, *flags, model=folder) == 0
-    on_two(tmp_path, functools.partial(train, home, tmp_path / "two", *FEW, *flags, model=folder))
-    check_same(tmp_path / "two", tmp_path / "one")
-    assert metrics(tmp_path / "one")[5] < metrics(tmp_path / "one")[1]
-    return folder
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [("--activations", "block"), pytest.param(("--lora-r", "4", "--quantize", "nf4"), marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_a_hybrid(home, tmp_path, flags):
-    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
-    changes = dict(model_type="qwen3_5_text", num_hidden_layers=4, mlp_bias=None)
-    train_another(home, tmp_path, flags, Qwen3_5, **sizes, **changes)
-
-
 def tensors(folder):
     return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
-@pytest.mark.parametrize("flags", [("--mtp-loss-weight", "0.3"), ()], ids=["trained", "copied"])
-def test_a_layer_for_multi_token_prediction(home, tmp_path, flags):
-    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
-    changes = dict(model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, mlp_bias=None)
-    source = train_another(home, tmp_path, flags, Qwen3_5, add_mtp, **sizes, **changes)
-    before = {name: x for name, x in tensors(source).items() if name.startswith("mtp.")}
-    for run_of in ("one", "two"):
-        after = tensors(tmp_path / run_of / "model")
-        same = [torch.equal(after[name], x) for name, x in before.items()]
-        assert len(same) == 15 and (all(same) if not flags else not any(same))
+def check_mtp(folder, out, *, is_trained):
+    before = {name: x for name, x in tensors(folder).items() if name.startswith("mtp.")}
+    after = tensors(out / "model")
+    same = [torch.equal(after[name], x) for name, x in before.items()]
+    assert len(same) == 15 and (not any(same) if is_trained else all(same))
 
 
-def test_adapters_of_experts(home, tmp_path):
-    flags = ("--lora-r", "4", "--lora-target-parameters", ",".join(EXPERTS))
-    changes = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)
-    folder = train_another(home, tmp_path, flags, Mixtral, **changes)
-    bases = [ligermodels.load(folder, dtype=torch.float32) for _ in range(2)]
-    one, two = (
-        load_adapter(base, tmp_path / name / "adapter") for base, name in zip(bases, ("one", "two"), strict=True)
-    )
-    weights_of_two, experts = dict(two.named_parameters()), 0
-    for name, weight in one.named_parameters():
-        if "proj_adapter.lora_" in name:
-            experts += 1
-            assert weight.count_nonzero() and (weights_of_two[name] - weight).norm() < 1e-2 * weight.norm(), name
-    assert experts == 4 * one.config.num_hidden_layers
-    options = SFTOptions(**SFTOptions.load(tmp_path / "one" / "options.yaml"))
-    trained = sum(p.numel() for name, p in one.named_parameters() if "lora_" in name)
-    assert trained == memory.adapter_parameters(one, options)
+def check_experts(folder, out):
+    model = load_adapter(ligermodels.load(folder, dtype=torch.float32), out / "adapter")
+    adapters = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+    experts = [weight for name, weight in adapters.items() if "proj_adapter.lora_" in name]
+    assert len(experts) == 4 * model.config.num_hidden_layers and all(weight.count_nonzero() for weight in experts)
+    options = SFTOptions(**SFTOptions.load(out / "options.yaml"))
+    assert sum(weight.numel() for weight in adapters.values()) == memory.adapter_parameters(model, options)
+
+
+MIXTRAL = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)
+HYBRID = dict(
+    model_type="qwen3_5_text", num_hidden_layers=2, full_attention_interval=2, mlp_bias=None, linear_num_key_heads=2,
+    linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+)  # fmt: skip
+OTHERS = {  # class, changes of the home's config, what is added to the model, options, what is checked beside
+    "mtp, trained": (Qwen3_5, HYBRID, add_mtp, ("--mtp-loss-weight", "0.3"), partial(check_mtp, is_trained=True)),
+    "mtp, copied": (Qwen3_5, HYBRID, add_mtp, ("--activations", "block"), partial(check_mtp, is_trained=False)),
+    "hybrid, nf4": (Qwen3_5, HYBRID, None, ("--lora-r", "4", "--quantize", "nf4"), None),
+    "experts": (Mixtral, MIXTRAL, None, ("--lora-r", "4", "--lora-target-parameters",
+                                         "experts.gate_up_proj,experts.down_proj", "--merge"), check_experts),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "nf4" in n else ()) for n in OTHERS])
+def test_other_architectures_on_one_process_and_on_two(home, tmp_path, name):
+    model_class, changes, prepare, flags, check = OTHERS[name]
+    folder, config = tmp_path / "model", json.loads((home / "model" / "config.json").read_text())
+    shutil.copytree(home / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    values = {key: value for key, value in (config | changes).items() if value is not None}
+    model = model_class.from_config(values, seed=0, dtype=torch.float32, device="cpu")
+    if prepare:
+        prepare(model)
+    model.save_pretrained(folder)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train(home, one, *FEW, *flags, model=folder) == 0
+    on_two(tmp_path, lambda: train(home, two, *FEW, *flags, model=folder))
+    check_same(two, one)
+    assert metrics(one)[5] < metrics(one)[1]
+    for out in (one, two) if check else ():
+        check(folder, out)
 
 
 def test_pretrain_learns_text_from_random_weights(home, capsys):
@@ -152,16 +189,10 @@ def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
     check_same(two, one)
 
 
-def test_a_file_of_options_and_a_dry_run(home, capsys):
-    file = home / "recipe.yaml"
-    values = {
-        "model": str(home / "model"),
-        "data": str(home / "chats.jsonl"),
-        "output_dir": str(home / "dry"),
-        "num_train_epochs": 2,
-    }
+def test_a_file_of_options_and_a_dry_run(home, tmp_path, capsys):
+    file, out = tmp_path / "recipe.yaml", tmp_path / "dry"
     file.write_text(
-        "\n".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "\nlearning_rate: 1e-4\n"
+        f"model: {home}/model\ndata: {home}/chats.jsonl\noutput_dir: {out}\nnum_train_epochs: 2\nlearning_rate: 1e-4"
     )
     argv = ["train", "sft", "--config", str(file), "--dry-run", "--max-length", "64", "--show", "1", "--lora-r", "4"]
     assert main(argv) == 0
@@ -172,9 +203,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
         "504 a pass", "GiB", "\nbatch_tokens: 64\n", '\nactivations: "none"\n',
     ):  # fmt: skip
         assert words in plan
-    assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
-    assert main([*argv, "--learning-rate", "3e-4"]) == 0
-    assert "\nlearning_rate: 0.0003\n" in capsys.readouterr().out
+    assert "[a<|im_end|>\n]" in said and not out.exists()
 
 
 def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, capsys):
