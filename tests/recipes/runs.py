@@ -136,18 +136,14 @@ def check_same(ours, theirs):
                 torch.testing.assert_close(found[key], weight, rtol=1e-3, atol=1e-4)
 
 
-def answer(model, tokenizer, prompt):
-    ids = torch.tensor([prompt])
-    out = model.eval().generate(ids, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids))
-    return tokenizer.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True)
-
-
 def check_answers(folder, model):
     """The model says what CHATS taught it."""
     tokenizer = ligermodels.Tokenizer.from_hub(folder)
     for user, assistant in CHATS:
         prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True)
-        assert answer(model, tokenizer, prompt) == assistant["content"]
+        stops = list(tokenizer.chat_stop_ids)
+        out = model.eval().generate(torch.tensor([prompt]), max_new_tokens=8, eos_token_id=stops)
+        assert tokenizer.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True) == assistant["content"]
 
 
 def fake_sample(model, prompts, copies, *, stop_ids, **unused):

@@ -15,7 +15,7 @@ from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import encode
 from tests.recipes import losses, runs
-from tests.recipes.runs import SAMPLED, completions, metrics, run
+from tests.recipes.runs import SAMPLED, run
 
 OPTIONS = dict(beta=1.0, temperature=1.0, hard_weight=0.0)
 
@@ -79,31 +79,12 @@ def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says,
     values = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
     change(values["model"]["vocab"], values["pre_tokenizer"])
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(values))
-    for flags in ((), ON_POLICY):
+    for flags in ((), (*SAMPLED, "--on-policy")):
         assert run(home, tmp_path / "out", "distill", "--teacher", tmp_path / "teacher", *flags) == 3
         assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- on-policy ----
-
-ON_POLICY = (*SAMPLED, "--on-policy", "--max-completion-length", "9")
-
-
-def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
-    out, rows = home / "own", ("--eval-data", home / "chats.jsonl", "--eval-share", "0", "--eval-steps", "6")
-    flags = (*rows, "--learning-rate", "6e-3", "--max-steps", "12", "--show", "2")
-    assert run(home, out, "distill", *ON_POLICY, *flags) == 0
-    said, told, losses = capsys.readouterr().err, metrics(out, "eval_divergence"), metrics(out)
-    assert losses[12] < 0.75 * losses[1]  # of the samples
-    assert told[12] < 0.85 * told[0]  # of the rows' answers, with the line break after them, which no sample has
-    lines, lengths = completions(out), metrics(out, "completion_length")
-    assert len(lines) == 12 * 4 and lines[0]["prompt"][-1]["role"] == "user"
-    assert said.count(", sampled, reward 0:\n") == 2
-    assert lengths[1] == sum(line["tokens"] for line in lines[:4]) / 4
-    assert metrics(out, "trained_tokens")[1] == 4 * lengths[1] and metrics(out, "truncated").keys() == losses.keys()
-    assert "1 of each prompt, at most 9 tokens, temperature 1\n" in said
-    assert "12; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
-
 
 ASKED = [{"role": "user", "content": "Say a."}]
 SAID = [{"role": "assistant", "content": "a"}]
@@ -158,14 +139,9 @@ def test_what_a_step_trains_on(home, tokenizer, write):
     assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
 
 
-@pytest.mark.parametrize("says, rows, options", [
-    ("rows.jsonl:[12]: .*", [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
-    ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
-    ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
-    ("rows.jsonl:1: prompt: it has 60 tokens, and with max_completion_length=9 more", [{"prompt": "a" * 60}], {}),
-], ids=str)  # fmt: skip
-def test_rows_that_cannot_be_asked_are_named(home, tokenizer, write, says, rows, options):
-    with pytest.raises(InputError, match=says):
-        data = data_of(tokenizer, home, write, *rows, **options)
-        data.count()
-        data.evaluation()
+def test_rows_that_cannot_be_asked_are_named(home, tokenizer, write):
+    """Those that differ from grpo's, which are in test_bad_inputs.py."""
+    with pytest.raises(InputError, match=r"rows.jsonl:[12]: .*"):
+        data_of(tokenizer, home, write, {"prompt": "a"}, {"prompt": "b"}, eval_share=0.5).evaluation()
+    with pytest.raises(InputError, match=r"rows.jsonl:2: prompt: expected messages, as in the first row"):
+        data_of(tokenizer, home, write, {"messages": ASKED}, {"messages": SAID}).count()

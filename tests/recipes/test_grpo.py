@@ -209,8 +209,15 @@ def test_a_reward_that_fails_loses_nothing_and_a_constant_one_teaches_nothing(ho
         return run(home, tmp_path / out, "grpo", "--reward-funcs", home / "fails.py", *flags)
 
     (home / "fails.py").write_text("def reward(prompts, completion_ids, **others):\n    return [0.5] * len(prompts)\n")
-    assert train("whole") == 0
-    assert set(metrics(tmp_path / "whole").values()) == {0}
+    assert train("whole", "--show", "2") == 0
+    whole, said = tmp_path / "whole", capsys.readouterr().err
+    assert set(metrics(whole).values()) == {0}
+    assert "4 of each prompt, at most 5 tokens, temperature 1\n" in said
+    assert "4; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
+    assert said.count(", sampled, reward 0.5:\n") == 2
+    lines, lengths = completions(whole), metrics(whole, "completion_length")
+    assert len(lines) == 4 * 16 and lengths[1] == sum(line["tokens"] for line in lines[:16]) / 16
+    assert metrics(whole, "trained_tokens")[1] == 16 * lengths[1]
     (home / "fails.py").write_text(
         f"import pathlib{REWARD}"
         f"third = pathlib.Path({str(tmp_path / 'out/completions/rollout-000001.jsonl')!r})\nown = reward\n"

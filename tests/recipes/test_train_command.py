@@ -25,7 +25,6 @@ from ligermodels.training import add_mtp, load_adapter
 from tests.recipes.runs import (
     CHATS,
     LEARN,
-    answer,
     check_answers,
     check_same,
     metrics,
@@ -165,18 +164,6 @@ def test_other_architectures_on_one_process_and_on_two(home, tmp_path, name):
         check(folder, out)
 
 
-def test_pretrain_learns_text_from_random_weights(home, capsys):
-    flags = "--max-length 128 --accumulation 1 --num-train-epochs 6 --scratch --learning-rate 6e-3 --eval-data".split()
-    assert train(home, "text", *flags, home / "texts.jsonl", recipe="pretrain", data="texts.jsonl") == 0
-    losses, evaluated = metrics(home / "text"), metrics(home / "text", "eval_loss")
-    assert losses[1] > 5 and losses[max(losses)] < 0.5 and evaluated[max(evaluated)] < 0.5
-    folder = home / "text" / "model"
-    model, tokenizer = ligermodels.load(folder), ligermodels.Tokenizer.from_hub(folder)
-    assert answer(model, tokenizer, tokenizer.encode("the quick br")) == "own fox "
-    tokens = metrics(home / "text", "tokens")
-    assert tokens[max(tokens)] > 5.5 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
-
-
 def test_runs_of_one_and_two_processes_resume_each_other(home, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     flags = (*FEW, "--eval-share", "0.3", "--eval-steps", "2", "--save-steps", "3")
@@ -224,15 +211,11 @@ def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
     rows = (home / "chats.jsonl").read_text().splitlines()
     long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
     (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
-    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
+    assert train(home, tmp_path / "out", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
     said = capsys.readouterr().err
-    tokens = len(Tokenizer.from_folder(home / "model").apply_chat_template(json.loads(long)["messages"]))
-    warning = f"warning: rows are cut or left out, such as:\n  {tmp_path / 'some.jsonl'}:6: cut, it has {tokens} tokens"
-    assert said.count("warning: ") == said.count(warning) == 1 and tokens > 99
-    assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "a" / "model" / "README.md").read_text()
-    (tmp_path / "long.jsonl").write_text("\n".join([long] * 8))
-    assert train(home, tmp_path / "b", *FEW, data=tmp_path / "long.jsonl") == 3
-    assert "none of 8 rows trains a token that stops the model" in capsys.readouterr().err
+    warning = f"warning: rows are cut or left out, such as:\n  {tmp_path / 'some.jsonl'}:6: cut, it has "
+    assert said.count("warning: ") == said.count(warning) == 1
+    assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -257,11 +240,6 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
     last = max(metrics(out))
     assert f"stopped after step {last} of 5, which is saved. To continue:" in said and 0 < last < 4
     again = re.search(r"ligermodels (train sft .* --resume --skip-bad)$", said, re.MULTILINE)[1]
-    if ranks == 1:
-        data.write_text(data.read_text().replace('"messages": 3', '"messages": []'))  # mended, so another file
-        assert main(shlex.split(again)) == 3
-        assert "Next step: restore what was before (rows that cannot be read are left out" in capfd.readouterr().err
-        data.write_text(data.read_text().replace('"messages": []', '"messages": 3'))
     on_all(lambda: main(shlex.split(again)), 0)
     assert metrics(out) == metrics(skipped)
     assert weights(out) == weights(skipped)

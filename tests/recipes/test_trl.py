@@ -123,69 +123,43 @@ def rows_in_order(options):
     return [known[tuple(one.sequences[0].ids)] for _ in range(options.max_steps) for one in next(batches)]
 
 
-def preference_trainer(files, tmp_path, kind, rows, steps, *, reference=True, **options):
-    other = {"ref_model": transformers.AutoModelForCausalLM.from_pretrained(files / "model")} if reference else {}
-    batch = dict(per_device_train_batch_size=ROWS, train_sampling_strategy="sequential")
-    return trainer(files, tmp_path, kind, rows, steps, given=other, **batch, **options)
-
-
 REWARDS = {"reward_chosen": "rewards/chosen", "reward_margin": "rewards/margins"}
 WEIGHTS = {"desirable_weight": 1.2, "undesirable_weight": 0.8}
+SMOOTHED = {"loss_type": ["robust"], "label_smoothing": 0.1}
+ORPO, CPO = "trl.experimental.orpo.ORPO", "trl.experimental.cpo.CPO"
 RUNS = [  # recipe, data, TRL's trainer, our options, its options, metrics: ours and its
     *(("dpo", data, "trl.DPO", {}, {}, REWARDS) for data in ("chats", "implicit", "texts")),
     ("dpo", "chats", "trl.DPO", {"length": 30}, {}, {}),  # what is too long is cut
     ("dpo", "chats", "trl.DPO", {"loss_type": "ipo"}, {"loss_type": ["ipo"]}, {}),
-    ("dpo", "chats", "trl.DPO", *[{"loss_type": "sigmoid_norm", "beta": 2.0}] * 2, {}),
-    ("dpo", "chats", "trl.DPO", *[{"loss_type": "robust", "label_smoothing": 0.1}] * 2, {}),
+    ("dpo", "chats", "trl.DPO", {"loss_type": "sigmoid_norm", "beta": 2.0},
+     {"loss_type": ["sigmoid_norm"], "beta": 2.0}, {}),
+    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust"}, SMOOTHED, {}),
     ("dpo", "chats", "trl.DPO", {"sft_weight": 0.3}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {}),
     ("kto", "single", "trl.KTO", WEIGHTS, WEIGHTS, {"kl": "kl"}),
-]
+    # one step of texts, since these trainers tokenise chats otherwise
+    ("orpo", "texts", ORPO, {"steps": 1}, {}, {}),
+    ("cpo", "texts", CPO, {"steps": 1}, {}, {}),
+    ("simpo", "texts", CPO, {"steps": 1}, {"loss_type": "simpo", "cpo_alpha": 0.0}, {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "data", "kind", "ours", "theirs", "names"), RUNS, ids=str)
-def test_fifty_steps_are_trls(files, tmp_path, recipe, data, kind, ours, theirs, names):
+def test_the_steps_of_preferences_are_trls(files, tmp_path, recipe, data, kind, ours, theirs, names):
     options = preferences(files, tmp_path / "ours", recipe, data, **ours)
-    if isinstance(theirs.get("loss_type"), str):
-        theirs = {**theirs, "loss_type": [theirs["loss_type"]]}
-    of = preference_trainer(
-        files, tmp_path, kind, rows_in_order(options), STEPS, max_length=options.max_length, **theirs
-    )
+    reference = transformers.AutoModelForCausalLM.from_pretrained(files / "model")
+    of = trainer(
+        files, tmp_path, kind, rows_in_order(options), options.max_steps, max_length=options.max_length,
+        per_device_train_batch_size=ROWS, train_sampling_strategy="sequential",
+        given={"ref_model": reference} if options.compares else {}, **theirs,
+    )  # fmt: skip
     of.train()
     assert train(find(recipe), options) == 0
     for own, other in {"loss": "loss", "grad_norm": "grad_norm", **names}.items():
         found, expected = list(metrics(tmp_path / "ours", own).values()), logged(of, other)
-        assert len(found) == len(expected) == STEPS
+        assert len(found) == len(expected) == options.max_steps
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), own
-    assert max(logged(of, "loss")) > 1.02 * min(logged(of, "loss"))  # something was learned
-
-
-@pytest.mark.parametrize("data", ["chats", "implicit", "texts"])
-def test_the_tokens_are_trls(files, tmp_path, data):
-    options = preferences(files, tmp_path / "ours", "dpo", data)
-    rows = open_rows(options.data[0])
-    of = preference_trainer(files, tmp_path, "trl.DPO", [rows[n] for n in range(len(rows))], STEPS, max_length=64)
-    recipe = find("dpo")(options, ligermodels.Tokenizer.from_hub(options.model))
-    for n, theirs in enumerate(of.train_dataset):
-        found = recipe.process(rows[n])
-        for sequence, answer in zip(found.sequences, (theirs["chosen_ids"], theirs["rejected_ids"]), strict=True):
-            assert sequence.ids == theirs["prompt_ids"] + answer and found.prompt == len(theirs["prompt_ids"])
-            assert sequence.labels == [-100] * found.prompt + answer
-
-
-@pytest.mark.parametrize(("recipe", "kind", "theirs"), [
-    ("orpo", "trl.experimental.orpo.ORPO", {}),
-    ("cpo", "trl.experimental.cpo.CPO", {}),
-    ("simpo", "trl.experimental.cpo.CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
-])  # fmt: skip
-def test_a_step_without_a_reference_is_trls(files, tmp_path, recipe, kind, theirs):
-    """Loss and gradient of the first step; of texts, since these trainers tokenise chats otherwise."""
-    options = preferences(files, tmp_path / "ours", recipe, "texts", steps=1)
-    rows = rows_in_order(options)
-    of = preference_trainer(files, tmp_path, kind, rows, 1, reference=False, max_length=64, **theirs)
-    of.train()
-    assert train(find(recipe), options) == 0
-    for name in ("loss", "grad_norm"):
-        assert metrics(tmp_path / "ours", name)[1] == pytest.approx(logged(of, name)[0], rel=1e-4)
+    losses = logged(of, "loss")
+    assert len(losses) == 1 or max(losses) > 1.02 * min(losses)  # something was learned
 
 
 # ---- rollouts ----
