@@ -159,10 +159,13 @@ def reached(folder, step, child):
         time.sleep(0.002)
 
 
+NEEDS = {"distill": {"teacher": "t"}, "grpo": {"reward_funcs": ["r.py"]}}
+"""What a recipe needs beside a model, data and a folder."""
+
+
 def options_of(name, **options):
     """The options of a recipe, complete."""
-    needed = {"distill": {"teacher": "t"}, "grpo": {"reward_funcs": ("r.py",)}}.get(name, {})
-    return find(name).Options(**{"model": "m", "data": "d", "output_dir": "o", **needed, **options})
+    return find(name).Options(**{"model": "m", "data": "d", "output_dir": "o", **NEEDS.get(name, {}), **options})
 
 
 def recipe_of(name, **options):

@@ -12,7 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.recipes import RECIPES, find
 from ligermodels.recipes.options import add_flags, fields_of
 from ligermodels.recipes.sft import PretrainOptions, SFTOptions
-from tests.recipes.runs import options_of
+from tests.recipes.runs import NEEDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -79,81 +79,77 @@ def test_the_rate_of_a_recipe():
     assert PretrainOptions(**NEEDED, scratch=True, learning_rate=1e-3).learning_rate == 1e-3
 
 
-WRONG = {
-    "wieght_decay: 1": "sft has no option wieght_decay; did you mean --weight-decay?",
-    "num_train_epoch: 2\nxyz: 1": "no option num_train_epoch; did you mean --num-train-epochs.\nsft has no option xyz;",
-    "recipe: dpo": "is of `train dpo`, and this is `train sft`",
-    "learning_rate: fast": "learning_rate='fast': expected a number",
-    "learning_rate: 0": "learning_rate=0: expected more than 0",
-    "learning_rate: .nan": "learning_rate=nan: expected a number",
-    "learning_rate: true": "learning_rate=True: expected a number",
-    "warmup_steps: -1": "warmup_steps=-1: expected 0 or more",
-    "max_steps: 1.5": "max_steps=1.5: expected a whole number",
-    "max_steps: 3\nnum_train_epochs: 1": "max_steps=3 and num_train_epochs=1: give one of the two",
-    "eval_data: e\neval_share: 0.1": "eval_data=e and eval_share=0.1: give one of the two",
-    "eval_share: 1": "eval_share=1: expected less than 1",
-    "lr_scheduler_type: constant": "did you mean constant_with_warmup?",
-    "lr_scheduler_type: cosin": "expected one of cosine, linear, wsd, constant_with_warmup; did you mean cosine?",
-    "lora_r: 8\nlora_target_modules: 7": "lora_target_modules=7: expected a list",
-    "packing: 'yes'": "packing='yes': expected true or false",
-    "lora_target_modules: [q_proj]": "lora_target_modules=q_proj needs lora_r: add --lora-r",
-    "batch_tokens: 64\nmax_length: 128": "batch_tokens=64 is less than an example, 1 x max_length=128",
-    "model: 7": "model=7: expected text",
-    "data: null": "data=None: expected a list",
-    "eval_steps: 1\neval-steps: 2": "eval_steps is there twice",
-    "- learning_rate": "has no options",
-    "learning_rate: [": "cannot be read as YAML",
-    "model: ''": "model is missing: give MODEL on the command line",
-    "seed: 99999999999999999999": "seed=99999999999999999999: expected less than",
-    "quantize: nf4": "quantize=nf4 needs lora_r: add --lora-r",
-    "lora_r: 8\nquantize: nf4\nmerge: true": "quantize=nf4 and merge=True: give one of the two",
-    "lora_r: 8\ntp: 2": "lora_r=8 and tp=2: give one of the two",
-    "capture: true\npacking: false": "capture=True needs packing: add --packing",
-}
-
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_is_refused(tmp_path, monkeypatch, text):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    file = tmp_path / "recipe.yaml"
-    file.write_text(text)
-    given = {key: value for key, value in NEEDED.items() if not text.startswith(key)}
-    with pytest.raises(InputError, match=WRONG[text]):
-        SFTOptions.merged(given, file)
-
-
-TWO_PROCESSES = [
-    ("dpo", {"beta": 0}, "expected more than 0"),
-    ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, "not defined for loss_type='hinge'"),
-    ("dpo", {"loss_type": "aot"}, "expected one of sigmoid"),
-    ("dpo", {"max_length": 64, "batch_tokens": 100}, "less than an example, 2 x max_length=64"),
-    ("simpo", {"cp": 2}, "whole rows on each GPU"),
-    ("medusa", {"heads": 0}, "heads=0: expected 1"),
-    ("medusa", {"lora_r": 4}, "lora_r=4: heads are trained"),
-    ("medusa", {"cp": 2}, "under FSDP alone; leave --cp out"),
-    ("distill", {"teacher": ""}, "teacher is missing: give --teacher"),
-    ("distill", {"beta": 1.5}, "beta=1.5: expected 1 or less"),
-    ("distill", {"temperature": 0}, "temperature=0: expected more"),
-    ("distill", {"hard_weight": 1.0}, "hard_weight=1.0: expected less than 1"),
-    ("distill", {"tp": 2}, "tp=2: a teacher is sharded by FSDP alone; leave --tp out"),
-    ("distill", {"on_policy": True, "hard_weight": 0.1}, "hard_weight=0.1 and on_policy=True: give one"),
-    ("distill", {"prompts": 4}, "prompts=4 needs on_policy: add --on-policy"),
-    ("distill", {"on_policy": True, "accumulation": 3}, "a step that samples has prompts; give --prompts"),
-    ("distill", {"on_policy": True, "cp": 2}, "on_policy=True and cp=2: give one of the two"),
-    ("grpo", {"reward_funcs": ()}, "reward_funcs is missing: give --reward-funcs"),
-    ("grpo", {"reward_weights": (1.0, 2.0)}, "there are 2 for 1 rewards"),
-    ("grpo", {"temperature": 0}, "temperature=0: expected more than 0"),
-    ("grpo", {"num_generations": 1}, "num_generations=1: expected 2 or more"),
-    ("grpo", {"accumulation": 3}, "give --prompts in its place"),
-    ("grpo", {"tp": 2}, "does not sample; leave --tp out"),
+REFUSED = [  # recipe, a file of options, what is said; of two processes
+    ("sft", "wieght_decay: 1", "sft has no option wieght_decay; did you mean --weight-decay?"),
+    (
+        "sft",
+        "num_train_epoch: 2\nxyz: 1",
+        "no option num_train_epoch; did you mean --num-train-epochs.\nsft has no option xyz;",
+    ),
+    ("sft", "recipe: dpo", "is of `train dpo`, and this is `train sft`"),
+    ("sft", "learning_rate: fast", "learning_rate='fast': expected a number"),
+    ("sft", "learning_rate: 0", "learning_rate=0: expected more than 0"),
+    ("sft", "learning_rate: .nan", "learning_rate=nan: expected a number"),
+    ("sft", "learning_rate: true", "learning_rate=True: expected a number"),
+    ("sft", "warmup_steps: -1", "warmup_steps=-1: expected 0 or more"),
+    ("sft", "max_steps: 1.5", "max_steps=1.5: expected a whole number"),
+    ("sft", "max_steps: 3\nnum_train_epochs: 1", "max_steps=3 and num_train_epochs=1: give one of the two"),
+    ("sft", "eval_data: e\neval_share: 0.1", "eval_data=e and eval_share=0.1: give one of the two"),
+    ("sft", "eval_share: 1", "eval_share=1: expected less than 1"),
+    ("sft", "lr_scheduler_type: constant", "did you mean constant_with_warmup?"),
+    (
+        "sft",
+        "lr_scheduler_type: cosin",
+        "expected one of cosine, linear, wsd, constant_with_warmup; did you mean cosine?",
+    ),
+    ("sft", "lora_r: 8\nlora_target_modules: 7", "lora_target_modules=7: expected a list"),
+    ("sft", "packing: 'yes'", "packing='yes': expected true or false"),
+    ("sft", "lora_target_modules: [q_proj]", "lora_target_modules=q_proj needs lora_r: add --lora-r"),
+    ("sft", "batch_tokens: 64\nmax_length: 128", "batch_tokens=64 is less than an example, 1 x max_length=128"),
+    ("sft", "model: 7", "model=7: expected text"),
+    ("sft", "data: null", "data=None: expected a list"),
+    ("sft", "eval_steps: 1\neval-steps: 2", "eval_steps is there twice"),
+    ("sft", "- learning_rate", "has no options"),
+    ("sft", "learning_rate: [", "cannot be read as YAML"),
+    ("sft", "model: ''", "model is missing: give MODEL on the command line"),
+    ("sft", "seed: 99999999999999999999", "seed=99999999999999999999: expected less than"),
+    ("sft", "quantize: nf4", "quantize=nf4 needs lora_r: add --lora-r"),
+    ("sft", "lora_r: 8\nquantize: nf4\nmerge: true", "quantize=nf4 and merge=True: give one of the two"),
+    ("sft", "lora_r: 8\ntp: 2", "lora_r=8 and tp=2: give one of the two"),
+    ("sft", "capture: true\npacking: false", "capture=True needs packing: add --packing"),
+    ("dpo", "beta: 0", "expected more than 0"),
+    ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),
+    ("dpo", "loss_type: aot", "expected one of sigmoid"),
+    ("dpo", "max_length: 64\nbatch_tokens: 100", "less than an example, 2 x max_length=64"),
+    ("simpo", "cp: 2", "whole rows on each GPU"),
+    ("medusa", "heads: 0", "heads=0: expected 1"),
+    ("medusa", "lora_r: 4", "lora_r=4: heads are trained"),
+    ("medusa", "cp: 2", "under FSDP alone; leave --cp out"),
+    ("distill", "teacher: ''", "teacher is missing: give --teacher"),
+    ("distill", "beta: 1.5", "beta=1.5: expected 1 or less"),
+    ("distill", "temperature: 0", "temperature=0: expected more"),
+    ("distill", "hard_weight: 1.0", "hard_weight=1.0: expected less than 1"),
+    ("distill", "tp: 2", "tp=2: a teacher is sharded by FSDP alone; leave --tp out"),
+    ("distill", "on_policy: true\nhard_weight: 0.1", "hard_weight=0.1 and on_policy=True: give one"),
+    ("distill", "prompts: 4", "prompts=4 needs on_policy: add --on-policy"),
+    ("distill", "on_policy: true\naccumulation: 3", "a step that samples has prompts; give --prompts"),
+    ("distill", "on_policy: true\ncp: 2", "on_policy=True and cp=2: give one of the two"),
+    ("grpo", "reward_funcs: []", "reward_funcs is missing: give --reward-funcs"),
+    ("grpo", "reward_weights: [1.0, 2.0]", "there are 2 for 1 rewards"),
+    ("grpo", "temperature: 0", "temperature=0: expected more than 0"),
+    ("grpo", "num_generations: 1", "num_generations=1: expected 2 or more"),
+    ("grpo", "accumulation: 3", "give --prompts in its place"),
+    ("grpo", "tp: 2", "does not sample; leave --tp out"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "given", "says"), TWO_PROCESSES, ids=str)
-def test_what_a_recipe_refuses(monkeypatch, recipe, given, says):
+@pytest.mark.parametrize(("recipe", "text", "says"), REFUSED)
+def test_what_is_refused(tmp_path, monkeypatch, recipe, text, says):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "recipe.yaml").write_text(text)
+    given = {name: value for name, value in (NEEDED | NEEDS.get(recipe, {})).items() if not text.startswith(name)}
     with pytest.raises(InputError, match=says):
-        options_of(recipe, **given)
+        find(recipe).Options.merged(given, tmp_path / "recipe.yaml")
 
 
 def test_an_unknown_flag_says_which_is_meant(capsys):
