@@ -93,8 +93,8 @@ class Recipe:
         """The sizes of all that is in memory. sketch: the model on the meta device."""
         return sizes
 
-    def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
-        """Lines of the plan that differ or are added, by name. counts: of a pass over the data, or None."""
+    def plan(self, steps: int) -> dict[str, str]:
+        """Lines of the plan that differ or are added, by name."""
         return {}
 
     # ---- the model ----

@@ -57,24 +57,25 @@ class Distill(Recipe):
 
     Options = DistillOptions
 
+    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
+        super().__init__(options, tokenizer, multiple)
+        self.teacher_folder = hub.resolve(options.teacher)
+        self.teacher_sketch = sketch(self.teacher_folder)
+        check_teacher(Tokenizer.from_hub(self.teacher_folder), self.teacher_sketch, tokenizer, options.max_length)
+
     @classmethod
     def of(cls, options: DistillOptions) -> type[Recipe]:
         return OnPolicy if options.on_policy else cls
 
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        check_teacher(hub.resolve(self.options.teacher), self.tokenizer, self.options.max_length)
-        return Recipe.check_rows(self, rows)
-
-    def memory(self, sizes: Sizes, sketch_of_model: Any) -> Sizes:
+    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         """The sizes of the model, with the teacher."""
-        teacher = sum(p.numel() for p in sketch(hub.resolve(self.options.teacher)).parameters())
-        return dataclasses.replace(sizes, frozen=teacher)
+        return dataclasses.replace(sizes, frozen=sum(p.numel() for p in self.teacher_sketch.parameters()))
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         """Loads the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
         where: dict[str, Any] = dict(device=processes.device) if processes.mesh is None else dict(mesh=processes.mesh)
         where["dtype"] = torch.bfloat16 if processes.device.type == "cuda" else torch.float32
-        self.teacher = load(str(hub.resolve(self.options.teacher)), **where).requires_grad_(False).eval()
+        self.teacher = load(str(self.teacher_folder), **where).requires_grad_(False).eval()
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         return distill_loss(model, batch, count, self.teacher, self.options)
@@ -84,7 +85,6 @@ class OnPolicy(Sampling, Distill):
     """Rows are prompts, or chats without their last answer. Evaluations are off-policy, on the rows' own answers."""
 
     def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        check_teacher(hub.resolve(self.options.teacher), self.tokenizer, self.options.max_length)
         return Recipe.check_rows(self, rows) if is_evaluation else super().check_rows(rows)
 
     def process_evaluation(self, row: Mapping[str, Any]) -> Any:
@@ -99,9 +99,9 @@ class OnPolicy(Sampling, Distill):
             raise InputError(f"on_policy: the model has {model.vocab_size} ids to sample, and its teacher {known}")
 
 
-def check_teacher(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_length: int) -> None:
     """Raises InputError if the teacher's tokens or lengths do not fit a student with this tokenizer."""
-    teacher, config = Tokenizer.from_hub(folder), sketch(folder).config.get_text_config()
+    config = sketch.config.get_text_config()
     probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
     ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (tokenizer, teacher))
     if ours != theirs or config.vocab_size < tokenizer.vocab_size:

@@ -3,7 +3,7 @@
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
 """
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.options import option
 from ligermodels.recipes.packing import Batch, padded_batch
-from ligermodels.recipes.policy import completions_batch, evaluation_loss, policy_loss, reference_logprobs
+from ligermodels.recipes.policy import evaluation_loss, policy_inputs, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.steps import Metrics
@@ -102,8 +101,10 @@ class GRPO(Sampling):
         return completions
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
-        make = functools.partial(Recipe.collate, self)
-        return completions_batch(completions, make, masks_truncated=self.options.mask_truncated_completions)
+        if self.options.mask_truncated_completions:
+            completions = [dataclasses.replace(one, trains=not one.truncated) for one in completions]
+        batch = super().batch_of(completions)
+        return batch | policy_inputs(batch, completions)
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:
         number = len(completions)

@@ -123,39 +123,39 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     """
     assert o.batch_tokens is not None and o.accumulation is not None, "the options are complete"
     precision, activations = precision or o.precision, activations or o.activations
-    on_cpu, gpus, quantized = p.device.type == "cpu", p.size // o.dp_replicate, o.quantize != "none"
+    on_cpu, gpus = p.device.type == "cpu", p.size // o.dp_replicate
     weight, gradient, state = _BYTES[precision]
     if precision == "fp32" and gpus == 1 and not on_cpu:
         weight, gradient, state = _ONE_GPU_FP32
-    frozen, frozen_bytes = 0, 4 if on_cpu and precision == "fp32" else 2
-    adapters = sizes.trained < sizes.parameters and not sizes.heads
-    if adapters:  # in fp32, on a frozen model
-        frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
-    elif sizes.heads:
-        frozen = sizes.parameters - sizes.trained
-    packed = sizes.block * sizes.blocks if quantized else 0  # nf4: 4.127 bits, in blocks
-    frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
-    copy = (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters
-    weights = (weight * sizes.trained + frozen_total + o.frozen_copies * copy) // gpus
-    weights += (4 if on_cpu else 2) * sizes.frozen // gpus
-    gradients, states = (size * sizes.trained // gpus for size in (gradient, state))
+    if o.lora_r:  # adapters in fp32, beside a model that is frozen
+        weight, gradient, state = _BYTES["fp32"]
+    frozen = sizes.parameters - (0 if o.lora_r else sizes.trained)
+    packed = sizes.block * sizes.blocks if o.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
     element, tokens = (4 if on_cpu else 2), -(-o.batch_tokens // p.ranks_per_batch)
+    weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
+    weights += (4 if on_cpu and precision == "fp32" else 2) * (frozen - packed)
+    weights += (4 if precision == "fp32" and (on_cpu or gpus > 1) else 2) * sizes.parameters * o.frozen_copies
+    weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, state * sizes.trained))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
         saved += tokens * sizes.saved["none"] * element
     head, block = sizes.head // o.tp, sizes.block // o.tp
     saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // o.tp
-    saved += 2 * sizes.mlp * quantized
-    gathered = (2 if adapters else 8) * head * (1 + sizes.heads) if gpus > 1 else (0 if adapters else 4) * head
-    accumulates = o.accumulation > p.batch_ranks
-    forward = weights + states + saved + gathered + (gradients if accumulates else 0)
-    backward = weights + states + gradients + ((2 if frozen else 10) * block if gpus > 1 else 0)
-    backward += weight * head * (sizes.tied and not frozen and gpus == 1)
-    if forward < backward:
-        gathered, saved = backward - weights - states - gradients, 0
-    kept = gradients if accumulates or forward < backward else 0
-    names = ("weights", "gradients", "optimizer", "activations and logits", "gathered blocks and head")
-    return dict(zip(names, (weights, kept, states, saved, gathered), strict=True))
+    saved += 2 * sizes.mlp if packed else 0
+    if gpus > 1:
+        head_bytes, block_bytes = (2 if o.lora_r else 8) * head * (1 + sizes.heads), (2 if frozen else 10) * block
+    else:
+        head_bytes, block_bytes = 0 if o.lora_r else 4 * head, weight * head if sizes.tied and not frozen else 0
+    kept = gradients if o.accumulation > p.batch_ranks else 0
+    moments = [(kept, saved, head_bytes), (gradients, 0, block_bytes)]  # the ends of forward and backward
+    gradients, saved, gathered = max(moments, key=sum)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": states,
+        "activations and logits": saved,
+        "gathered blocks and head": gathered,
+    }
 
 
 def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tuple[str, str]:

@@ -31,15 +31,10 @@ def find(options: TrainOptions) -> Path:
     return folder
 
 
-def sketch(folder: Path, **options: Any) -> Any:
-    """The model of a folder on the meta device. options: those of `load`."""
-    kind = arch_of(folder, text_only=options.pop("text_only", False))
-    return kind.from_config(config_values(folder, None), device="meta", **options)
-
-
-def mtp_options(options: TrainOptions) -> dict[str, float]:
-    """With --mtp-loss-weight the model has its layer for multi-token prediction."""
-    return {"mtp_loss_weight": options.mtp_loss_weight} if options.mtp_loss_weight else {}
+def sketch(folder: Path, *, text_only: bool = False, mtp_loss_weight: float = 0.0) -> Any:
+    """The model of a folder on the meta device; with a weight of its loss, the layer for multi-token prediction too."""
+    kind = arch_of(folder, text_only=text_only)
+    return kind.from_config(config_values(folder, None), device="meta", mtp_loss_weight=mtp_loss_weight or None)
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
@@ -75,7 +70,7 @@ def load_model(
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     how: dict[str, Any] = dict(
         dtype=torch.bfloat16 if low else torch.float32, activation_checkpointing=options.activations,
-        **mtp_options(options),
+        mtp_loss_weight=options.mtp_loss_weight or None,
     )  # fmt: skip
     shards_later = processes.mesh is None or options.lora_r or add is not None  # after modules are added
     if shards_later:

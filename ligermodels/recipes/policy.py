@@ -1,6 +1,6 @@
 """A batch of completions with their advantages, and the losses of policies over it (layers/policy.py)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,24 +8,19 @@ from torch import Tensor
 
 from ligermodels.layers import policy
 from ligermodels.recipes.base import decoder_inputs, mean_of, next_token_loss, sum_over_ranks
-from ligermodels.recipes.masking import IGNORED, Example
+from ligermodels.recipes.masking import IGNORED
 from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rollout import Completion
 from ligermodels.recipes.steps import Metrics
 
 
-def completions_batch(
-    samples: Sequence[Completion], make: Callable[[Sequence[Example]], Batch], *, masks_truncated: bool
-) -> Batch:
-    """A batch of completions after their prompts, with what the loss reads beside it.
+def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
+    """What the loss reads beside a batch of completions, which are packed or padded in this order.
 
     places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
     [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
-    padding. make: packs or pads examples. masks_truncated: completions that did not end train nothing.
+    padding.
     """
-    examples = [one.example for one in samples]
-    dropped = [one.truncated and masks_truncated for one in samples]
-    batch = make([Example(e.ids, [IGNORED] * e.size) if out else e for e, out in zip(examples, dropped, strict=True)])
     row = batch["input_ids"].shape[1]
     starts = batch["cu_seqlens"].tolist() if "cu_seqlens" in batch else range(0, batch["input_ids"].numel(), row)
     shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
@@ -33,10 +28,10 @@ def completions_batch(
     for n, one in enumerate(samples):
         first = starts[n] + len(one.prompt.ids) - 1  # the log probability of a token is where it is predicted
         places[n, : len(one.ids)] = torch.arange(first, first + len(one.ids))
-        mask[n, : len(one.ids)] = not dropped[n]
+        mask[n, : len(one.ids)] = one.trains
     advantages = torch.tensor([one.advantage for one in samples] or [0.0])
     counts = torch.stack([mask.sum(), torch.tensor(len(samples)), mask.any().long()]).float()
-    return batch | dict(places=places, mask=mask, advantages=advantages, counts=counts)
+    return dict(places=places, mask=mask, advantages=advantages, counts=counts)
 
 
 def policy_loss(model: Any, batch: Batch, count: Tensor, o: Any, ref_logp: Tensor | None) -> tuple[Tensor, Metrics]:

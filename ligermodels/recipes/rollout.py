@@ -83,7 +83,7 @@ class Prompt(Example):
 class Completion:
     """A sampled completion. ids: with the token that ended it, unless it is truncated. rewards: by function.
 
-    is_tied: all completions of the prompt have the same reward, and teach nothing.
+    is_tied: all completions of the prompt have the same reward, and teach nothing. trains: its ids are labels.
     """
 
     prompt: Prompt
@@ -94,10 +94,12 @@ class Completion:
     reward: float = 0.0
     advantage: float = 0.0
     is_tied: bool = False
+    trains: bool = True
 
     @property
     def example(self) -> Example:
-        return Example(self.prompt.ids + self.ids, [IGNORED] * len(self.prompt.ids) + self.ids)
+        labels = self.ids if self.trains else [IGNORED] * len(self.ids)
+        return Example(self.prompt.ids + self.ids, [IGNORED] * len(self.prompt.ids) + labels)
 
 
 class Rollouts(StepBatches):
@@ -239,7 +241,7 @@ class Sampling(Recipe):
         elements = int(row) // sketch.decoder.compute_dtype.itemsize
         return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * elements)
 
-    def plan(self, steps: int, counts: Mapping[str, int] | None) -> dict[str, str]:
+    def plan(self, steps: int) -> dict[str, str]:
         o = self.options
         samples = f"{o.num_generations} of each prompt, at most {o.max_completion_length:,} tokens, temperature "
         iterations = f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "

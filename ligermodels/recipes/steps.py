@@ -85,12 +85,10 @@ def check_ids(batch: Batch, vocab_size: int) -> Batch:
 
 def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
     """This rank's share of the batches. All ranks get the same number; a batch that is one too many has no labels."""
-    own: list[Batch] = []
-    for index in range(processes.batch_rank, len(batches) + processes.batch_rank, processes.batch_ranks):
-        if index < len(batches):
-            own.append(batches[index])
-        else:
-            own.append(batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], -100)})
+    rank, ranks = processes.batch_rank, processes.batch_ranks
+    own = list(batches[rank::ranks])
+    if len(own) * ranks < len(batches):
+        own.append(batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], -100)})
     return own
 
 

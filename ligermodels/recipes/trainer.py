@@ -141,7 +141,7 @@ class Trainer:
 
         # The data
         source = models.find(o)
-        sketch = models.sketch(source, text_only=o.text_only, **models.mtp_options(o))
+        sketch = models.sketch(source, text_only=o.text_only, mtp_loss_weight=o.mtp_loss_weight)
         tokenizer = models.tokenizer_of(o, source, sketch)
         o = self.options = self._with_lengths(sketch)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
@@ -160,7 +160,7 @@ class Trainer:
         free = free if free is None else min(p.gather(free))
         o.precision, o.activations = memory.choose(sizes, o, p, free)
         self.plan = report.make_plan(o, p, type(sketch).__name__, sizes, self.data, counts, steps)
-        self.plan |= recipe.plan(steps, counts)
+        self.plan |= recipe.plan(steps)
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
             print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)
