@@ -66,22 +66,19 @@ class Medusa(Recipe):
             base = own(x, weight, labels, **options) if o.train_base else None
             if base is not None and not model.training:
                 metrics["cross_entropy"] = base * num_items, (labels != -100).sum()
-            total = None
+            losses = []
             for k, (head, targets) in enumerate(zip(model.medusa, ahead[1:], strict=True), 1):
                 out = head(
-                    x,
-                    targets.labels,
-                    num_items_in_batch=num_items,
-                    num_valid=targets.count(),
+                    x, targets.labels, num_items_in_batch=num_items, num_valid=targets.count(),
                     return_token_accuracy=not model.training,
-                )
+                )  # fmt: skip
                 if not model.training:
                     out, _, accuracy, *_ = out
                     number = (targets.labels != -100).sum()
                     metrics[f"accuracy_{k}"] = accuracy * number, number
-                total = o.head_decay**k * out if total is None else total + o.head_decay**k * out
-            assert total is not None, "there is at least one head"
-            return total if base is None else base + o.heads_weight * total
+                losses.append(o.head_decay**k * out)
+            of_heads: Tensor = sum(losses)  # type: ignore[assignment]
+            return of_heads if base is None else base + o.heads_weight * of_heads
 
         return model(**batch, num_items_in_batch=count, loss_function=joint).loss, metrics
 

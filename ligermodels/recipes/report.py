@@ -29,17 +29,15 @@ _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 
 
 class Reporter:
-    """Writes the metrics of steps and evaluations. active: False on ranks other than 0, where it writes nothing.
+    """Writes the metrics of steps and evaluations, on rank 0.
 
     resumed, evaluated: the steps after which the run continues, and after which it was evaluated last.
     """
 
-    def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int, *, active: bool = True):
-        self.active, self.steps, self._first = active, steps, resumed
+    def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int):
+        self.steps, self._first = steps, resumed
         self.file = Path(options.output_dir) / "metrics.jsonl"
-        self._start, self._shown, self.close = time.perf_counter(), 0.0, lambda: None
-        if not active:
-            return
+        self._start, self._shown = time.perf_counter(), 0.0
         with write_errors(self.file.parent):
             kept = [
                 json.dumps(line) + "\n"
@@ -52,8 +50,6 @@ class Reporter:
         self._log, self.close = _logger(options, resumed)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        if not self.active:
-            return
         self._write(step, values)
         seconds = time.perf_counter() - self._start
         if step in (self._first + 1, self.steps) or seconds - self._shown >= _SECONDS:
@@ -67,8 +63,6 @@ class Reporter:
 
     def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
         """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
-        if not self.active:
-            return
         perplexity = math.exp(min(loss, 700.0))
         metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": perplexity}
         self._write(step, {"eval_loss": loss, **metrics})

@@ -145,16 +145,16 @@ class Rollouts(StepBatches):
         self._rolled = [on_device(batch, self.processes.device) for batch in state["batches"]]
 
     def _sample(self, prompts: Sequence[Prompt]) -> list[Batch]:
-        o, p, start = self.recipe.options, self.processes, time.perf_counter()
+        p, start = self.processes, time.perf_counter()
         found = self.recipe.roll_out(prompts, self._rollout)
         self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
         if p.is_main:
             self._write(found)
-        if o.packing:
-            bins = best_fit([one.example.size for one in found], o.batch_tokens)
+        packing, capacity = Recipe.batch_size(self.recipe)
+        if packing:
+            bins = best_fit([one.example.size for one in found], capacity)
         else:
-            rows = max(1, o.batch_tokens // o.max_length)
-            bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
+            bins = [list(range(len(found)))[n : n + capacity] for n in range(0, len(found), capacity)]
         bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
         batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.vocab_size), p.device) for batch in batches]

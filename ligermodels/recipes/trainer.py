@@ -61,9 +61,6 @@ def train(kind: type[Recipe], options: TrainOptions) -> int:
     try:
         with contextlib.ExitStack() as stack:
             return Trainer(kind, options, processes, stack).run()
-    except KeyboardInterrupt as stop:
-        stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
-        raise
     finally:
         if processes.mesh is not None and not joined:
             dist.destroy_process_group()
@@ -201,8 +198,9 @@ class Trainer:
                 say(f"changed since the run began: {', '.join(changed)}")
         if not resumed:
             torch.manual_seed(o.seed + p.batch_rank)
-        self.reporter = report.Reporter(o, steps, resumed, self.progress.evaluated, active=p.is_main)
-        self.stack.callback(lambda: self.reporter.close())
+        if p.is_main:
+            self.reporter = report.Reporter(o, steps, resumed, self.progress.evaluated)
+            self.stack.callback(self.reporter.close)
         return True
 
     def _with_lengths(self, sketch: Any) -> TrainOptions:
@@ -297,7 +295,8 @@ class Trainer:
             loss=value, lr=lr, grad_norm=norm, tokens=progress.tokens, trained_tokens=progress.trained,
             tokens_per_second=tokens_of_all / seconds, gib=peak_memory(p.device), **means_of(metrics, p),
         )  # fmt: skip
-        self.reporter.step(progress.step, values)
+        if p.is_main:
+            self.reporter.step(progress.step, values)
         if came:  # a signal to all processes ends those that encode rows, too: then that is no error
             return KeyboardInterrupt()
         return next(error for error in p.gather(failed) if error is not None) if failures else None
@@ -335,7 +334,9 @@ class Trainer:
         progress.evaluated = progress.step
         if better := loss < progress.best:
             progress.best, progress.best_step = loss, progress.step
-        self.reporter.evaluation(progress.step, loss, better=better, **means_of(metrics, self.processes))
+        means = means_of(metrics, self.processes)
+        if self.processes.is_main:
+            self.reporter.evaluation(progress.step, loss, better=better, **means)
         if better and progress.step > 0:
             self._save_model(self.out / "best")
 
@@ -395,8 +396,10 @@ class Trainer:
 
     def _stop(self, error: BaseException) -> NoReturn:
         """Saves the steps so far, and raises the error, which says how to continue."""
-        if self.progress.step:
-            self.save(wait=True)
+        if not self.progress.step:
+            raise error
+        self.save(wait=True)
+        if self.processes.is_main:
             file = shlex.quote(str(self.out / "options.yaml"))
             torchrun = f"torchrun --nproc-per-node {self.processes.size} -m " * (self.processes.size > 1)
             skips = " --skip-bad" * isinstance(error, BadRowError)
