@@ -103,22 +103,24 @@ def test_a_reward_that_is_nowhere(home, tmp_path, capsys):
 
 
 def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert train(home, out, "--max-length", "64", "--max-steps", "2") == 0
+    out, length = tmp_path / "out", ("--max-length", "64")
+    assert train(home, out, *length, "--max-steps", "2") == 0
     before = (out / "options.yaml").read_text()
-    assert train(home, out, "--max-length", "64", "--max-steps", "1", "--resume") == 3
-    assert "has a checkpoint after step 2, and this run is to have 1" in capsys.readouterr().err
-    assert (out / "options.yaml").read_text() == before
-    assert (
-        train(home, out, "--max-length", "64", "--max-steps", "1", "--resume", recipe="pretrain", data="texts.jsonl")
-        == 3
-    )
-    assert "options.yaml is of `train sft`, and this is `train pretrain`" in capsys.readouterr().err
-    assert (out / "options.yaml").read_text() == before
-    assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
+    for words, flags, how in (
+        ("has a checkpoint after step 2, and this run is to have 1", ("--max-steps", "1"), {}),
+        (
+            "options.yaml is of `train sft`, and this is `train pretrain`",
+            (),
+            dict(recipe="pretrain", data="texts.jsonl"),
+        ),
+    ):
+        assert train(home, out, *length, *flags, "--resume", **how) == 3
+        assert words in capsys.readouterr().err and (out / "options.yaml").read_text() == before
+    longer = (*length, "--max-steps", "3", "--learning-rate", "0.5", "--resume")
+    assert train(home, out, *longer) == 0
     assert "changed since the run began: max_steps 2 -> 3, learning_rate 2e-05 -> 0.5\n" in capsys.readouterr().err
     assert "max_steps: 3" in (out / "options.yaml").read_text()
-    assert train(home, out, "--max-length", "64", "--max-steps", "3", "--learning-rate", "0.5", "--resume") == 0
+    assert train(home, out, *longer) == 0
     said = capsys.readouterr().err
     assert "resumed after step 3\n" in said and "changed since" not in said and "has no run" not in said
 

@@ -4,9 +4,7 @@ import collections
 import functools
 import itertools
 import json
-import os
 import random
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.masking import IGNORED, Example
@@ -141,21 +139,6 @@ def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
             assert list(itertools.islice(resumed, 4)) == expected[at : at + 4]
     there.load_state_dict(states[20])
     assert list(there) == expected[20:]
-
-
-def ends_itself(row, how):
-    if row["id"] == 30:
-        os.kill(os.getpid(), how) if how else os._exit(7)
-    return encode(row)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, 0])
-def test_a_process_that_dies_is_an_error(how):
-    batches = batches_of([5] * 60, functools.partial(ends_itself, how=how), length=8, workers=2, shuffle=False)
-    with pytest.raises(
-        TrainingError, match=rf"process \d+, which encodes rows, has ended with exit code {-how or 7}\."
-    ):
-        list(batches)
 
 
 def test_the_order_is_drawn_from_seed_and_epoch():

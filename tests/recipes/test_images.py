@@ -265,44 +265,46 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
         assert processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip() == answer
 
 
+@pytest.fixture
+def home_of_texts(home, tmp_path):
+    """A copy of the model, whose template is for texts too, and an image."""
+    shutil.copytree(home / "model", tmp_path / "model")
+    shutil.copy(home / NAMES[0], tmp_path)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
+    return tmp_path
+
+
 @pytest.mark.parametrize("home", ["qwen3_5"], indirect=True)
 @pytest.mark.filterwarnings("ignore:qwen3_5. only the text model is read")
-def test_the_text_of_a_model_that_reads_images_trains_alone(home, tmp_path, capsys):
-    shutil.copytree(home / "model", tmp_path / "model")
-    home, settings = tmp_path, tmp_path / "model" / "tokenizer_config.json"  # whose template is for texts
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
+def test_the_text_of_a_model_that_reads_images_trains_alone(home_of_texts):
+    home = home_of_texts
     rows_of(home, {"messages": [{"role": "user", "content": "why"}, said("a cat")]}, name="texts.jsonl")
     flags = ["--max-length", "64", "--accumulation", "1", "--max-steps", "2"]
     before = load_file(home / "model" / "model.safetensors")
-    for name, more in (("whole", []), ("text", ["--text-only"])):
+    tower = {key for key in before if ".visual." in key}
+    for name, more, kind in (("whole", [], "qwen3_5"), ("text", ["--text-only"], "qwen3_5_text")):
         assert train(home, name, *flags, *more, data="texts.jsonl") == 0
-        config = json.loads((home / name / "model" / "config.json").read_text())
         after = load_file(home / name / "model" / "model.safetensors")
-        tower = {key for key in before if ".visual." in key}
-        if name == "whole":
-            assert config["model_type"] == "qwen3_5" and after.keys() == before.keys()
-            assert all(torch.equal(after[key], before[key]) for key in tower)
-        else:
-            assert config["model_type"] == "qwen3_5_text" and len(after) == len(before) - len(tower)
+        assert json.loads((home / name / "model" / "config.json").read_text())["model_type"] == kind
+        assert len(after) == len(before) - len(tower) * (name == "text")
+        assert name == "text" or all(torch.equal(after[key], before[key]) for key in tower)
 
 
 @pytest.mark.parametrize("home", ["qwen3_5"], indirect=True)
-def test_weight_decay_on_two_processes_is_that_of_one(home, tmp_path):
+def test_weight_decay_on_two_processes_is_that_of_one(home_of_texts):
     """Of four steps some have no image, in which what reads images has no gradient and stays. Texts are evaluated, and
     an image."""
-    shutil.copytree(home / "model", tmp_path / "model")
-    shutil.copy(home / NAMES[0], tmp_path)
-    home, settings = tmp_path, tmp_path / "model" / "tokenizer_config.json"  # whose template is for texts
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": folders.QWEN_TEMPLATE}))
+    home = home_of_texts
     picture = {"messages": [asked(image(image=NAMES[0]), "What?"), said("a cat")]}
     texts = [{"messages": [{"role": "user", "content": "why"}, said(f"a {word}")]} for word in ("cat", "dog")]
     rows_of(home, *texts * 8, picture, *texts * 8, name="mixed.jsonl")
     rows_of(home, texts[0], picture, texts[1], name="evaluated.jsonl")
     flags = ["--max-length", "64", "--accumulation", "2", "--max-steps", "4", "--weight-decay", "0.5", "--no-packing"]
     flags += ["--eval-steps", "2", "--eval-data", home / "evaluated.jsonl", "--learning-rate", "1e-2"]
-    assert train(home, tmp_path / "one", *flags, data="mixed.jsonl") == 0
-    on_two(tmp_path, lambda: train(home, tmp_path / "two", *flags, data="mixed.jsonl"))
-    check_same(tmp_path / "two", tmp_path / "one")
+    assert train(home, "one", *flags, data="mixed.jsonl") == 0
+    on_two(home, lambda: train(home, "two", *flags, data="mixed.jsonl"))
+    check_same(home / "two", home / "one")
 
 
 def test_images_of_a_data_set(home, encode_row, tmp_path):
