@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.cli.output import say_error
 from ligermodels.errors import InputError
+from ligermodels.recipes.options import nearest
 
 
 class UsageError(InputError):
@@ -35,7 +36,17 @@ class Parser(argparse.ArgumentParser):
         args = list(sys.argv[1:] if args is None else args)
         end = args.index("--") if "--" in args else len(args)
         names = [re.sub(r"^--[\w-]+(?==|$)", lambda found: found[0].replace("_", "-"), text) for text in args[:end]]
-        return super().parse_known_args(names + args[end:], namespace)
+        found, rest = super().parse_known_args(names + args[end:], namespace)
+        if rest and self._subparsers is None:  # not of a command that has commands: theirs say more
+            self.refuse(rest, found)
+        return found, rest
+
+    def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
+        """Ends with the error for arguments that the command does not have. found: those that it has."""
+        flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
+        near = nearest(rest[0].partition("=")[0], flags) if rest[0].startswith("--") else ""
+        advice = f"did you mean {near}?" if near else f"`{self.prog} --help` lists all"
+        self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
 
     def error(self, message: str) -> NoReturn:
         say_error(f"{self.format_usage()}{self.prog}: error: {message}")

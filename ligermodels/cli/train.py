@@ -1,12 +1,13 @@
 """`ligermodels train`: from a file of examples to a tuned model."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.recipes import RECIPES, find
-from ligermodels.recipes.options import add_flags, unknown
+from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
     ("dpo", "orpo", "cpo", "simpo"), "pairs.jsonl"
@@ -59,18 +60,20 @@ class _RecipeParser(Parser):
     has_flags = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options = find(self.prog.split()[-1]).Options
         if not self.has_flags:
-            add_flags(self, options)
+            add_flags(self, self._options())
             self.has_flags = True
-        found, rest = super().parse_known_args(args, namespace)
+        return super().parse_known_args(args, namespace)
+
+    def _options(self) -> type[TrainOptions]:
+        return find(self.prog.split()[-1]).Options
+
+    def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
         if flags := [text.partition("=")[0] for text in rest if text.startswith("--")]:
-            self.error("\n".join(unknown(options, text) for text in flags))
-        if rest:
-            is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
-            hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
-            self.error(f"unexpected argument {rest[0]!r}; {hint}")
-        return found, rest
+            self.error("\n".join(unknown(self._options(), text) for text in flags))
+        is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
+        hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
+        self.error(f"unexpected argument {rest[0]!r}; {hint}")
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -128,8 +128,8 @@ class Counts:
         notes, dropped = "".join(self.notes), n["untrained"] + n["cut_away"]
         if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
             raise InputError(
-                f"{dropped} of {n['rows']} rows have no token to train: in {n['untrained']} there is none, in "
-                f"{n['cut_away']} none before --max-length {self.length}, where they are cut.{notes}\n"
+                f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
+                f"{n['cut_away']} none before --max-length {self.length}, where rows are cut.{notes}\n"
                 "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
             )
         if n["rows"] == n["bad"] >= self.total:

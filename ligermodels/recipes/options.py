@@ -13,7 +13,7 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -239,7 +239,7 @@ _OF_ONE_RUN = ("resume", "dry_run")
 class TextOptions(TrainOptions):
     """The options of recipes whose steps can be CUDA graphs: forwards and backwards of packed rows alone."""
 
-    group: ClassVar[str] = "capture"
+    group: ClassVar[str] = "CUDA graphs and multi-token prediction"
     # fmt: off
     capture: bool = option(  # type: ignore[misc]
         False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or "
@@ -274,8 +274,11 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             elif kind is bool:
                 group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **how)
             else:
-                how["metavar"] = f"{{{','.join(choices)}}}" if choices else metavars.get(kind, "A,B")
-                how["action"] = "append" if field.metadata.get("repeated") else "store"
+                repeated = field.metadata.get("repeated")
+                how["metavar"] = (
+                    f"{{{','.join(choices)}}}" if choices else metavars.get(kind, "FILE" if repeated else "A,B")
+                )
+                how["action"] = "append" if repeated else "store"
                 group.add_argument(flag(name), dest=name, **how)
 
 
@@ -298,9 +301,23 @@ def shown(value: Any) -> str:
 
 def unknown(options: type[TrainOptions], name: str) -> str:
     """The error for an option that a recipe does not have, as it was given: a flag, or a key of a file."""
-    close = difflib.get_close_matches(name.removeprefix("--").replace("-", "_"), fields_of(options), 1, 0.75)
-    advice = f"did you mean {flag(close[0])}?" if close else f"`ligermodels train {options.recipe} --help` lists all"
+    near = nearest(name, [flag(field) for field in fields_of(options)])
+    advice = f"did you mean {near}?" if near else f"`ligermodels train {options.recipe} --help` lists all"
     return f"{options.recipe} has no option {name}; {advice}"
+
+
+def nearest(name: str, flags: Sequence[str]) -> str:
+    """The flags that are meant by an unknown one, or "": one of nearly the same letters, else at most four whose words
+    begin with its words, or that it abbreviates, as --lr abbreviates --learning-rate."""
+    words = name.strip("-").replace("_", "-").split("-")
+    if close := difflib.get_close_matches("--" + "-".join(words), flags, 1, 0.8):
+        return close[0]
+    parts = {flag: flag.strip("-").split("-") for flag in flags}
+    found = [flag for flag in flags if "".join(part[:1] for part in parts[flag]) == words[0] and len(words) == 1]
+    found += [
+        flag for flag in flags if all(any(part.startswith(word) for part in parts[flag]) for word in words if word)
+    ]
+    return " or ".join(list(dict.fromkeys(found))[:4])
 
 
 # Values
@@ -357,6 +374,8 @@ def _read_yaml(file: Path) -> dict[Any, Any]:
     try:
         import yaml
 
+        if not file.is_file():
+            raise InputError(f"there is no file {file}; give --config a YAML file of options")
         text = file.read_text("utf-8")
         node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except ImportError:

@@ -38,6 +38,7 @@ class DPOOptions(PreferenceOptions):
 @dataclass(kw_only=True)
 class ORPOOptions(PreferenceOptions):
     recipe = "orpo"
+    beta: float = option(0.1, "weight of the log odds ratio of the two answers, beside their cross entropy", above=0)
     loss_type: ClassVar[str] = "orpo"
     sft_weight: ClassVar[float] = 1.0
 

@@ -145,7 +145,8 @@ def make_plan(
             "--max-length or --batch-tokens, --lora-r 16, more GPUs"
         )
     if o.capture:
-        plan["capture"] = f"each step is a CUDA graph; forwards are padded to {o.batch_tokens:,} tokens"
+        graphs = "each step is a CUDA graph" if on_gpu else "no CUDA graphs, which need a GPU"
+        plan["capture"] = f"{graphs}; forwards are padded to {o.batch_tokens:,} tokens"
         if counts is not None:
             padding = 1 - counts["tokens"] / (counts["batches"] * o.batch_tokens)
             plan["capture"] += f", of which {padding:.1%} are padding"

@@ -85,8 +85,10 @@ def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: 
 
 
 def _load(source: str, file: Path, name: str) -> Function:
+    if file.suffix != ".py":
+        raise InputError(f"reward_funcs={source}: expected FILE.py, or FILE.py:function")
     if not file.is_file():
-        raise InputError(f"reward={source}: there is no file {file}; give FILE.py, or FILE.py:function")
+        raise InputError(f"reward_funcs={source}: there is no file {file}; give FILE.py, or FILE.py:function")
     spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
     assert spec is not None and spec.loader is not None, "the file ends in .py"
     module = importlib.util.module_from_spec(spec)
@@ -94,9 +96,11 @@ def _load(source: str, file: Path, name: str) -> Function:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise InputError(f"reward={source}: {file} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"reward_funcs={source}: {file} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     function: Function | None = getattr(module, name, None)
     if not callable(function):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise InputError(f"reward={source}: {file} has no function {name}; it has {', '.join(names) or 'none'}")
+        raise InputError(f"reward_funcs={source}: {file} has no function {name}; it has {', '.join(names) or 'none'}")
     return function

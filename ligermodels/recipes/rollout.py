@@ -172,7 +172,8 @@ class Rollouts(StepBatches):
                     lines.write(json.dumps(line, ensure_ascii=False) + "\n")
         if self._rollout == 0:
             for one in completions[: self.recipe.options.show]:
-                say(f"\n{one.prompt.where}, sampled, reward {one.reward:g}:\n{one.text}")
+                reward = f", reward {one.reward:g}" if one.rewards else ""  # a teacher gives none
+                say(f"\n{one.prompt.where}, sampled{reward}:\n{one.text}")
 
 
 class Sampling(Recipe):

@@ -38,7 +38,7 @@ from ligermodels.recipes import memory, report
 from ligermodels.recipes import model as models
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
-from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.options import TrainOptions, flag
 from ligermodels.recipes.packing import Batch, filled_batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
@@ -72,6 +72,12 @@ def start_processes(options: TrainOptions) -> Processes:
     if os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized() and set(degrees.values()) == {1}:
         on_gpu = torch.cuda.is_available()
         return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
+    if os.environ.get("WORLD_SIZE") is None and not dist.is_initialized():
+        name, degree = next((name, degree) for name, degree in degrees.items() if degree > 1)
+        raise InputError(
+            f"{name}={degree} is for several processes, and this is one; run `torchrun --nproc-per-node N -m "
+            f"ligermodels train {options.recipe} ...`, or leave {flag(name)} out"
+        )
     return Processes.of_mesh(make_mesh(**degrees))
 
 

@@ -212,7 +212,7 @@ def test_a_head_that_is_the_embedding_is_dropped(tmp_path):
     "arguments, status, message",
     [
         (["hf", "out", "--max-shard-size", "much"], 2, "max_shard_size='much'"),
-        (["hf", "out", "--verif", "keys"], 2, "unrecognized"),
+        (["hf", "out", "--verif", "keys"], 2, "unrecognized arguments: --verif keys; did you mean --verify"),
         (["unfit", "out"], 1, "missing (9 of 30)"),
         (["unfit", "--dry-run"], 1, "2 layers on disk, 3 expected"),
         (["other", "out"], 3, "model_type 'nobody'"),

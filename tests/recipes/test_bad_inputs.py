@@ -39,7 +39,7 @@ FILES = {  # content, what the error says; the first word of a case may be a rec
     ),
 }
 FLAGS = {
-    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: in 0 there is none, in 16 no"),
+    "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: 0 have none, and 16 none be"),
     "template with a syntax error": (("--chat-template", "SYNTAX"), "syntax.jinja, line 2: syntax error: "),
     "template with an error": (
         ("--chat-template", "UNDEFINED"), "undefined.jinja, line 3: UndefinedError: 'odd' is undefined. Next",
@@ -52,7 +52,7 @@ FLAGS = {
     "out that is a file": (("--output-dir", "FILE"), "cannot be written"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
-    "no file of options": (("--config", "none.yaml"), "none.yaml cannot be read as YAML"),
+    "no file of options": (("--config", "none.yaml"), "there is no file none.yaml"),
     "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
 }  # fmt: skip
 TEMPLATES = {
@@ -98,7 +98,7 @@ def test_wrong_flags(home, tmp_path, capsys, case):
 
 
 def test_a_reward_that_is_nowhere(home, tmp_path, capsys):
-    said, flags = "reward=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")
+    said, flags = "reward_funcs=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")
     refused(capsys, home, tmp_path / "out", said, *flags, recipe="grpo", data="prompts.jsonl")
 
 

@@ -183,7 +183,7 @@ def test_rewards_of_files(write):
     for source, says in {
         **{f"{file}:{name}": says for name, says in WRONG.items()},
         "no.py": "there is no file",
-        "reward": "there is no file .; give FILE.py",
+        "reward": "expected FILE.py, or FILE.py:function",
         str(broken): "cannot be imported: ModuleNotFoundError",
     }.items():
         with pytest.raises(InputError, match=says):

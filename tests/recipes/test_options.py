@@ -157,6 +157,9 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
         ("--num-epochs", "3"): "sft has no option --num-epochs; did you mean --num-train-epochs?",
         ("--save_step=3",): "sft has no option --save-step; did you mean --save-steps?",
         ("--stamps", "3", "--deepspeed", "x"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
+        ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
+        ("--out", "x"): "sft has no option --out; did you mean --output-dir?",
+        ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
         ("other",): "unexpected argument 'other'; only MODEL has no name",
     }
     for argv, words in said.items():
