@@ -113,15 +113,16 @@ def report(row: Mapping[str, Any]) -> None:
         print(RESULT + json.dumps(row), flush=True)
 
 
-def spawn(module: str, job: Mapping[str, Any], timeout: float, ranks: int = 1) -> Row:
+def spawn(module: str, job: Mapping[str, Any], timeout: float, ranks: int = 1, **variables: str) -> Row:
     """What `work(job)` of benchmarks.MODULE returns in a new process, or under torchrun in `ranks` of them.
 
+    variables: of the environment of these processes, beside those of this one.
     If it fails or takes longer than `timeout` seconds, the row has what it reported before, and a note with the reason.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *launcher, "-m", f"benchmarks.{module}", "--worker", json.dumps(job)]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, env=os.environ | variables)
     try:
         output, errors = process.communicate(timeout=timeout)
         note = (errors.strip() or f"exit code {process.returncode}").splitlines()[-1] if process.returncode else ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import re
@@ -31,8 +32,10 @@ slow = pytest.mark.slow
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Workers run here, one after the other: a process each costs seconds of imports."""
+    signature = inspect.signature(harness.spawn)
 
-    def spawn(module, job, timeout, ranks=1, **variables):
+    def spawn(module, job, *given, **named):
+        signature.bind(module, job, *given, **named)
         try:
             return importlib.import_module(f"benchmarks.{module}").work(json.loads(json.dumps(job)))
         except Exception as error:
