@@ -110,7 +110,9 @@ def test_pretraining_is_captured_and_the_plan_tells_the_padding(home, capsys):
     assert losses[1] > 5  # of random weights
     assert tokens[max(tokens)] > 0.95 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
     padding = 1 - tokens[max(tokens)] / (100 * max(tokens))
-    told = re.search(r"need a GPU; forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err)
+    told = re.search(
+        r"need a GPU; forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err
+    )
     assert float(told[1]) == pytest.approx(100 * padding, abs=0.05) and padding > 0.01
 
 
