@@ -196,7 +196,10 @@ class Trainer:
         )  # fmt: skip
         resumed = self.checkpoints.load()
         if resumed > steps:
-            raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
+            raise InputError(
+                f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps; give --max-steps "
+                f"{resumed} or more"
+            )
         p.from_main(self._write_options)  # now that the run can continue with them
         if before is not None and p.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
