@@ -11,7 +11,7 @@ from ligermodels.recipes import find, rollout
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.rows import open_rows
 from ligermodels.recipes.trainer import train
-from tests.recipes.runs import fake_sample, metrics
+from tests.recipes.runs import PAIRS, SINGLE, WORDS, fake_sample, metrics
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -21,31 +21,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-WORDS = ("a", "bcd", "efg", "hij", "klm", "nop", "qrs", "tuv", "wx", "y z", "0", "12")
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def assistant(text):
-    return [{"role": "assistant", "content": text}]
-
-
-CHATS = [
-    {"prompt": user(f"Say {word}."), "chosen": assistant(word), "rejected": assistant("no " * (n % 3 + 1) + word)}
-    for n, word in enumerate(WORDS)
-]
-IMPLICIT = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in CHATS]
+IMPLICIT = [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in PAIRS]
 TEXTS = [
     {"prompt": f"{word} and", "chosen": f" {word}", "rejected": " no" * (n % 3 + 1)} for n, word in enumerate(WORDS)
 ]
-SINGLE = [
-    {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
-    for n, row in enumerate(CHATS)
-]
 PROMPTS = [{"prompt": f"Say {n}", "level": n % 3} for n in range(9)]
-ASKED = [{**row, "prompt": user(row["prompt"])} for row in PROMPTS]
+ASKED = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS]
 REWARD = """
 def total(completion_ids, **unused):
     return [float(sum(ids) % 7) for ids in completion_ids]
@@ -58,7 +39,7 @@ def length(prompts, completions, level, **unused):
 
 @pytest.fixture(scope="module")
 def files(home):
-    files = {"chats": CHATS, "implicit": IMPLICIT, "texts": TEXTS, "single": SINGLE, "prompts": PROMPTS, "asked": ASKED}
+    files = {"chats": PAIRS, "implicit": IMPLICIT, "texts": TEXTS, "single": SINGLE, "prompts": PROMPTS, "asked": ASKED}
     for name, rows in files.items():
         (home / f"trl-{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (home / "rewards.py").write_text(REWARD)
