@@ -245,21 +245,14 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
     assert weights(out) == weights(skipped)
 
 
-def test_a_template_of_the_command_line(home, tmp_path):
-    """It trains as the same one in the model's files does, and is beside all that is saved."""
+def test_a_template_of_the_command_line(home, tmp_path, capsys):
+    """It makes the rows, and is beside all that is saved."""
     text = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
     text += "{% if add_generation_prompt %}[assistant] {% endif %}"
     (tmp_path / "template.jinja").write_text(text)
-    shutil.copytree(home / "model", home / "templated")
-    tokenizer = Tokenizer.from_folder(home / "templated")
-    assert tokenizer.chat_template not in (None, text)
-    tokenizer.chat_template = text
-    tokenizer.save_pretrained(home / "templated")
-    flags = ("--max-steps", "3", "--max-length", "128", "--eval-share", "0.2", "--lora-r", "2", "--merge")
-    out, given = tmp_path / "with template", ("--chat-template", tmp_path / "template.jinja")
-    assert train(home, home / "its own", *flags, model="templated") == 0
-    assert train(home, out, *flags, *given) == 0
-    assert metrics(out) == metrics(home / "its own")
+    out, given = tmp_path / "with template", ("--chat-template", tmp_path / "template.jinja", "--show", "1")
+    assert train(home, out, *FEW, "--eval-share", "0.2", "--lora-r", "2", "--merge", *given) == 0
+    assert re.search(r"\[user\] Say (\w+)\.<\|im_end\|>\[assistant\] \[\1<\|im_end\|>\]", capsys.readouterr().err)
     for name in ("model", "adapter", "best"):
         assert Tokenizer.from_folder(out / name).chat_template == text
-    assert Tokenizer.from_folder(home / "model").chat_template != text
+    assert Tokenizer.from_folder(home / "model").chat_template not in (None, text)
