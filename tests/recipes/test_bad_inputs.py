@@ -97,11 +97,6 @@ def test_wrong_flags(home, tmp_path, capsys, case):
     assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error", "targets"))
 
 
-def test_a_reward_that_is_nowhere(home, tmp_path, capsys):
-    said, flags = "reward_funcs=nothing.py: there is no file nothing.py", ("--reward-funcs", "nothing.py")
-    refused(capsys, home, tmp_path / "out", said, *flags, recipe="grpo", data="prompts.jsonl")
-
-
 def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2") == 0

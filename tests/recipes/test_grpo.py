@@ -182,7 +182,7 @@ def test_rewards_of_files(write):
     broken = write("broken.py", "import math\nimport nothing_like_it")
     for source, says in {
         **{f"{file}:{name}": says for name, says in WRONG.items()},
-        "no.py": "there is no file",
+        "no.py": "reward_funcs=no.py: there is no file",
         "reward": "expected FILE.py, or FILE.py:function",
         str(broken): "cannot be imported: ModuleNotFoundError",
     }.items():

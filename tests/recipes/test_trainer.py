@@ -162,6 +162,19 @@ def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
     assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
 
 
+def test_the_best_model_is_that_of_the_lowest_evaluation(home, tmp_path):
+    """At a learning rate that is so high that later steps are worse: it is that of a run which ends there."""
+    flags = (*STEPS, "--learning-rate", "0.1", "--lr-scheduler-type", "constant_with_warmup", "--eval-share", "0.3")
+    assert train(home, tmp_path / "all", *flags, "--eval-steps", "1") == 0
+    values = metrics(tmp_path / "all", "eval_loss")
+    best = min(values, key=values.get)
+    card = (tmp_path / "all" / "model" / "README.md").read_text()
+    assert 0 < best < 12 and f"| best evaluation | {values[best]:.4f}, after step {best} |" in card
+    assert train(home, tmp_path / "some", *flags, "--max-steps", str(best)) == 0
+    found, expected = weights(tmp_path / "all"), weights(tmp_path / "some")
+    assert found["best/model.safetensors"] == expected["model/model.safetensors"] != found["model/model.safetensors"]
+
+
 LLAMA_8B = dict(
     model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
     num_attention_heads=32, num_key_value_heads=8,
