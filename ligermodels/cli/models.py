@@ -53,6 +53,7 @@ def resolve_adapter(args: argparse.Namespace) -> None:
 
     Raises InputError, CheckpointError for an unsupported adapter, HubError where its base is not there.
     """
+    refuse_run(args.model)
     given = files.absolute(args.model)
     is_adapter = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
     if is_adapter and args.adapter:
@@ -147,8 +148,18 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     return model
 
 
+def refuse_run(src: str) -> None:
+    """Raises UsageError for the --output-dir of `train` in place of a model in it."""
+    folder = files.absolute(src)
+    if (folder / "options.yaml").is_file() and not (folder / "config.json").exists():
+        found = [f"{Path(src) / name}" for name in ("model", "adapter", "best") if (folder / name).is_dir()]
+        advice = f"give what it has written: {' or '.join(found)}" if found else "it has written no model yet"
+        raise UsageError(f"{src} is the folder of a run of `train`; {advice}")
+
+
 def check_source(src: str) -> None:
-    """Raises HubError for the path of a folder that is not there, before torch is imported."""
+    """Raises HubError for the path of a folder that is not there, before torch is imported; UsageError for a run's."""
+    refuse_run(src)
     is_path = src.startswith(("/", ".", "~")) or src.count("/") > 1
     if is_path and not os.path.exists(os.path.expanduser(src)):
         hub.resolve(src)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ligermodels.cli.arguments import Parser, usage_errors
+from ligermodels.cli.models import refuse_run
 from ligermodels.recipes import RECIPES, find
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
@@ -73,6 +74,7 @@ class _RecipeParser(Parser):
             self.error("\n".join(unknown(self._options(), text) for text in flags))
         is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
         hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
+        hint = "a switch has no value: --packing, or --no-packing" if rest[0].lower() in ("true", "false") else hint
         self.error(f"unexpected argument {rest[0]!r}; {hint}")
 
 
@@ -83,4 +85,5 @@ def _train(args: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
     with usage_errors():
         options = kind.Options.merged(given, vars(args).get("config"))
+    refuse_run(options.model)
     return train(kind, options)

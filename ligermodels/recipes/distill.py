@@ -107,8 +107,9 @@ def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_len
     if ours != theirs or config.vocab_size < tokenizer.vocab_size:
         number = len(dict(ours[0].items() ^ theirs[0].items()))
         raise InputError(
-            f"the teacher has another tokenizer: {number} tokens differ, {probe!r} is {len(ours[1])} and "
-            f"{len(theirs[1])} tokens, and there are {config.vocab_size} logits. Give one of the same family"
+            f"the teacher has another tokenizer: {number} tokens differ, a test text has {len(ours[1])} tokens of the "
+            f"student's and {len(theirs[1])} of the teacher's, whose head has {config.vocab_size} logits for the "
+            f"student's {tokenizer.vocab_size} ids; give a --teacher of the same family"
         )
     if max_length > (context := config.max_position_embeddings):
         raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")

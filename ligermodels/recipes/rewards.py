@@ -64,8 +64,13 @@ class Rewards:
 def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: Sequence[str]) -> list[float | None]:
     """The numbers of one function, a number or None for each completion. Raises InputError."""
     parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
+    columns = list(given)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         given = {key: values for key, values in given.items() if key in parameters}
+    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [key for key, one in parameters.items() if one.kind in positional and one.default is one.empty]
+    if missing := [key for key in needed if key not in given]:
+        raise InputError(f"the reward {name} takes {', '.join(missing)}, and the rows have {', '.join(columns)}")
     try:
         found: list[Any] = list(function(**given))
     except Exception as error:

@@ -85,7 +85,8 @@ def check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError if --output-dir cannot be used, or has another run."""
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--output-dir {out} cannot be written, since {above} cannot; give another folder")
+        what = "cannot be written" if above.is_dir() else "is a file"
+        raise InputError(f"--output-dir {out} cannot be made or written, since {above} {what}; give another folder")
     has_run = (out / "options.yaml").is_file()
     if out.is_dir() and any(".saving-" not in path.name for path in out.iterdir()) and not has_run:
         what = "has no run to resume" if resume else "is not empty"

@@ -54,6 +54,16 @@ def test_help_is_quick_because_it_imports_nothing_heavy():
     assert done.returncode == 0 and "--temperature" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("command", ["chat", "inspect", "train sft --data x --output-dir y"])
+def test_the_folder_of_a_run_is_no_model(command, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "options.yaml").touch()
+    assert main([*command.split(), str(tmp_path)]) == 2
+    assert (
+        f"is the folder of a run of `train`; give what it has written: {tmp_path / 'model'}" in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     "argv", [[], ["nothing"], ["generate"], ["inspect", "x", "--nothing"], ["convert", "a", "--v"]]
 )

@@ -151,6 +151,7 @@ def nan(completions): return [float('nan')] * len(completions)
 def silent(completions): return [None] * len(completions)
 def lazy(completions): yield 1.0; raise KeyError(completions[0])
 def nothing(completions): pass
+def asks(completions, solution): pass
 """
 WRONG = {
     "fails": r"fails failed at .*rewards.py:4, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
@@ -158,6 +159,7 @@ WRONG = {
     "nan": r"the reward nan returned nan for a completion of x.jsonl:1",
     "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
     "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
+    "asks": "the reward asks takes solution, and the rows have answer, prompts, completions, completion_ids",
     "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     "other": "has no function other; it has reward, right, fails",
 }

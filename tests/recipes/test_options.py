@@ -160,6 +160,7 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
         ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
         ("--out", "x"): "sft has no option --out; did you mean --output-dir?",
         ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
+        ("--packing", "false"): "unexpected argument 'false'; a switch has no value: --packing, or --no-packing",
         ("other",): "unexpected argument 'other'; only MODEL has no name",
     }
     for argv, words in said.items():
