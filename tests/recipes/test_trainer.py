@@ -14,9 +14,11 @@ from ligermodels.cli import main
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory
 from ligermodels.recipes.base import next_token_loss, num_labels
+from ligermodels.recipes.model import load_model, make_optimizer
 from ligermodels.recipes.steps import StepBatches, forwards_per_step, learning_rate, shard_batches
 from ligermodels.recipes.trainer import Progress
 from tests.processes import Child
+from tests.recipes import losses
 from tests.recipes.runs import metrics, options_of, reached, train, weights
 
 STEPS = "--max-length 64 --accumulation 2 --max-steps 12 --learning-rate 3e-3 --warmup-steps 2".split()
@@ -97,6 +99,31 @@ def test_progress_goes_on_but_for_the_length_of_the_run():
     found = Progress(20)
     found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4).state_dict())
     assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4)
+
+
+def test_norms_have_no_weight_decay():
+    options = options_of("sft", precision="fp32", weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, max_grad_norm=2.0)
+    optimizer = make_optimizer(options, losses.model(), Processes(torch.device("cpu")))
+    found = {
+        (p.dim(), group["weight_decay"], group["betas"]) for group in optimizer.param_groups for p in group["params"]
+    }
+    assert found == {(2, 0.3, (0.8, 0.9)), (1, 0.0, (0.8, 0.9))} and optimizer.max_grad_norm == 2.0
+
+
+@pytest.mark.parametrize(("recipe", "given"), [("sft", {"lora_r": 4}), ("pretrain", {"scratch": True})])
+def test_the_seed_draws_what_is_new(home, recipe, given):
+    def drawn(seed):
+        options = options_of(recipe, precision="fp32", activations="none", seed=seed, **given)
+        return load_model(options, home / "model", Processes(torch.device("cpu"))).state_dict()
+
+    one, again, other = drawn(1), drawn(1), drawn(2)
+    assert all(weight.equal(again[name]) for name, weight in one.items())
+    assert not all(weight.equal(other[name]) for name, weight in one.items())
+
+
+def test_the_seed_is_that_of_dropout(home, tmp_path):
+    assert train(home, tmp_path / "out", *STEPS, "--max-steps", "1", "--seed", "5") == 0
+    assert torch.initial_seed() == 5
 
 
 def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
