@@ -198,7 +198,9 @@ def test_a_reward_of_messages_gets_messages(byte_level):
 
     recipe = grpo_of(options_of(num_generations=2), byte_level, reward)
     recipe.model, recipe.chat = losses.model(vocab_size=byte_level.vocab_size).float(), True
-    assert [one.reward for one in recipe.roll_out([Prompt([5], [])], 0)] == [1, 1]
+    found = recipe.roll_out([Prompt([5], [])], 0)
+    assert [one.reward for one in found] == [1, 1]
+    assert [one.truncated for one in found] == [one.ids[-1] not in recipe.stop_ids for one in found] == [True, True]
 
 
 # ---- runs ----
