@@ -3,9 +3,11 @@
 Values that are wrong by themselves are in test_options.py.
 """
 
+import errno
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +99,19 @@ def test_wrong_flags(home, tmp_path, capsys, case):
     assert ("chats.jsonl:" in said) == (case in ("rows of two tokens", "template with an error", "targets"))
 
 
-def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
+def cut_short(write):
+    """A disk that is full after 50 characters of the options."""
+
+    def written(path, text, *args, **how):
+        if path.name == "options.yaml":
+            write(path, text[:50], *args, **how)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, text, *args, **how)
+
+    return written
+
+
+def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, monkeypatch, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2") == 0
     before = (out / "options.yaml").read_text()
@@ -112,6 +126,10 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
         assert train(home, out, *length, *flags, "--resume", **how) == 3
         assert words in capsys.readouterr().err and (out / "options.yaml").read_text() == before
     longer = (*length, "--max-steps", "3", "--learning-rate", "0.5", "--resume")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", cut_short(Path.write_text))
+        assert train(home, out, *longer) == 3
+    assert "No space left" in capsys.readouterr().err and (out / "options.yaml").read_text() == before
     assert train(home, out, *longer) == 0
     assert "changed since the run began: max_steps 2 -> 3, learning_rate 2e-05 -> 0.5\n" in capsys.readouterr().err
     assert "max_steps: 3" in (out / "options.yaml").read_text()
