@@ -274,11 +274,12 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
             elif kind is bool:
                 group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **how)
             else:
-                repeated = field.metadata.get("repeated")
-                how["metavar"] = (
-                    f"{{{','.join(choices)}}}" if choices else metavars.get(kind, "FILE" if repeated else "A,B")
-                )
-                how["action"] = "append" if repeated else "store"
+                if field.metadata.get("repeated"):
+                    how |= dict(metavar="FILE", action="append")
+                elif typing.get_origin(kind) is tuple:  # given twice, it has the items of both
+                    how |= dict(metavar="A,B", action="extend", type=_items)
+                else:
+                    how["metavar"] = f"{{{','.join(choices)}}}" if choices else metavars[kind]
                 group.add_argument(flag(name), dest=name, **how)
 
 
@@ -336,6 +337,10 @@ def _kind(hint: Any) -> Any:
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
+def _items(text: str) -> list[str]:
+    return [item for item in text.split(",") if item]
+
+
 def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
     kind, rules = _kind(hint), field.metadata
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "a list")
@@ -344,7 +349,7 @@ def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
         return None
     if typing.get_origin(kind) is tuple:
         if isinstance(value, str | Path):
-            value = [value] if rules.get("repeated") else [item for item in str(value).split(",") if item]
+            value = [value] if rules.get("repeated") else _items(str(value))
         if not isinstance(value, list | tuple):
             raise wrong
         return tuple(_typed(field, item, typing.get_args(kind)[0]) for item in value)

@@ -49,7 +49,7 @@ def test_underscores_are_dashes():
     assert flags == of_flags(
         "--weight-decay", "0.01", "--lora-target-modules=q_proj,v_proj", "--no-packing", "--lora-r", "2"
     )
-    assert flags["weight_decay"] == "0.01" and flags["lora_target_modules"] == "q_proj,v_proj"
+    assert flags["weight_decay"] == "0.01" and flags["lora_target_modules"] == ["q_proj", "v_proj"]
     parser = cli._parser()
     found = parser.parse_args(["generate", "a_b", "--max_new_tokens", "3", "--prompt=--c_d", "--kv_cache_dtype", "fp8"])
     assert (found.model, found.max_new_tokens, found.prompt, found.kv_cache_dtype) == ("a_b", 3, "--c_d", "fp8")
@@ -150,6 +150,11 @@ def test_what_is_refused(tmp_path, monkeypatch, recipe, text, says):
     given = {name: value for name, value in (NEEDED | NEEDS.get(recipe, {})).items() if not text.startswith(name)}
     with pytest.raises(InputError, match=says):
         find(recipe).Options.merged(given, tmp_path / "recipe.yaml")
+
+
+def test_a_list_that_is_given_twice_has_the_items_of_both():
+    flags = of_flags("--lora-r", "8", "--lora-target-modules", "q_proj,v_proj", "--lora-target-modules", "o_proj")
+    assert SFTOptions.merged(flags).lora_target_modules == ("q_proj", "v_proj", "o_proj")
 
 
 def test_an_unknown_flag_says_which_is_meant(capsys):
