@@ -59,7 +59,7 @@ RECIPES = {
     "simpo": ("pairs", ()),
     "distill": ("chats", ("--teacher", "{home}/teacher/model")),
     "medusa": ("chats", ("--heads", "2")),
-    "grpo": ("prompts", (*SAMPLED, "--num-generations", "4", "--reward-funcs", "{home}/reward.py")),
+    "grpo": ("prompts", (*SAMPLED, "--num-generations", "4", "--reward-funcs={home}/reward.py")),
 }
 """For each recipe, its data and the options that it needs beside `FEW`."""
 
@@ -73,7 +73,8 @@ def train(home, out, *flags, recipe="sft", data="chats.jsonl", model="model") ->
 def run(home, out, recipe, *flags) -> int:
     """The exit status of a short run of a recipe."""
     data, own = RECIPES[recipe]
-    own = [flag.format(home=home) for flag in own]
+    rewards = any(str(flag) == "--reward-funcs" for flag in flags)  # in place of the usual one: a list adds up
+    own = [flag.format(home=home) for flag in own if not (rewards and flag.startswith("--reward-funcs="))]
     return train(home, out, *FEW, *own, *flags, recipe=recipe, data=f"{data}.jsonl")
 
 
