@@ -178,7 +178,7 @@ CUT = (
 TOO_LITTLE = {  # sizes, process, length, the error or None
     "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
     "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*11 have none.*{UNTRAINED}\n  Ne"),
-    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*0 have none, and 2 none before --max-length 5.*\n  lengths:1: left out: n"),
+    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 none before --max-length 5.*\n  lengths:1: left out: n"),
     "cut": ([9] * 19 + [6], LATE, 7, None),
     "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
     "one stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (row["id"] + 1,)), 8, None),
