@@ -114,9 +114,8 @@ def report(row: Mapping[str, Any]) -> None:
 
 
 def spawn(module: str, job: Mapping[str, Any], timeout: float, ranks: int = 1, **variables: str) -> Row:
-    """What `work(job)` of benchmarks.MODULE returns in a new process, or under torchrun in `ranks` of them.
+    """What `work(job)` of benchmarks.MODULE returns in a new process with the variables, or under torchrun in `ranks`.
 
-    variables: of the environment of these processes, beside those of this one.
     If it fails or takes longer than `timeout` seconds, the row has what it reported before, and a note with the reason.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []

@@ -235,9 +235,9 @@ def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
         raise ValueError(f"{folder} needs {needed / 1e9:.0f} GB, and {there / 1e9:.0f} GB are free")
     shards = saving.split_into_shards(headers, 5 * 10**9 if len(values) == VALUES else 10**5)
 
-    def write_some(first: int, threads: int = 8) -> None:
-        tensors = (repeated(name, shapes[name], values) for shard in shards[first::threads] for name in shard)
-        saving.write_shards(folder, headers, tensors, shards, first=first, step=threads)
+    def write_some(first: int) -> None:
+        tensors = (repeated(name, shapes[name], values) for shard in shards[first::8] for name in shard)
+        saving.write_shards(folder, headers, tensors, shards, first=first, step=8)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(write_some, range(8)))
