@@ -69,24 +69,22 @@ def train(kind: type[Recipe], options: TrainOptions) -> int:
 def start_processes(options: TrainOptions) -> Processes:
     """Joins the processes that torchrun has started; a single one needs no process group."""
     degrees: dict[str, Any] = dict(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
-    if os.environ.get("WORLD_SIZE", "1") == "1" and not dist.is_initialized() and set(degrees.values()) == {1}:
-        on_gpu = torch.cuda.is_available()
-        return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
-    if os.environ.get("WORLD_SIZE") is None and not dist.is_initialized():
-        name, degree = next((name, degree) for name, degree in degrees.items() if degree > 1)
+    if os.environ.get("WORLD_SIZE", "1") != "1" or dist.is_initialized():
+        return Processes.of_mesh(make_mesh(**degrees))
+    if name := next((name for name, degree in degrees.items() if degree > 1), None):
         raise InputError(
-            f"{name}={degree} is for several processes, and this is one; run `torchrun --nproc-per-node N -m "
+            f"{name}={degrees[name]} is for several processes, and this is one; run `torchrun --nproc-per-node N -m "
             f"ligermodels train {options.recipe} ...`, or leave {flag(name)} out"
         )
-    return Processes.of_mesh(make_mesh(**degrees))
+    on_gpu = torch.cuda.is_available()
+    return Processes(torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu"))
 
 
 def check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError if --output-dir cannot be used, or has another run."""
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        what = "cannot be written" if above.is_dir() else "is a file"
-        raise InputError(f"--output-dir {out} cannot be made or written, since {above} {what}; give another folder")
+        raise InputError(f"--output-dir {out}: {above} is not a folder that can be written to; give another folder")
     has_run = (out / "options.yaml").is_file()
     if out.is_dir() and any(".saving-" not in path.name for path in out.iterdir()) and not has_run:
         what = "has no run to resume" if resume else "is not empty"
