@@ -84,7 +84,7 @@ def check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError if --output-dir cannot be used, or has another run."""
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--output-dir {out}: {above} is not a folder that can be written to; give another folder")
+        raise InputError(f"--output-dir {out} cannot be made, since {above} is no folder to write into; give another")
     has_run = (out / "options.yaml").is_file()
     if out.is_dir() and any(".saving-" not in path.name for path in out.iterdir()) and not has_run:
         what = "has no run to resume" if resume else "is not empty"

@@ -51,7 +51,7 @@ FLAGS = {
         ("--lora-r", "2", "--lora-target-modules", "q_proj,qproj"),
         "'qproj' is not there; targets are linear modules: down_proj, gate_proj, k_proj, o_proj, q_proj,",
     ),
-    "out that is a file": (("--output-dir", "FILE"), "is not a folder that can be written to"),
+    "out that is a file": (("--output-dir", "FILE"), "is no folder to write into"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
     "no file of options": (("--config", "none.yaml"), "there is no file none.yaml"),
