@@ -12,6 +12,7 @@ Checked against: torch 2.11 and 2.13, distributed/checkpoint/{filesystem,metadat
 
 import contextlib
 import dataclasses
+import enum
 import math
 import pickle
 import warnings
@@ -49,9 +50,17 @@ _ALLOWED = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 pickle the member of an enum
+            return _member_of
         if name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
+
+
+def _member_of(kind: Any, name: str) -> enum.Enum:
+    if not (isinstance(kind, enum.EnumType) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for the attribute {name} of {kind}")
+    return kind[name]  # type: ignore[no-any-return]
 
 
 class Reader(dcp.FileSystemReader):

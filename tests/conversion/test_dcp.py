@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -91,6 +92,11 @@ class Evil:
         return os.system, ("touch hacked",)
 
 
+class Attribute:
+    def __reduce__(self):
+        return getattr, (torch.Size, "index")
+
+
 def edited(change):
     def apply(folder):
         metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -109,12 +115,21 @@ BAD = {
     "metadata cut short": (written(lambda blob: blob[:300]), "cannot be read as"),
     "a shell command": (written(lambda blob: pickle.dumps(Evil())), "posix.system"),
     "a command inside": (edited(lambda h, place: h.state_dict_metadata.update(x=Evil())), "posix"),
+    "an attribute": (edited(lambda h, place: h.state_dict_metadata.update(x=Attribute())), "the attribute index of"),
     "attribute by a dotted name": (written(lambda blob: b"\x80\x04\x8c\x05torch\x8c\x0aSize.index\x93."), "Size.index"),
     "a path that leaves": (edited(lambda h, place: setattr(place, "relative_path", "../x.distcp")), "in its folder"),
     "a lost shard": (edited(lambda h, place: h.state_dict_metadata[NORM].chunks.clear()), "not whole in its 0 shards"),
     "no tensor of a model": (edited(lambda h, place: h.state_dict_metadata.clear()), "holds no Llama"),
     "a shard cut short": (written(lambda blob: blob[:-9000], "__0_0.distcp"), "cannot be read"),
 }  # fmt: skip
+
+
+def test_members_of_enums_as_python_3_11_0_to_3_11_3_pickle_them(tmp_path, good, monkeypatch):
+    folder = shutil.copytree(good, tmp_path / "old")
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    edited(lambda h, place: None)(folder)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert DcpSource(folder).headers == DcpSource(good).headers
 
 
 @pytest.fixture(scope="module")

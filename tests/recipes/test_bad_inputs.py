@@ -75,6 +75,8 @@ def refused(capsys, home, out, words, *flags, status=3, **how):
 
 @pytest.mark.parametrize("case", FILES)
 def test_wrong_data(home, write, tmp_path, capsys, case):
+    if case == "parquet":
+        pytest.importorskip("datasets")
     content, words = FILES[case]
     recipe = case.split()[0] if case.split()[0] in RECIPES else "sft"
     flags = [flag.format(home=home) for flag in RECIPES[recipe][1]] + ["--max-steps", "1", "--max-length", "64"]
