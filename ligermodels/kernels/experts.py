@@ -142,7 +142,7 @@ def _run(
 
 
 def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tensor, tuple[LinearOperand, ...]]:
-    """(experts, operands) of the chosen experts alone, numbered anew; without a gradient.
+    """(experts, operands) of the chosen experts alone, which get new numbers; without a gradient.
 
     A GPU takes one expert for each row, since it does not know which are equal; one outside of [0, E) becomes -1.
     """

@@ -51,12 +51,12 @@ def gradients(op, x, weights, biases, dy):
 def test_who_wants_the_gradient_of_x_is_told_before_those_of_the_weights(device, layout):
     x, weights, biases, dy = several(device, layout, lead=(7,))
     expected = gradients(joint_linear, x, weights, biases, dy)[1:]
-    told = []
-    on_gradient(x, lambda dx: told.append((dx.clone(), len(seen.matmuls))))
+    calls = []
+    on_gradient(x, lambda dx: calls.append((dx.clone(), len(seen.matmuls))))
     y = joint_linear(x, weights, biases)
     with Seen() as seen:
         found = torch.autograd.grad(y, [x, *weights, *biases], dy)
-    ((dx, count),) = told
+    ((dx, count),) = calls
     of_weights = [inner == 7 for _, inner, _ in seen.matmuls]
     assert not any(of_weights[:count]) and any(of_weights)
     for a, b in zip([dx, *found], [expected[0], *expected], strict=True):

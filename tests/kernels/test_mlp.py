@@ -79,17 +79,17 @@ def test_what_is_saved(device, gated, normed, mode):
 def test_who_wants_the_gradient_of_x_is_told_before_those_of_its_weights(device, gated, mode):
     op, (inputs, dy) = op_of(gated, mode), make(device, gated, CHUNK + 7)
     expected = run(op, inputs, dy)
-    told = []
-    on_gradient(inputs[0], lambda dx: told.append((dx.clone(), list(seen.matmuls))))
+    calls = []
+    on_gradient(inputs[0], lambda dx: calls.append((dx.clone(), list(seen.matmuls))))
     y = op(*inputs)
     with Seen() as seen:
         found = torch.autograd.grad(y, inputs, dy)
     for a, b in zip(found, expected[1:], strict=True):
         assert torch.equal(a, b)
     if mode == "tiles":  # each has its part of the gradient
-        assert not told
+        assert not calls
         return
-    ((dx, before),) = told
+    ((dx, before),) = calls
     of_first = ((1 + gated) * INNER, CHUNK + 7, HIDDEN)
     assert of_first in seen.matmuls and of_first not in before
     assert torch.equal(dx, expected[1])
