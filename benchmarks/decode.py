@@ -214,9 +214,9 @@ def speeds(
         ids = random_ids(model, batch, prompt)
         for baseline in [name for name in options.baselines if name in CACHES]:
             kind = CACHES[baseline]
-            cache = model.new_cache(1, 64, kv_cache_dtype=kind)
-            recurrent = sum(state.row_bytes(0) for state in cache if isinstance(state, RecurrentState))
-            states = recurrent + sum(state.row_bytes(prompt + new / 2) for state in cache)  # recurrent ones twice
+            cache = model.new_cache(1, prompt + new // 2, kv_cache_dtype=kind)
+            recurrent = sum(x.nbytes for state in cache if isinstance(state, RecurrentState) for x in state.buffers)
+            states = recurrent + cache.nbytes  # recurrent ones twice
             limit = copy * batch / (nbytes + batch * states)
             # Twice as many tokens take the host twice as long, and are as fast.
             steps = min(new, 64) if baseline == "host" else new

@@ -199,8 +199,7 @@ def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str
         if isinstance(module, MoE):
             unused = (1 - module.top_k / len(module.gate.weight)) ** batch
             found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
-    cache = model.new_cache(1, 1, kv_cache_dtype=kv_cache_dtype)
-    return found + batch * sum(state.row_bytes(length) for state in cache)
+    return found + batch * model.new_cache(1, int(length), kv_cache_dtype=kv_cache_dtype).nbytes
 
 
 def _copy_rate(device: "torch.device") -> float:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint import files, hub
 from ligermodels.cli.arguments import UsageError, dtype, usage_errors
@@ -118,7 +118,8 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     Raises UsageError for options that cannot be, before torch is imported; the errors of loading.
     """
     with usage_errors():
-        Options(**{name: getattr(args, name, None) for name in ("max_new_tokens", *SAMPLING)})  # `bench` has none
+        options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *SAMPLING)}
+        Options(**options)  # `bench` has none
     folder = files.absolute(args.model)
     if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)

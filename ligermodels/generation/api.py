@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.continuous import ContinuousEngine
 from ligermodels.generation.drafters import DraftingEngine
 from ligermodels.generation.engine import PaddedEngine
-from ligermodels.generation.options import Attributes
+from ligermodels.generation.options import DRAFTERS, Attributes
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.layers.state import TransformersCache
 
@@ -52,12 +52,12 @@ def generate(
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
             pad on the left. None: the bos token.
         inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids. input_ids may be
-            passed with them, for the same tokens; without them the result has only new ids, and penalties, processors
+            passed with them, for the same tokens; without them the result has only new ids, and the penalty, processors
             and criteria see only those.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
-            after the penalties and before temperature and cuts. Those of transformers serve, such as
-            SequenceBiasLogitsProcessor and TypicalLogitsWarper, whose options are not options here.
+            after the penalty and before temperature and cuts. Those of transformers serve, such as
+            NoRepeatNGramLogitsProcessor and TypicalLogitsWarper, whose options are not options here.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one says so. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
@@ -72,7 +72,7 @@ def generate(
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
             the prompt and its padding.
-        min_new_tokens, min_length: minimum number of tokens before a stop id is allowed.
+        min_new_tokens: minimum number of new tokens before a stop id is allowed.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
         temperature: logits are divided by it; default 1.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
@@ -81,9 +81,6 @@ def generate(
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also in greedy
             decoding.
-        no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
-        suppress_tokens: ids that are never chosen.
-        bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
             no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
@@ -113,7 +110,7 @@ def generate(
         InputError: arguments that are out of range, contradictory or not supported; padding on the right; ids outside
             the vocabulary; NaN logits.
     """
-    request = Request.checked(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
+    request = Request(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
     engine, first = _engine(request), request.without_ids
     if streamer is not None:
         streamer.put(engine.ids[:, first : engine.length].cpu())
@@ -138,11 +135,12 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
     Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
     stop early, leave the loop.
     """
-    return _engine(Request.checked(model, *args, **options)).decode()
+    return _engine(Request(model, *args, **options)).decode()
 
 
 def _engine(request: Request) -> PaddedEngine:
-    return DraftingEngine(request) if request.drafts else PaddedEngine(request)
+    drafts = any(getattr(request.options, name) not in (None, False) for name in DRAFTERS)
+    return DraftingEngine(request) if drafts else PaddedEngine(request)
 
 
 def generate_many(
@@ -157,7 +155,7 @@ def generate_many(
         prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
         batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
         options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
-            prefill_chunk_size, stop_strings with tokenizer. max_length and min_length count a prompt's own tokens. A
+            prefill_chunk_size, stop_strings with tokenizer. max_length counts a prompt's own tokens. A
             prompt runs once for all of its continuations, which follow each other in the result. Not supported:
             scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller,
             embeddings and images.
@@ -195,7 +193,7 @@ def generate_many_iter(
     checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
     longest = max(texts, key=len)[None].to(model.device)
     # A row that has finished is not filled up: no pad id is needed.
-    request = Request.checked(model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options})
+    request = Request(model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options})
     _refuse(vars(request.options))  # the checkpoint's generation_config.json may set them
     if request.options.use_cache is False:
         raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")

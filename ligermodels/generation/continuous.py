@@ -46,7 +46,7 @@ class ContinuousEngine(Engine):
     """limits: max_new_tokens of each prompt. request: of the longest one."""
 
     def __init__(self, request: Request, prompts: Sequence[Tensor], limits: Sequence[int], batch_size: int):
-        self.prompts, self.limits, self.copies = prompts, limits, request.copies
+        self.prompts, self.limits, self.copies = prompts, limits, request.options.num_return_sequences
         self.capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         self.left = len(prompts) * self.copies  # continuations that have no row yet
         super().__init__(request, min(batch_size, self.left), 2 * self.capacity)
@@ -86,8 +86,7 @@ class ContinuousEngine(Engine):
         self.first = self.length - max(texts, default=0)
         if texts and (fills or ended):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache
-                self.captured = Step.of(self.cache)
-                self.captured.begin(self.model, self.cache, self.capacity, by_host=self.by_host)
+                self.captured = Step.of(self.model, self.cache, self.capacity, by_host=self.by_host)
             # A free row begins again, so that it stays shorter than the others.
             ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
             self.cache.length = max(ends)

@@ -7,7 +7,6 @@ the probability p(g) that the model gives it, and otherwise the token has the di
 of the text is unchanged (https://arxiv.org/abs/2211.17192, for deterministic drafts), and a seed draws the same tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,59 +33,45 @@ class Drafter:
     def begin(self, cache: Cache, *, captures: bool) -> None:
         """Comes after the prompt. cache: the model's. captures: whether proposals may be a CUDA graph."""
 
-    def observe(self, token: int) -> None:
-        """Takes a new token of the text."""
+    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+        """The tokens after `tokens`, the whole text.
 
-    def read(self, hidden: Tensor) -> None:
-        """Takes [N, H], the hidden states after the next N tokens of the text, whose last token has none yet."""
-
-    def propose(self) -> list[int]:
-        """The tokens after the last one."""
+        states [N, H]: the model's hidden states that are new since the last call, up to that of the last token but one.
+        """
         raise NotImplementedError
 
 
 def drafter_of(request: Request) -> Drafter:
     """The drafter that a call asks for. Raises InputError for heads that are not the model's."""
-    options, prompt = request.options, request.input_ids[0]
+    options = request.options
     if options.medusa is not None:
         return Medusa(request.model, options.medusa)
     if options.prompt_lookup_num_tokens is not None:
-        size, count = int(options.max_matching_ngram_size or 2), int(options.prompt_lookup_num_tokens)
-        return PromptLookup(prompt.tolist(), count, size)
-    if getattr(request.model, "mtp", None) is None:
-        raise InputError(
-            f"use_mtp: this {type(request.model).__name__} has no layer for multi-token prediction; "
-            "training.load_mtp(model) reads the one of a checkpoint"
-        )
-    known = 0 if request.cache is None else request.cache.length
-    return MultiToken(request.model, prompt.tolist(), int(options.num_assistant_tokens or 2), known)
+        return PromptLookup(options.prompt_lookup_num_tokens, options.max_matching_ngram_size)
+    return MultiToken(request.model, options.num_assistant_tokens)
 
 
 class PromptLookup(Drafter):
     """Proposes what followed the first earlier occurrence of the last few tokens.
 
-    tokens: the text so far. size: the maximum n-gram that is looked up; the longest match wins. The time of a call does
-    not depend on the length of the text.
+    size: the maximum n-gram that is looked up; the longest match wins. The time of a call does not depend on the length
+    of the text.
     """
 
-    def __init__(self, tokens: Sequence[int], count: int, size: int):
-        self.tokens: list[int] = []
+    def __init__(self, count: int, size: int):
         self.count, self.size = count, size
+        self._read = 0  # tokens of the text
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the index after its first occurrence
-        for token in tokens:
-            self.observe(token)
 
-    def observe(self, token: int) -> None:
-        end = len(self.tokens)
-        for size in range(1, min(self.size, end) + 1):
-            self._after.setdefault(tuple(self.tokens[end - size :]), end)
-        self.tokens.append(token)
-
-    def propose(self) -> list[int]:
-        for size in range(min(self.size, len(self.tokens)), 0, -1):
-            begin = self._after.get(tuple(self.tokens[-size:]))
+    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+        for end in range(self._read, len(tokens)):
+            for size in range(1, min(self.size, end) + 1):
+                self._after.setdefault(tuple(tokens[end - size : end]), end)
+        self._read = len(tokens)
+        for size in range(min(self.size, len(tokens)), 0, -1):
+            begin = self._after.get(tuple(tokens[-size:]))
             if begin is not None:
-                return self.tokens[begin : begin + self.count]
+                return tokens[begin : begin + self.count]
         return []
 
 
@@ -102,70 +87,51 @@ class Medusa(Drafter):
                 f"{vocabulary} tokens: pass training.load_medusa(model, folder), or model.medusa"
             )
         check_device(model, medusa=weights[0])
-        self.heads, self.count, self.last = heads, len(heads), torch.empty(0)
+        self.heads, self.count = heads, len(heads)
 
-    def read(self, hidden: Tensor) -> None:
-        self.last = hidden[-1:] if len(hidden) else self.last
-
-    def propose(self) -> list[int]:
-        return torch.stack([logits.argmax(-1) for logits in self.heads(self.last)])[:, 0].tolist()
+    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+        return torch.stack([logits.argmax(-1) for logits in self.heads(states[-1:])])[:, 0].tolist()
 
 
 class MultiToken(Drafter):
     """Proposes by the model's own layer for multi-token prediction, `model.mtp`, each token from the one before.
 
-    tokens: the prompt. start: the number of its tokens whose states nobody gives, since they are in a cache already.
-    The layer counts positions from there: only their distances matter.
+    The layer counts positions from the first token whose state it gets, which a cache may have tokens before: only
+    their distances matter.
     """
 
-    def __init__(self, model: Any, tokens: Sequence[int], count: int, start: int = 0):
+    def __init__(self, model: Any, count: int):
+        if getattr(model, "mtp", None) is None:
+            raise InputError(
+                f"use_mtp: this {type(model).__name__} has no layer for multi-token prediction; "
+                "training.load_mtp(model) reads the one of a checkpoint"
+            )
         self.model, self.count = model, count
-        self.tokens: list[int] = list(tokens)
-        self.known = start  # tokens whose states the layer has read
-        self.unread: list[Tensor] = []
-        self.room = 0  # tokens for which a captured step has memory
+        self.room = 0  # tokens for which the step has memory
 
     def begin(self, cache: Cache, *, captures: bool) -> None:
-        self.captures, key = captures, ("mtp", self.count)
+        key = ("mtp", self.count)
         if key not in cache.steps:
             cache.steps[key] = DraftStep(self.model, self.count)
         self.step: DraftStep = cache.steps[key]
-        self.cache = self.step.cache
+        self.captures, self.cache = captures, self.step.cache
         self.cache.reset()
 
-    def observe(self, token: int) -> None:
-        self.tokens.append(token)
-
-    def read(self, hidden: Tensor) -> None:
-        self.unread.append(hidden)
-
-    def propose(self) -> list[int]:
-        ids, hidden, self.unread = self.tokens[self.known + 1 :], torch.cat(self.unread), []
-        assert len(ids) == len(hidden), "the state of each token but the last is read once"
-        self.known += len(ids)
-        known, step = self.cache.length + len(ids), self.step
-        if self.captures and self.cache.length and len(ids) <= step.tokens:
-            if known + step.tokens + self.count > self.room:
-                self.room = max(2 * self.room, known + BUCKET)
-                step.begin(self.model, self.cache, self.room, by_host=False)
-            step.read(ids, hidden)
-            step.run(self.model, self.cache)
-            proposed = step.proposed
-        else:
-            proposed = self._by_host(ids, hidden)
-        self.cache.crop(known)
-        return proposed.tolist()  # the host waits once
-
-    def _by_host(self, ids: list[int], states: Tensor) -> Tensor:
-        following, proposed = torch.tensor([ids], device=states.device), []
-        for _ in range(self.count):
-            past, length = self.cache.length, following.shape[1]
-            positions = torch.arange(past, past + length, device=states.device)[None]
-            states = _states_ahead(self.model, following, states[None], positions, self.cache, past=past)[0, -1:]
-            self.cache.advance(length)
-            following = argmax(self.model.logits_of(states))[:1]
-            proposed.append(following[0])
-        return torch.cat(proposed)
+    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+        model, cache, step, ids = self.model, self.cache, self.step, tokens[-len(states) :]
+        known, first = cache.length + len(ids), max(0, len(ids) - step.tokens)
+        if first:  # more than a step reads
+            following = torch.tensor([ids[:first]], device=states.device)
+            positions = torch.arange(cache.length, cache.length + first, device=states.device)[None]
+            _states_ahead(model, following, states[None, :first], positions, cache, past=cache.length)
+            cache.advance(first)
+        if known + step.tokens + self.count > self.room:
+            self.room = max(2 * self.room, known + BUCKET)
+            step.begin(model, cache, self.room, by_host=not self.captures)
+        step.read(ids[first:], states[first:])
+        step.run(model, cache)
+        cache.crop(known)
+        return step.proposed.tolist()  # the host waits once
 
 
 class DraftStep(Step):
@@ -218,8 +184,9 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
 class DraftingEngine(PaddedEngine):
     """`generate` of one row with a drafter. The logits after a token may be known before it is sampled.
 
-    tokens: those that the last pass read, the last one of the text and the proposed ones. verified: the index of the
-    one that the last token follows. hidden: [N, H], N >= len(tokens), the states after each.
+    text: the tokens of the row. tokens: those that the last pass read, the last one of the text and the proposed ones.
+    verified: the index of the one that the last token follows. hidden: [N, H], N >= len(tokens), the states after each.
+    unread: the states that the drafter did not get yet.
     """
 
     def __init__(self, request: Request):
@@ -228,8 +195,9 @@ class DraftingEngine(PaddedEngine):
         if self.drafter.count > MAX_GUESSES:
             raise InputError(f"a step verifies at most {MAX_GUESSES} proposed tokens, not {self.drafter.count}")
         self.capacity += self.drafter.count  # a step writes all of its guesses
-        self.tokens, self.verified = [0], 0
+        self.text, self.tokens, self.verified = request.input_ids[0].tolist(), list[int](), -1
         self.hidden: Any = None
+        self.unread: list[Tensor] = []
         self.call = self._run
 
     def prefill(self) -> None:
@@ -243,11 +211,11 @@ class DraftingEngine(PaddedEngine):
             super().step()
             return
         last, after = self.rows[0].ids[-1], self.verified + 1  # type: ignore[union-attr]
-        drafter.observe(last)
+        self.text.append(last)
         if after < len(self.tokens) and self.tokens[after] == last:
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
-        drafter.read(self.hidden[:after].clone())  # which the next pass overwrites
+        self.unread.append(self.hidden[:after].clone())  # which the next pass overwrites
         self.cache.crop(self.length - 1)
         self.drop_stale()
         self.tokens, self.verified = [last], 0
@@ -256,10 +224,11 @@ class DraftingEngine(PaddedEngine):
             return
         most = min(self.end - self.length - 1, rotary.tokens_left(self.longest), drafter.count)
         if most:
-            self.tokens += drafter.propose()[: int(most)]
+            self.tokens += drafter.propose(self.text, torch.cat(self.unread))[: int(most)]
+            self.unread = []
         if self.captured is None:
-            self.captured = Step.of(self.cache, 1 + drafter.count)
-            self.captured.begin(self.model, self.cache, self.capacity, by_host=not self.captures)
+            by_host = not self.captures
+            self.captured = Step.of(self.model, self.cache, self.capacity, 1 + drafter.count, by_host=by_host)
         self.place(self.captured)
         self.captured.run(self.model, self.cache)
         self.hidden, self.logits = self.captured.hidden, self.captured.logits[:1]
@@ -278,11 +247,11 @@ class DraftingEngine(PaddedEngine):
         step.place(starts, ends)
 
     def _run(self, **inputs: Any) -> Any:
-        """The output of the model for tokens of the text; of a prompt, the drafter gets the states."""
+        """The output of the model for tokens of the text."""
         output = self.model(**inputs | {"return_logits": False})
         hidden = output.last_hidden_state[0]
-        if self.length == self.start:
-            self.drafter.read(hidden[:-1] if self.hidden is None else torch.cat([self.hidden, hidden[:-1]]))
+        if self.length == self.start:  # the prompt, or a part of it
+            self.unread.append(hidden)
         self.hidden = hidden[-1:]
-        output["logits"] = self.model.logits_of(hidden[None, -1:])
+        output["logits"] = self.model.logits_of(self.hidden[None])
         return output

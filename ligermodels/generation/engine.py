@@ -28,13 +28,12 @@ from ligermodels.layers.state import TransformersCache, as_cache
 class Row:
     """A row in flight: one continuation of a prompt, as the host knows it.
 
-    prompt: the length of the prompt. least, most: the number of new tokens before a stop id is allowed, and in all.
-    text: searches for stop strings. index: of the continuation in the result of `generate_many`. new: the number of
-    tokens sampled. ids: those of them that the host has read.
+    prompt: the length of the prompt. most: the maximum number of new tokens. text: searches for stop strings. index: of
+    the continuation in the result of `generate_many`. new: the number of tokens sampled. ids: those of them that the
+    host has read.
     """
 
     prompt: int
-    least: int
     most: int
     text: StopText | None = None
     index: int = 0
@@ -95,10 +94,9 @@ class Engine:
 
     def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
-        text = None
-        if self.request.stop_strings:
-            text = StopText(self.request.tokenizer, self.request.stop_strings, recent)
-        return Row(prompt, self.options.min_columns(prompt) - prompt, most, text, index)
+        strings = self.options.stop_strings
+        text = StopText(self.request.tokenizer, strings, recent) if strings else None
+        return Row(prompt, most, text, index)
 
     @property
     def goes_on(self) -> bool:
@@ -176,7 +174,7 @@ class PaddedEngine(Engine):
     """
 
     def __init__(self, request: Request):
-        prompt, copies = request.input_ids, request.copies
+        prompt, copies = request.input_ids, request.options.num_return_sequences
         rows, self.start = len(prompt) * copies, prompt.shape[1]
         self.end = self.start + request.max_new_tokens
         self.mask: Tensor | None = None  # [B, end]
@@ -185,9 +183,11 @@ class PaddedEngine(Engine):
         super().__init__(request, rows, self.end, self.mask)
         self.ids[:, : self.start] = prompt.repeat_interleave(copies, 0)
         self.length, self.first = self.start, request.without_ids
-        recent: list[list[int]] = [[]] * rows
-        if request.stop_strings:
-            recent = self.ids[:, max(self.first, self.start - 8) : self.start].tolist()
+        recent = (
+            self.ids[:, max(self.first, self.start - 8) : self.start].tolist()
+            if self.options.stop_strings
+            else [[]] * rows
+        )
         self.rows[:] = [self.new_row(self.start, ids, request.max_new_tokens) for ids in recent]
         self.done, self.capacity = [False] * rows, self.end
         self.use_cache = self.options.use_cache is not False
@@ -232,8 +232,7 @@ class PaddedEngine(Engine):
             self.forward()
             return
         if self.captured is None:
-            self.captured = Step.of(self.cache)
-            self.captured.begin(self.model, self.cache, self.capacity, by_host=False)
+            self.captured = Step.of(self.model, self.cache, self.capacity)
             self.captured.place(0 if self.mask is None else self.mask[:, : self.past].int().argmax(1), self.past)
         self.captured.ids.copy_(self.ids[:, self.length - 1 : self.length])
         self.captured.run(self.model, self.cache)
@@ -258,7 +257,9 @@ class PaddedEngine(Engine):
         """Runs the columns that are not cached."""
         request, model, length, past, cache = self.request, self.model, self.length, self.past, self.cache
         is_prompt, self.captured = length == self.start, None
-        copies = request.copies if self.use_cache and is_prompt else 1  # a prompt runs once for all its copies
+        copies = (
+            self.options.num_return_sequences if self.use_cache and is_prompt else 1
+        )  # a prompt runs once for all its copies
         if copies > 1 and self.kept is not None:
             kind = self.options.kv_cache_dtype
             cache = model.new_cache(len(request.input_ids), length, kv_cache_dtype=kind, whole=True)
@@ -268,7 +269,7 @@ class PaddedEngine(Engine):
         embeds = request.embeds if past < self.start else None
         if embeds is not None:
             new = model.get_input_embeddings()(ids[:, self.start :]).to(embeds.dtype)
-            embeds = torch.cat([embeds.repeat_interleave(request.copies // copies, 0), new], 1)
+            embeds = torch.cat([embeds.repeat_interleave(self.options.num_return_sequences // copies, 0), new], 1)
 
         def run(begin: int, end: int, **options: Any) -> Any:
             """The output of the model for the columns from `begin` to `end`."""

@@ -51,11 +51,12 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     @classmethod
-    def of(cls, cache: Cache, tokens: int = 1) -> Self:
-        """The step of `tokens` tokens a row over the memory of `cache`, which keeps it."""
+    def of(cls, model: Any, cache: Cache, length: int, tokens: int = 1, *, by_host: bool = False) -> Self:
+        """The step of `tokens` tokens a row over the memory of `cache`, which keeps it; see `begin`."""
         found = cache.steps.get(tokens)
         if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
             found = cache.steps[tokens] = cls(cache, tokens)
+        found.begin(model, cache, length, by_host=by_host)
         return found
 
     def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, ClassVar, Self
@@ -14,18 +14,22 @@ DEFAULT_NEW_TOKENS = 20
 DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-OFF = {"temperature": (0, 1), "top_k": (0,), "top_p": (1,), "min_p": (0,)}
-"""{option of sampling, which greedy decoding ignores: the values, beside None, that change nothing}."""
+SAMPLING_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""{option of sampling, which greedy decoding ignores: the value that changes nothing}."""
 
 BY_TRANSFORMERS = {
+    "bad_words_ids": "logits_processor=NoBadWordsLogitsProcessor",
     "begin_suppress_tokens": "logits_processor=SuppressTokensAtBeginLogitsProcessor",
     "epsilon_cutoff": "logits_processor=EpsilonLogitsWarper",
     "eta_cutoff": "logits_processor=EtaLogitsWarper",
     "exponential_decay_length_penalty": "logits_processor=ExponentialDecayLengthPenalty",
     "forced_eos_token_id": "logits_processor=ForcedEOSTokenLogitsProcessor",
     "max_time": "stopping_criteria=MaxTimeCriteria",
+    "min_length": "logits_processor=MinLengthLogitsProcessor",
+    "no_repeat_ngram_size": "logits_processor=NoRepeatNGramLogitsProcessor",
     "renormalize_logits": "logits_processor=LogitNormalization",
     "sequence_bias": "logits_processor=SequenceBiasLogitsProcessor",
+    "suppress_tokens": "logits_processor=SuppressTokensLogitsProcessor",
     "typical_p": "logits_processor=TypicalLogitsWarper",
 }
 """{option that is not one of generate: the argument and the class of transformers that do the same}."""
@@ -68,59 +72,44 @@ class Attributes(dict):
         return tuple(self.values())
 
 
-def _option(kind: Any, allowed: Callable[[Any], bool], wanted: str, default: Any = None) -> Any:
-    """A field whose value is None, or of type `kind` and `allowed`. wanted: the description of the valid values."""
-    return field(default=default, metadata={"rule": (kind, allowed, wanted)})
+def _number(kind: Any, low: float, high: float = math.inf, *, off: Any = None, default: Any = None) -> Any:
+    """A field with a number from `low` to `high`. off: what None stands for, which is also the default of `default`."""
+    metadata = {"kind": kind, "low": low, "high": high, "off": off}
+    return field(default=off if default is None else default, metadata=metadata)
 
 
-def _integer(least: int) -> Any:
-    return _option(Integral, lambda x: x >= least, f"an integer of at least {least}")
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Options:
-    """The options of a call, with their valid values; None is off. `generate` documents them."""
+    """The options of a call, with their valid values; None becomes the value that is off. `generate` documents them."""
 
-    max_new_tokens: int | None = _integer(1)
-    max_length: int | None = _integer(1)
-    min_new_tokens: int | None = _integer(0)
-    min_length: int | None = _integer(0)
+    max_new_tokens: int | None = _number(Integral, 1)
+    max_length: int | None = _number(Integral, 1)
+    min_new_tokens: int = _number(Integral, 0, off=0)
     do_sample: bool | None = None
     # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
-    temperature: float | None = _option(
-        Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up"
-    )
-    top_k: int | None = _option(Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit", default=50)
-    top_p: float | None = _option(Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token")
-    min_p: float | None = _option(Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token")
-    repetition_penalty: float | None = _option(
-        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty"
-    )
-    no_repeat_ngram_size: int | None = _integer(0)
-    bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    num_return_sequences: int | None = _integer(1)
+    temperature: float = _number(Real, 1e-20, 1e20, off=1.0)  # 0 is greedy
+    top_k: int = _number(Integral, 0, off=0, default=50)
+    top_p: float = _number(Real, 1e-20, 1, off=1.0)
+    min_p: float = _number(Real, 0, 1, off=0.0)
+    repetition_penalty: float = _number(Real, 1e-20, 1e20, off=1.0)
+    num_return_sequences: int = _number(Integral, 1, off=1)
     use_cache: bool | None = True
-    kv_cache_dtype: str | None = _option(
-        str, lambda x: x in ("auto", "fp8"), "'auto', the dtype of the model, or 'fp8'"
-    )
+    kv_cache_dtype: str | None = None
     return_dict_in_generate: bool | None = None
     output_scores: bool | None = None
     output_logits: bool | None = None
     bos_token_id: Any = None
     eos_token_id: Any = None
     pad_token_id: Any = None
-    stop_strings: Any = None
-    prefill_chunk_size: int | None = _integer(1)
-    seed: int | None = _option(
-        Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"
-    )
+    stop_strings: str | Sequence[str] | None = None
+    prefill_chunk_size: int | None = _number(Integral, 1)
+    seed: int | None = _number(Integral, -(2**63), 2**64 - 1)
     disable_compile: bool | None = None
-    prompt_lookup_num_tokens: int | None = _integer(1)
-    max_matching_ngram_size: int | None = _integer(1)
+    prompt_lookup_num_tokens: int | None = _number(Integral, 1)
+    max_matching_ngram_size: int = _number(Integral, 1, off=2)
     medusa: Any = None
     use_mtp: bool | None = None
-    num_assistant_tokens: int | None = _integer(1)
+    num_assistant_tokens: int = _number(Integral, 1, off=2)
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:
@@ -145,9 +134,10 @@ class Options:
                 explicit.setdefault("top_k", inherited.get("top_k"))
         values = inherited | explicit
         if not values.get("do_sample"):  # the checkpoint's settings for sampling may be anything
-            values = {name: value for name, value in values.items() if name in explicit or name not in OFF}
+            values = {name: value for name, value in values.items() if name in explicit or name not in SAMPLING_OFF}
         options = cls(**{name: values[name] for name in OPTION_NAMES & values.keys()})
-        ignored = [name for name, off in OFF.items() if explicit.get(name) not in (None, *off, getattr(cls(), name))]
+        set_off = [name for name, off in SAMPLING_OFF.items() if getattr(options, name) in (off, getattr(cls, name))]
+        ignored = [name for name in SAMPLING_OFF if name in explicit and name not in set_off]
         if ignored and not options.do_sample:
             warnings.warn(
                 f"{', '.join(ignored)} changes nothing in greedy decoding, which always takes the likeliest token; "
@@ -157,19 +147,31 @@ class Options:
         return options, set(explicit)
 
     def __post_init__(self):
-        if self.do_sample and self.temperature == 0:
-            raise InputError(
-                "do_sample=True and temperature=0 contradict each other: pass do_sample=False for greedy decoding, "
-                "or a temperature above 0"
-            )
+        if self.temperature == 0:
+            if self.do_sample:
+                raise InputError(
+                    "do_sample=True and temperature=0 contradict each other: pass do_sample=False for greedy decoding, "
+                    "or a temperature above 0"
+                )
+            self.temperature = 1.0
         for option in dataclasses.fields(self):
-            value, rule = getattr(self, option.name), option.metadata.get("rule")
-            if value is None or rule is None:
-                continue
-            kind, allowed, wanted = rule
-            if not isinstance(value, kind) or isinstance(value, bool) or not allowed(value):
-                raise InputError(f"{option.name}={value!r:.80} must be {wanted}")
-        if not self.do_sample and (self.num_return_sequences or 1) > 1:
+            name, value, rule = option.name, getattr(self, option.name), option.metadata
+            if value is None:
+                setattr(self, name, rule.get("off"))
+            elif rule and (
+                not isinstance(value, rule["kind"]) or isinstance(value, bool)
+                or not rule["low"] <= value <= rule["high"]
+            ):  # fmt: skip
+                kind = "an integer" if rule["kind"] is Integral else "a number"
+                most = "" if rule["high"] == math.inf else f" and at most {rule['high']}"
+                raise InputError(f"{name}={value!r:.80} must be {kind} of at least {rule['low']}{most}")
+        if isinstance(self.stop_strings, str):
+            self.stop_strings = [self.stop_strings]
+        if not all(isinstance(string, str) and string for string in self.stop_strings or ()):
+            raise InputError(f"stop_strings must be non-empty strings, not {self.stop_strings!r:.200}")
+        if self.kv_cache_dtype not in (None, "auto", "fp8"):
+            raise InputError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto', the dtype of the model, or 'fp8'")
+        if not self.do_sample and self.num_return_sequences > 1:
             raise InputError(
                 f"num_return_sequences={self.num_return_sequences} needs do_sample=True: greedy decoding would give "
                 "the same sequence each time"
@@ -182,11 +184,10 @@ class Options:
         """
         if self.max_new_tokens is not None:
             return int(self.max_new_tokens)
-        name, end = "max_length", self.max_length
+        end = self.max_length
         if end is None:
             end = prompt_length + DEFAULT_NEW_TOKENS
-            if positions is not None and end > positions:
-                name, end = "max_position_embeddings", positions
+            end = end if positions is None else min(end, positions)
             warnings.warn(
                 f"neither the call nor the checkpoint sets max_new_tokens or max_length: at most {DEFAULT_NEW_TOKENS} "
                 "tokens are added; pass max_new_tokens",
@@ -194,16 +195,10 @@ class Options:
             )
         if end <= prompt_length:
             raise InputError(
-                f"the prompt has {prompt_length} tokens, padding included, and {name}={end} leaves none for new "
+                f"the prompt has {prompt_length} tokens, padding included, and max_length={end} leaves none for new "
                 "tokens; pass max_new_tokens, which counts those alone"
             )
         return int(end) - prompt_length
-
-    def min_columns(self, prompt_length: int) -> int:
-        """The number of columns, prompt included, that a row has before a stop id is allowed."""
-        if self.min_new_tokens is not None:
-            return prompt_length + int(self.min_new_tokens)
-        return int(self.min_length or 0)
 
 
 OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))

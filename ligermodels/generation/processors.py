@@ -1,7 +1,7 @@
-"""From the model's logits to the next token: penalties, bans and cuts in the order of transformers, and the draw.
+"""From the model's logits to the next token: penalty, ban and cuts in the order of transformers, and the draw.
 
-None of them synchronises with the host. What is rarer (typical_p, sequence_bias, ...) is a `logits_processor` of the
-caller; those of transformers serve.
+None of them synchronises with the host. What is rarer (no_repeat_ngram_size, bad_words_ids, typical_p, ...) is a
+`logits_processor` of the caller; those of transformers serve.
 """
 
 import functools
@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import OFF
+from ligermodels.generation.options import SAMPLING_OFF
 from ligermodels.generation.request import LogitsProcessor, Request
 
 
@@ -26,85 +25,41 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
     """
     options = request.options
     made: list[LogitsProcessor] = []
-    stop_ids = [i for i in request.eos_ids if i < request.vocab_size]
-
-    def add(process: Callable[..., Tensor], **arguments: Any) -> None:
-        made.append(functools.partial(process, **arguments))
-
-    def indices(ids: Sequence[Any]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=request.model.device)
-
-    if options.repetition_penalty not in (None, 1):
+    if options.repetition_penalty != 1:
         # Padding before the first token does not count.
         counts = None if mask is None else mask.cumsum(1) > 0
-        add(penalize_repetition, penalty=options.repetition_penalty, mask=counts)
-    if options.no_repeat_ngram_size:
-        add(ban_repeated_ngrams, size=int(options.no_repeat_ngram_size))
-    words = [[*ids] for ids in options.bad_words_ids or () if len(ids) > 1 or ids[0] not in stop_ids]
-    if words:
-        width = max(2, *map(len, words))
-        before, last = indices([[ANY] * (width - len(ids)) + ids for ids in words]).split([width - 1, 1], 1)
-        add(ban_words, before=before, last=last[:, 0])
-    if stop_ids and (options.min_new_tokens or options.min_length):
-        add(ban_early, rows=rows, banned=indices(stop_ids))
-    if options.suppress_tokens:
-        add(ban_tokens, banned=indices(options.suppress_tokens))
-    for processor in request.processors:
-        add(_checked, processor=processor)
-    for name, cut in _CUTS.items() if options.do_sample else ():
-        value = getattr(options, name)
-        if value is not None and value not in OFF[name]:
-            add(cut, value=value)
+        made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
+    stop_ids = [i for i in request.eos_ids if i < request.vocab_size]
+    if stop_ids and options.min_new_tokens:
+        banned = torch.tensor(stop_ids, device=request.model.device)
+        made.append(functools.partial(ban_early, rows=rows, banned=banned, least=options.min_new_tokens))
+    made += [functools.partial(_checked, processor=processor) for processor in request.processors]
+    if options.do_sample:
+        values = {name: getattr(options, name) for name in _CUTS}
+        made += [functools.partial(_CUTS[n], value=x) for n, x in values.items() if x != SAMPLING_OFF[n]]
     return made
-
-
-ANY = -1
-"""In place of an id: any token, or none."""
 
 
 def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tensor | None = None) -> Tensor:
     """Divides positive and multiplies negative logits of the tokens in a row (https://arxiv.org/abs/1909.05858).
 
-    Tokens where `mask` [B, at least S] is False do not count.
+    Neither tokens where `mask` [B, at least S] is False count nor ids beyond the vocabulary, of images.
     """
-    tokens = ids if mask is None else ids.masked_fill(~mask[:, : ids.shape[1]], logits.shape[-1])
-    penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(_occurs(tokens, logits.shape[-1]), penalized, logits)
-
-
-def ban_repeated_ngrams(ids: Tensor, logits: Tensor, size: int) -> Tensor:
-    """Sets the logits of tokens that would complete an n-gram of `size` tokens for the second time to -inf."""
-    if ids.shape[1] < size:
-        return logits
-    windows = ids.unfold(1, size, 1)  # [B, n, size]
-    repeated = (windows[..., :-1] == ids[:, None, ids.shape[1] + 1 - size :]).all(-1)
     vocab_size = logits.shape[-1]
-    return logits.masked_fill(_occurs(windows[..., -1].masked_fill(~repeated, vocab_size), vocab_size), -math.inf)
+    tokens = ids if mask is None else ids.masked_fill(~mask[:, : ids.shape[1]], vocab_size)
+    occurs = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)
+    occurs.scatter_(1, tokens.clamp(max=vocab_size), True)
+    penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(occurs[:, :vocab_size], penalized, logits)
 
 
-def ban_words(ids: Tensor, logits: Tensor, before: Tensor, last: Tensor) -> Tensor:
-    """Sets the logit of last[n] to -inf in rows that end in before[n], where ANY stands for anything.
-
-    before: [N, L] ids. last: [N].
-    """
-    end = ids[:, -before.shape[1] :]
-    end = F.pad(end, (before.shape[1] - end.shape[1], 0), value=ANY)  # a row shorter than the words
-    matches = ((end[:, None] == before) | (before == ANY)).all(-1)
-    return logits.masked_fill(torch.zeros_like(logits).index_add_(1, last, matches.to(logits.dtype)) > 0, -math.inf)
-
-
-def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor) -> Tensor:
-    """`ban_tokens` in the rows that have fewer new tokens than they must."""
-    early = [row is not None and row.new < row.least for row in rows]
+def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, least: int) -> Tensor:
+    """Sets the logits of the ids `banned` to -inf in the rows with fewer than `least` new tokens."""
+    early = [row is not None and row.new < least for row in rows]
     if not any(early):
         return logits
-    without = ban_tokens(ids, logits, banned)
+    without = logits.index_fill(1, banned, -math.inf)
     return without if all(early) else torch.where(to_device(early, ids.device, torch.bool)[:, None], without, logits)
-
-
-def ban_tokens(ids: Tensor, logits: Tensor, banned: Tensor) -> Tensor:
-    """Sets the logits of the ids `banned` to -inf."""
-    return logits.index_fill(1, banned, -math.inf)
 
 
 def by_temperature(ids: Tensor, logits: Tensor, value: float) -> Tensor:
@@ -144,12 +99,6 @@ def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     argmax p / E with E exponential is argmax logits - log E.
     """
     return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
-
-
-def _occurs(ids: Tensor, vocab_size: int) -> Tensor:
-    """[B, V] bool: whether a token occurs in a row of ids [B, S]. Ids beyond the vocabulary (images) do not count."""
-    found = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)
-    return found.scatter_(1, ids.clamp(max=vocab_size), True)[:, :vocab_size]
 
 
 def _checked(ids: Tensor, logits: Tensor, processor: LogitsProcessor) -> Tensor:

@@ -143,7 +143,7 @@ class GatedDeltaNet(JointProjections):
         """conv_size - 1 inputs of the convolution, and the matrix of each value head in fp32."""
         conv = torch.empty(rows, sum(self.sizes), self.conv_size - 1, dtype=dtype, device=device)
         shape = rows, self.num_value_heads, self.key_head_dim, self.value_head_dim
-        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
+        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device), computed=1)
 
     def forward(self, x: Tensor, batch: Batch, cache: RecurrentState | None = None) -> Tensor:
         mask, cu_seqlens = batch.token_mask, batch.cu_seqlens

@@ -24,12 +24,12 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 class State:
     """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. What a class adds is for its mixer alone.
 
-    past: the tokens of the cache before the call. rows: int64 [N], indices of rows. A mixer's state may be any object
-    with these methods.
+    computed: how many of the buffers, the first ones, are in the dtype in which the mixer computes. past: the tokens of
+    the cache before the call. rows: int64 [N], indices of rows. A mixer's state may be any object with these methods.
     """
 
-    def __init__(self, *buffers: Tensor):
-        self.buffers = list(buffers)
+    def __init__(self, *buffers: Tensor, computed: int = 0):
+        self.buffers, self.computed = list(buffers), computed
 
     @property
     def rows(self) -> int:
@@ -40,7 +40,6 @@ class State:
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
-        raise NotImplementedError
 
     def can_crop(self, length: int, cache: "Cache") -> bool:
         """Whether the state after the first `length` tokens is known."""
@@ -54,12 +53,19 @@ class State:
         self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
     def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`."""
-        raise NotImplementedError
+        """Row into[i] becomes row rows[i] of `other`, whose tokens after the first lengths[i] are padding."""
+        self.move(other.buffers[0])
+        for mine, its in zip(self.buffers, other.buffers, strict=True):
+            mine[into] = its[rows]
 
-    def row_bytes(self, length: float) -> float:
-        """Bytes that a step reads for a row of `length` tokens."""
-        return sum(x[:1].nbytes for x in self.buffers)
+    def move(self, like: Tensor) -> None:
+        """Moves an empty state to the device of `like`, and its `computed` buffers to the dtype.
+
+        accelerate offloads or spreads models, and autocast and fp32 embeddings compute in another dtype than the
+        model's: the first tokens decide.
+        """
+        for i, x in enumerate(self.buffers):
+            self.buffers[i] = x.to(like.device, like.dtype if i < self.computed else x.dtype)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a captured step reads or writes."""
@@ -77,27 +83,19 @@ class KeyValues(State):
     """
 
     def __init__(
-        self,
-        rows: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
+        self, rows: int, max_length: int, num_kv_heads: int, head_dim: int, *, window: int | None = None,
+        kv_cache_dtype: str = "auto", dtype: torch.dtype, device: torch.device | str,
+    ):  # fmt: skip
         self.window, self._most = window, cast(int, math.inf if window is None else window)  # columns, at most
         self.dtype = dtype  # of the keys and values that go in and come out
         self.is_fp8 = kv_cache_dtype == "fp8"
         shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
-        keys = torch.empty(shape, dtype=torch.uint8 if self.is_fp8 else dtype, device=device)
-        super().__init__(keys, torch.empty_like(keys))
-        if self.is_fp8:
-            _check_fp8(keys.device)
-            self.buffers += [torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device) for _ in "kv"]
+        stored = [(shape, torch.uint8 if self.is_fp8 else dtype), (shape[:3], fp8.SCALE_DTYPE)][: 1 + self.is_fp8]
+        super().__init__(
+            *(torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"),
+            computed=0 if self.is_fp8 else 2,
+        )
         self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
         self._dropped = 0  # tokens before this position were not copied from smaller buffers
 
@@ -111,12 +109,12 @@ class KeyValues(State):
         Each is [B, seen + S, HK, D]; seen is past, or with a window at most window - 1. Without gradients they are
         views of the buffers where these have them in order, valid until the next call, or k and v themselves without a
         past. With gradients the new tokens keep theirs and the past is constant.
-        An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
-        to their dtype, where autocast or fp32 embeddings make it another than the model's.
+        An empty cache follows the first tokens, see `move`.
         Raises InputError if batch size, heads or dtype are not those of the state, and for gradients with fp8.
         """
         if past == 0:
-            self._follow(k.device, k.dtype)
+            self.move(k)
+            self.dtype = k.dtype
         _check_fits(self.buffers[0], k, self.dtype)
         new, seen, end = self._encode(k, v), self._seen(past), past + k.shape[1]
         if min(end, self._most) > self.capacity:
@@ -169,21 +167,14 @@ class KeyValues(State):
         return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
 
     def put(self, other: "KeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """`other` has a column for every token."""
-        self._follow(other.buffers[0].device, other.dtype)
-        width = other.capacity
-        if width <= self.capacity:
-            for mine, its in zip(self.buffers, other.buffers, strict=True):
-                mine[into, :width] = its[rows]
-            return
-        columns = torch.arange(self.capacity, device=lengths.device)
+        """`other` has a column for every token. A column gets the last of the tokens that belong in it."""
+        self.move(other.buffers[0])
+        self.dtype = other.dtype
+        columns = torch.arange(min(self.capacity, other.capacity), device=lengths.device)
         last = lengths[:, None] - 1
-        positions = (last - (last - columns) % self.capacity).clamp_(min=0)  # the last token that a column gets
+        positions = (last - (last - columns) % self.capacity).clamp_(min=0)
         for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into] = its[rows[:, None], positions]
-
-    def row_bytes(self, length: float) -> float:
-        return min(length, self._most) * sum(x[:1, :1].nbytes for x in self.buffers)
+            mine[into, : len(columns)] = its[rows[:, None], positions]
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, self.counters]
@@ -218,21 +209,11 @@ class KeyValues(State):
         self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
         self._write(stored, self._dropped)
 
-    def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Makes the empty buffers of this device and dtype."""
-        if (device, dtype) == (self.buffers[0].device, self.dtype):
-            return
-        self.dtype = dtype
-        if self.is_fp8:
-            _check_fp8(device)
-        self.buffers = [
-            torch.empty_like(x, device=device, dtype=x.dtype if self.is_fp8 else dtype) for x in self.buffers
-        ]
-
     def _encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """What the buffers store of k and v."""
         if not self.is_fp8:
             return [k, v]
+        _check_fp8(k.device)
         if k.requires_grad or v.requires_grad:
             raise InputError(
                 "a KV cache in fp8 has no gradients: run under torch.no_grad(), or make it without kv_cache_dtype"
@@ -302,8 +283,8 @@ class RecurrentState(State):
     before the last token is gone, and `can_crop` is False for anything shorter. The mixer writes `buffers`.
     """
 
-    def __init__(self, *buffers: Tensor):
-        super().__init__(*buffers)
+    def __init__(self, *buffers: Tensor, computed: int):
+        super().__init__(*buffers, computed=computed)
         self._snapshots: list[Tensor] = []  # of each tensor [N, B, ...], after each of up to N tokens of the last pass
         self.reset()
 
@@ -320,13 +301,9 @@ class RecurrentState(State):
         return [x[:tokens] for x in self._snapshots]
 
     def move(self, like: Tensor) -> None:
-        """Moves to the device of `like`, and what is not in fp32 to its dtype."""
-        for i, x in enumerate(self.buffers):
-            dtype = x.dtype if x.dtype == torch.float32 and i else like.dtype
-            if (x.device, x.dtype) != (like.device, dtype):
-                self.buffers[i] = x.to(like.device, dtype)
-                if self._snapshots:
-                    self._snapshots[i] = self._snapshots[i].to(like.device, dtype)
+        super().move(like)
+        # There are none before `reserve`.
+        self._snapshots = [x.to(y.device, y.dtype) for x, y in zip(self._snapshots, self.buffers, strict=False)]
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         old = self._snapshots or [x.new_empty(0, *x.shape) for x in self.buffers]
@@ -354,12 +331,6 @@ class RecurrentState(State):
         if len(rows) != self.rows:
             self._snapshots = []
         super().reorder(rows)
-
-    def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """The tokens of `other` after the first `lengths` were padding, which leaves the state as it is."""
-        self.move(other.buffers[0])
-        for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into] = its[rows]
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, *self._snapshots]
@@ -447,8 +418,7 @@ class Cache:
         self.reserve(other.length)
         self.put(other, rows, torch.arange(self.rows, device=rows.device), torch.full_like(rows, other.length))
         self.values = _select(other.values, rows)
-        self.length = self.farthest = other.length
-        self.last_pass = 0
+        self.advance(other.length)
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
         """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`, made with `whole=True`.

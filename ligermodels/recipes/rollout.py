@@ -238,8 +238,8 @@ class Sampling(Recipe):
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         """The sizes of the model, with the cache of a rollout of all GPUs."""
         sizes, o = super().memory(sizes, sketch), self.options
-        row = sum(state.row_bytes(o.max_length) for state in sketch.decoder.new_cache(1, o.max_length))
-        elements = int(row) // sketch.decoder.compute_dtype.itemsize
+        row = sketch.decoder.new_cache(1, o.max_length).nbytes
+        elements = row // sketch.decoder.compute_dtype.itemsize
         return dataclasses.replace(sizes, frozen=sizes.frozen + o.rows_at_once * elements)
 
     def plan(self, steps: int) -> dict[str, str]:

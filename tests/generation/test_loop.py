@@ -74,12 +74,11 @@ def test_reads_the_device_once_a_step(model, monkeypatch):
 def test_a_step_does_not_wait_for_the_device(device):
     model, ids = llama().to(device), prompt(rows=2).to(device)
     options = dict(
-        max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
-        no_repeat_ngram_size=3, suppress_tokens=[3], min_new_tokens=2, seed=0,
-        bad_words_ids=[[5], [6, 7]],
+        max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, min_new_tokens=2,
+        seed=0,
     )  # fmt: skip
     generate(model, ids, **options)  # compiles and allocates
-    steps = PaddedEngine(Request.checked(model, ids, **options)).decode()
+    steps = PaddedEngine(Request(model, ids, **options)).decode()
     next(steps)
     torch.cuda.set_sync_debug_mode("error")
     try:

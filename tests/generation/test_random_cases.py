@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
 import ligermodels
 from ligermodels.generation import generate_many
@@ -35,8 +36,6 @@ ARCHS = {
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Architecture -> (transformers' model, ours) of one checkpoint."""
-    import transformers
-
     made = {}
     for arch, options in ARCHS.items():
         torch.manual_seed(3)
@@ -86,8 +85,13 @@ class Case:
 
 
 def options_of_generate(case):
-    """Options that transformers and generate have."""
-    r, options = case.random, {}
+    """Options that transformers and generate have, processors of transformers among them."""
+    r, options, processors = case.random, {}, []
+
+    def processor(name, *arguments, **own):
+        processors.append(getattr(transformers, f"{name}LogitsProcessor")(*arguments, **own))
+        return dict(logits_processor=processors)
+
     new = r.randint(1, 12)
     options.update(r.choice([dict(max_new_tokens=new), dict(max_length=case.width + new)]))
     options["eos_token_id"] = r.choice([2, case.draws(1)[0], case.draws(20), case.draws(40)])
@@ -95,11 +99,11 @@ def options_of_generate(case):
         options["pad_token_id"] = r.choice([0, 5, VOCAB - 1])
     for share, drawn in (
         (0.2, lambda: dict(min_new_tokens=r.randint(0, 9))),
-        (0.15, lambda: dict(min_length=r.randint(0, case.width + 9))),
+        (0.15, lambda: processor("MinLength", r.randint(0, case.width + 9), eos_token_id=options["eos_token_id"])),
         (0.3, lambda: dict(repetition_penalty=r.choice([0.7, 1.1, 1.8]))),
-        (0.2, lambda: dict(no_repeat_ngram_size=r.randint(1, 3))),
-        (0.2, lambda: dict(suppress_tokens=case.draws(30))),
-        (0.2, lambda: dict(bad_words_ids=[case.draws(r.randint(1, 3)) for _ in range(30)])),
+        (0.2, lambda: processor("NoRepeatNGram", r.randint(1, 3))),
+        (0.2, lambda: processor("SuppressTokens", case.draws(30))),
+        (0.2, lambda: processor("NoBadWords", [case.draws(r.randint(1, 3)) for _ in range(30)])),
         (0.1, lambda: dict(labels=case.ids)),
     ):
         if case.chance(share):
@@ -155,7 +159,8 @@ def test_generate(pairs, seed):
     own = {}
     if how == "many" and not options.get("do_sample"):
         prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(ids)]
-        options.pop("attention_mask", None)
+        for name in ("attention_mask", "logits_processor"):
+            options.pop(name, None)
         if "max_length" in options:
             options["max_length"] = case.width + 5
         with warnings.catch_warnings():

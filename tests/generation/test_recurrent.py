@@ -42,9 +42,6 @@ class RecurrentState:
     def put(self, other, rows, into, lengths):
         self.h[into] = torch.cat(other.every, 1)[rows, lengths - 1]
 
-    def row_bytes(self, length):
-        return self.h[0].nbytes
-
     def tensors(self):
         return [self.h]
 
@@ -155,8 +152,8 @@ def test_rows_move_and_a_cache_continues(model):
 def guess(monkeypatch, text, rate):
     """Prompt lookup guesses the tokens of `text`, each with this probability, else another one."""
 
-    def foresee(self):
-        draw, ahead = random.Random(len(self.tokens)), text[len(self.tokens) :][: self.count]
+    def foresee(self, tokens, states):
+        draw, ahead = random.Random(len(tokens)), text[len(tokens) :][: self.count]
         return [token if draw.random() < rate else (token + 1) % 90 for token in ahead]
 
     monkeypatch.setattr(PromptLookup, "propose", foresee)

@@ -76,12 +76,10 @@ CALLS = {
     "nothing": dict(),
     "length": dict(max_length=15),
     "in chunks, several": dict(prefill_chunk_size=4, do_sample=True, num_return_sequences=3),
-    "all of them": dict(
-        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3,
-        bad_words_ids=[[20], [30, 31], [5, 6, 7]]),
+    "all of them": dict(max_new_tokens=30, min_new_tokens=11, repetition_penalty=1.3),
     "sampling": dict(do_sample=True),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
-                              epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None),
+                              epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None, no_repeat_ngram_size=0, min_length=0),
     "what does nothing": dict(
         num_beams=1, num_return_sequences=1, typical_p=1.0, synced_gpus=False, assistant_model=None,
         prefix_allowed_tokens_fn=None, disable_compile=True, length_penalty=1.0, early_stopping=False,
@@ -250,7 +248,15 @@ def test_processors_come_as_one_as_a_list_and_as_transformers_list(pair):
 
 def test_options_that_are_processors_of_transformers(pair):
     """Those that generate refuses, each with the class that does the same."""
-    from transformers import MaxTimeCriteria, SequenceBiasLogitsProcessor, TypicalLogitsWarper
+    from transformers import (
+        MaxTimeCriteria,
+        MinLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        NoRepeatNGramLogitsProcessor,
+        SequenceBiasLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+        TypicalLogitsWarper,
+    )
 
     ids, mask = padded(9, 4)
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=0)
@@ -258,7 +264,13 @@ def test_options_that_are_processors_of_transformers(pair):
     for option, processor in (
         (dict(sequence_bias=bias), SequenceBiasLogitsProcessor(bias)),
         (dict(typical_p=0.5), TypicalLogitsWarper(0.5)),
+        (dict(no_repeat_ngram_size=2), NoRepeatNGramLogitsProcessor(2)),
+        (dict(bad_words_ids=[[20], [30, 31]]), NoBadWordsLogitsProcessor([[20], [30, 31]], eos_token_id=2)),
+        (dict(suppress_tokens=[*range(40)]), SuppressTokensLogitsProcessor([*range(40)])),
+        (dict(min_length=15), MinLengthLogitsProcessor(15, eos_token_id=2)),
     ):
+        with pytest.raises(InputError, match=type(processor).__name__):
+            pair[1].generate(ids, **option, **options)
         torch.manual_seed(5)
         expected = pair[0].generate(ids, **option, **options)
         torch.manual_seed(5)
