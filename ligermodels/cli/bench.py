@@ -146,7 +146,7 @@ def _measure(model: "CausalLM", batch: int, length: int, new: int, rate: float, 
             torch.cuda.empty_cache()
         return {"out_of_memory": True}
     step = (times[-1] - times[0]) / (new - 1)
-    limit = batch * rate / step_bytes(model, batch, length + new / 2, kv_cache_dtype)
+    limit = batch * rate / step_bytes(model, batch, length + new // 2, kv_cache_dtype)
     found = {
         "first_token_ms": times[0] * 1e3, "prefill_tokens_per_s": batch * length / times[0], "step_ms": step * 1e3,
         "decode_tokens_per_s": batch / step, "limit_tokens_per_s": limit, "of_limit": batch / step / limit,
@@ -182,7 +182,7 @@ def _token_times(
     return times
 
 
-def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str = "auto") -> float:
+def step_bytes(model: "CausalLM", batch: int, length: int, kv_cache_dtype: str = "auto") -> float:
     """Bytes that a step of decoding must read for `batch` rows of `length` tokens.
 
     Those are the text model's weights, without the rows of the embedding that are not looked up, and each row's keys
@@ -199,7 +199,7 @@ def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str
         if isinstance(module, MoE):
             unused = (1 - module.top_k / len(module.gate.weight)) ** batch
             found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
-    return found + batch * model.new_cache(1, int(length), kv_cache_dtype=kv_cache_dtype).nbytes
+    return found + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
 
 
 def _copy_rate(device: "torch.device") -> float:

@@ -79,7 +79,8 @@ CALLS = {
     "all of them": dict(max_new_tokens=30, min_new_tokens=11, repetition_penalty=1.3),
     "sampling": dict(do_sample=True),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
-                              epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None, no_repeat_ngram_size=0, min_length=0),
+                              epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None,
+                              no_repeat_ngram_size=0, min_length=0),
     "what does nothing": dict(
         num_beams=1, num_return_sequences=1, typical_p=1.0, synced_gpus=False, assistant_model=None,
         prefix_allowed_tokens_fn=None, disable_compile=True, length_penalty=1.0, early_stopping=False,
