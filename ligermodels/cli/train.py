@@ -74,7 +74,7 @@ class _RecipeParser(Parser):
             self.error("\n".join(unknown(self._options(), text) for text in flags))
         is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
         hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
-        hint = "a switch has no value: --packing, or --no-packing" if rest[0].lower() in ("true", "false") else hint
+        hint = "a switch has no value: --merge, or --no-merge" if rest[0].lower() in ("true", "false") else hint
         self.error(f"unexpected argument {rest[0]!r}; {hint}")
 
 

@@ -1,6 +1,6 @@
 """Answers that are compared: the base of their recipes, and the log probabilities that the losses are of.
 
-A batch has the chosen sequences, then the rejected ones, or single answers, packed or padded.
+A batch has the chosen sequences, then the rejected ones, or single answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def logprobs(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = Fals
     prefix: of the names in the batch. prompts: the cross entropy counts the prompts of chosen answers too.
     """
     inputs = decoder_inputs(batch, prefix)
-    labels, bounds = inputs.pop("labels"), inputs.get("cu_seqlens")
+    labels, bounds = inputs.pop("labels"), inputs["cu_seqlens"]
     scored = with_prompts(batch) if prompts else labels
     answers, every = (Targets(one, bounds).labels != IGNORED for one in (labels, scored))
     output = model(**inputs, labels=scored, return_logprobs=True)
@@ -103,17 +103,12 @@ def logprobs(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = Fals
 
 def with_prompts(batch: Batch) -> Tensor:
     """The labels, with the prompts of chosen answers as labels too; all -100 in a batch that has no labels."""
-    labels, bounds = batch["labels"], batch.get("cu_seqlens")
-    if bounds is None:
-        is_chosen = torch.arange(len(labels), device=labels.device) < len(labels) // 2
-        chosen = batch["attention_mask"].bool() & is_chosen[:, None]
-    else:
-        chosen = torch.arange(labels.shape[1], device=labels.device)[None] < bounds[len(bounds) // 2]
+    labels, bounds = batch["labels"], batch["cu_seqlens"]
+    chosen = torch.arange(labels.shape[1], device=labels.device)[None] < bounds[len(bounds) // 2]
     return torch.where(chosen & (labels != IGNORED).any(), batch["input_ids"], labels)
 
 
 def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
     """The number of labels that count, of each sequence. prompts: with those of `with_prompts`."""
-    bounds = batch.get("cu_seqlens")
-    labels = with_prompts(batch) if prompts else batch["labels"]
+    bounds, labels = batch["cu_seqlens"], with_prompts(batch) if prompts else batch["labels"]
     return sum_per_sequence(Targets(labels, bounds).labels != IGNORED, bounds)

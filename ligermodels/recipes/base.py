@@ -15,7 +15,7 @@ from ligermodels.recipes import formats, masking
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.recipes.packing import Batch, packed_batch, padded_batch
+from ligermodels.recipes.packing import Batch, packed_batch
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches
 from ligermodels.text import Tokenizer
@@ -73,15 +73,13 @@ class Recipe:
         """The row as its format is read, with the system prompt of the options."""
         return formats.read(row, self.options.system_prompt)
 
-    def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
-        """Whether examples are packed into one row, and the tokens of a batch; else its rows."""
-        o = self.options
-        return o.packing, o.batch_tokens if o.packing else max(1, o.batch_tokens // (o.sequences * o.max_length))
+    def capacity(self, evaluates: bool = False) -> int:
+        """The space of a batch: its tokens."""
+        return int(self.options.batch_tokens)
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """The batch of some examples; of none, a batch without a label."""
-        make = packed_batch if self.options.packing else padded_batch
-        return make(examples, self.pad_id, self.multiple)
+        return packed_batch(examples, self.pad_id, self.multiple)
 
     def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""

@@ -168,11 +168,8 @@ class Batches(Iterator[list[Any]]):
         epochs: int | None = None, shuffle: bool = True, window: int = WINDOW, workers: int = 0, digest: int = 0,
     ) -> None:  # fmt: skip
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
-        self.packing, self.capacity = recipe.batch_size(evaluates)
-        split = recipe.splits and self.packing
-        self.outcomes = Outcomes(
-            rows, recipe.process_evaluation if evaluates else recipe.process, o.max_length, format, split, o.skip_bad
-        )
+        self.capacity, process = recipe.capacity(evaluates), recipe.process_evaluation if evaluates else recipe.process
+        self.outcomes = Outcomes(rows, process, o.max_length, format, recipe.splits, o.skip_bad)
         self.seed, self.window, self._digest = o.seed, window, digest
         self._start(0, 0)
 
@@ -228,24 +225,16 @@ class Batches(Iterator[list[Any]]):
         with contextlib.closing(map_ahead(self.outcomes, chunks, CHUNKS, self.workers)) as found:
             outcomes = itertools.chain.from_iterable(found)
             while self.epochs is None or epoch < self.epochs:
-                window, examples = list[Outcome](), list[Any]()
-                # A window without packing has full batches, unless the epoch ends.
-                while row + len(window) < len(self.rows) and (
-                    len(window) < self.window or (not self.packing and len(examples) % self.capacity)
-                ):
-                    window.append(next(outcomes))
-                    examples += window[-1].examples
+                window = list(itertools.islice(outcomes, min(self.window, len(self.rows) - row)))
                 self.counts.add(window)
-                yield epoch, row, self._batches_of(examples, epoch, row)
+                yield epoch, row, self._batches_of([one for outcome in window for one in outcome.examples], epoch, row)
                 row += len(window)
                 if row == len(self.rows):
                     epoch, row = epoch + 1, 0
 
     def _batches_of(self, examples: Sequence[Any], epoch: int, row: int) -> list[list[Any]]:
         """The batches of the examples of a window."""
-        if not self.packing:
-            return [list(examples[n : n + self.capacity]) for n in range(0, len(examples), self.capacity)]
-        bins = best_fit([example.size for example in examples], self.capacity)
+        bins = best_fit([example.space for example in examples], self.capacity)
         if self.shuffle:
             bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
         return [[examples[n] for n in bin] for bin in bins]

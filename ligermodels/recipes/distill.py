@@ -89,8 +89,8 @@ class OnPolicy(Sampling, Distill):
     def process_evaluation(self, row: Mapping[str, Any]) -> Any:
         return Distill.process(self, row)
 
-    def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
-        return Distill.batch_size(self) if evaluates else super().batch_size()
+    def capacity(self, evaluates: bool = False) -> int:
+        return Distill.capacity(self) if evaluates else super().capacity()
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         super().setup(model, folder, processes)

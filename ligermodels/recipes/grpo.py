@@ -14,7 +14,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.recipes.options import option
-from ligermodels.recipes.packing import Batch, padded_batch
+from ligermodels.recipes.packing import Batch, packed_batch
 from ligermodels.recipes.policy import evaluation_loss, policy_inputs, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
@@ -78,7 +78,7 @@ class GRPO(Sampling):
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
         """Of an evaluation: the prompts, and their ids as labels, by which it is seen which count."""
-        return padded_batch(examples, self.pad_id) | {"prompts": list(examples)}
+        return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
 
     # ---- rollouts ----
 
@@ -125,7 +125,7 @@ class GRPO(Sampling):
         """The divisors of a step: those of `layers.policy.Counts`; of an evaluation the number of prompts."""
         if "prompts" not in batch:
             return batch["counts"]
-        return (batch["labels"] != -100).any(1).sum().expand(3).float()
+        return len(batch["prompts"]) * (batch["labels"] != -100).any().float().expand(3)
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""

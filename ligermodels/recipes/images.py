@@ -5,8 +5,8 @@ or in the row's `images`, in order, for parts without their own. Messages that a
 <image>, as LLaMA-Factory does; without a mark the images stand before the first question, as in TRL. An image is a
 path, relative to the file of the row, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
 
-Qwen's models have tokens for each image, which are packed like others. Llama-3.2-Vision attends to the images of a row,
-so that its rows cannot be packed.
+Qwen's models have tokens for each image, which are packed like others. Llama-3.2-Vision attends to all images of a row
+of a batch, so that an example with images is a row, and a batch, of its own.
 """
 
 import functools
@@ -40,6 +40,10 @@ class Images:
     token: int
     tensors: dict[str, Tensor]
     tiles: list[int] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return self.tiles is not None
 
 
 # ---- of a row ----
@@ -159,33 +163,13 @@ def shorten(text: str, token: str) -> str:
 # ---- of a batch ----
 
 
-def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) -> dict[str, Tensor]:
-    """What the images of examples, in the order of their tokens, add to a batch with these ids [B, S].
-
-    Raises InputError for packed rows of Llama-3.2-Vision, and for its rows with different numbers of images.
-    """
-    some = [images for images in found if images is not None]
-    if not some:
-        return {}
-    if some[0].tiles is None:
-        return {name: torch.cat([images.tensors[name] for images in some]) for name in some[0].tensors}
-    if packed:
-        raise InputError(
-            "Llama-3.2-Vision attends to the images of a row, so that rows with images cannot be packed. Next step: "
-            "--no-packing"
-        )
-    tiles = [images.tiles or [] if images is not None else [] for images in found]
-    if len(set(map(len, tiles))) > 1:
-        # Tokens before a row's first image attend evenly to all of its images, in transformers' model as in ours: also
-        # to those that only fill the row up.
-        raise InputError(
-            f"rows of one batch have {sorted(set(map(len, tiles)))} images; Llama-3.2-Vision computes a row otherwise "
-            "beside rows with more images. Next step: one row a batch (--batch-tokens as --max-length), or data "
-            "of one kind"
-        )
+def batch(found: Sequence[Images], input_ids: Tensor) -> dict[str, Tensor]:
+    """What the images of examples, in the order of their tokens, add to a batch with these ids [1, S]."""
+    if not found or found[0].tiles is None:
+        return {name: torch.cat([one.tensors[name] for one in found]) for name in (found[0].tensors if found else ())}
     from ligermodels.vision.mllama import cross_attention_mask
 
-    joined = {name: torch.stack([images.tensors[name] for images in some]) for name in some[0].tensors}
+    (one,) = found
+    joined = {name: tensor[None] for name, tensor in one.tensors.items()}
     most_tiles = joined["aspect_ratio_mask"].shape[2]
-    joined["cross_attention_mask"] = cross_attention_mask(input_ids, some[0].token, tiles, most_tiles)
-    return joined
+    return joined | {"cross_attention_mask": cross_attention_mask(input_ids, one.token, [one.tiles], most_tiles)}

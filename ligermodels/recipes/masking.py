@@ -16,6 +16,7 @@ An answer that is compared is masked as the completion of a prompt is.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
@@ -49,6 +50,11 @@ class Example:
     @property
     def size(self) -> int:
         return len(self.ids)
+
+    @property
+    def space(self) -> float:
+        """What it takes of a batch, in tokens; infinity where it is alone in one."""
+        return math.inf if self.images is not None and self.images.is_alone else self.size
 
     @property
     def trained(self) -> int:
@@ -100,6 +106,8 @@ class Comparison:
     @property
     def size(self) -> int:
         return sum(sequence.size for sequence in self.sequences)
+
+    space = size
 
     @property
     def trained(self) -> int:

@@ -58,7 +58,6 @@ class DataOptions:
     eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
-    packing: bool = option(True, "pack examples into one sequence, with separate attention")
     skip_bad: bool = option(False, "leave out rows that cannot be read, and count them", fixed_on_resume=False)
     show: int = option(1, "number of examples to print, with what is trained marked", least=0, fixed_on_resume=False)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
@@ -243,7 +242,7 @@ class TextOptions(TrainOptions):
     # fmt: off
     capture: bool = option(  # type: ignore[misc]
         False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or "
-        "the model so small, that the host is the limit", needs=("packing",), fixed_on_resume=False)
+        "the model so small, that the host is the limit", fixed_on_resume=False)
     mtp_loss_weight: float = option(  # type: ignore[misc]
         0.0, "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, "
         "such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))

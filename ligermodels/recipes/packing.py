@@ -1,4 +1,4 @@
-"""Examples into batches of tensors: packed one after another without padding, or padded rows."""
+"""Examples into batches of tensors: packed one after another, without padding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from ligermodels.recipes import images
 from ligermodels.recipes.masking import IGNORED, Example
@@ -15,19 +14,19 @@ Batch = dict[str, Any]
 """The arguments of a model's forward."""
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit(lengths: Sequence[float], capacity: int) -> list[list[int]]:
     """Bins of indices whose lengths add up to at most `capacity`, by best fit: longest first, into the fullest bin.
 
-    No length may exceed the capacity.
+    What is longer than the capacity has a bin of its own.
     """
     bins: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (space left, bin) in order, of bins that are not full
+    spaces: list[tuple[float, int]] = []  # (space left, bin) in order, of bins that are not full
     for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         at = bisect_left(spaces, (lengths[index], -1))
         if at < len(spaces):
             space, bin = spaces.pop(at)
         else:
-            space, bin = capacity, len(bins)
+            space, bin = float(capacity), len(bins)
             bins.append([])
         bins[bin].append(index)
         if space > lengths[index]:
@@ -39,7 +38,7 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
     Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
-    tensors (`images.batch`); raises InputError where they cannot be packed.
+    tensors; an example of Llama-3.2-Vision's is alone, a row without bounds.
     """
     size = sum(example.size for example in examples)
     padding = -size % multiple if size else multiple
@@ -47,34 +46,16 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
         examples = [*examples, Example([pad_id] * padding, [IGNORED] * padding)]
     lengths = [example.size for example in examples]
     input_ids = torch.tensor([[index for example in examples for index in example.ids]])
-    return {
+    batch = {
         "input_ids": input_ids,
         "labels": torch.tensor([[label for example in examples for label in example.labels]]),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
-        **images.batch([example.images for example in examples], input_ids, packed=True),
     }
-
-
-def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
-    """input_ids, labels and attention_mask, int64 [B, T], padded on the right up to a multiple of `multiple`.
-
-    Without examples there is one row of padding, whose attention mask is 1: no row may be without a token.
-    """
-    examples = examples or [Example([pad_id] * multiple, [IGNORED] * multiple)]
-    width = max(example.size for example in examples)
-    width += -width % multiple
-
-    def padded(rows: Sequence[list[int]], value: int) -> Tensor:
-        return torch.tensor([row + [value] * (width - len(row)) for row in rows])
-
-    input_ids = padded([example.ids for example in examples], pad_id)
-    return {
-        "input_ids": input_ids,
-        "labels": padded([example.labels for example in examples], IGNORED),
-        "attention_mask": padded([[1] * example.size for example in examples], 0),
-        **images.batch([example.images for example in examples], input_ids, packed=False),
-    }
+    found = [example.images for example in examples if example.images is not None]
+    if any(one.is_alone for one in found):
+        del batch["cu_seqlens"], batch["max_seqlen"]
+    return batch | images.batch(found, input_ids)
 
 
 def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from ligermodels.recipes.steps import Metrics
 
 
 def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
-    """What the loss reads beside a batch of completions, which are packed or padded in this order.
+    """What the loss reads beside a batch of completions, which are packed in this order.
 
     places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
     [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
     padding.
     """
-    row = batch["input_ids"].shape[1]
-    starts = batch["cu_seqlens"].tolist() if "cu_seqlens" in batch else range(0, batch["input_ids"].numel(), row)
+    starts = batch["cu_seqlens"].tolist()
     shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
     places, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
     for n, one in enumerate(samples):
@@ -77,7 +76,7 @@ def evaluation_loss(
     model: Any, batch: Batch, count: Tensor, completions: Sequence[Completion]
 ) -> tuple[Tensor, Metrics]:
     """Minus the mean reward of the greedy completions of a batch of prompts."""
-    counted = (batch["labels"] != IGNORED).any(1)  # in another rank's batch nothing counts
+    counted = (batch["labels"] != IGNORED).any().expand(len(completions))  # in another rank's batch nothing counts
     rewards = torch.tensor([one.reward for one in completions], device=counted.device)
     lengths = torch.tensor([float(len(one.ids)) for one in completions], device=counted.device)
     loss = -torch.where(counted, rewards, 0).sum() / count[1]

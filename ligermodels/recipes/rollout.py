@@ -74,6 +74,7 @@ class RolloutOptions(TrainOptions):
 class Prompt(Example):
     """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors."""
 
+    space = 1  # a batch has a number of prompts
     prompt: str | list[dict[str, Any]] = ""
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = ""
@@ -150,11 +151,7 @@ class Rollouts(StepBatches):
         self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
         if p.is_main:
             self._write(found)
-        packing, capacity = Recipe.batch_size(self.recipe)
-        if packing:
-            bins = best_fit([one.example.size for one in found], capacity)
-        else:
-            bins = [list(range(len(found)))[n : n + capacity] for n in range(0, len(found), capacity)]
+        bins = best_fit([one.example.size for one in found], Recipe.capacity(self.recipe))
         bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
         batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.vocab_size), p.device) for batch in batches]
@@ -227,8 +224,8 @@ class Sampling(Recipe):
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return Prompt(ids, ids, prompt=prompt, columns=columns, where=getattr(row, "where", ""))
 
-    def batch_size(self, evaluates: bool = False) -> tuple[bool, int]:
-        return False, self.options.rows_at_once if evaluates else 1
+    def capacity(self, evaluates: bool = False) -> int:
+        return self.options.rows_at_once if evaluates else 1
 
     def show(self, example: Prompt) -> str:
         return self.tokenizer.decode(example.ids)
@@ -270,7 +267,7 @@ class Sampling(Recipe):
         return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
-        """The batch of some completions, packed or padded."""
+        """The batch of some completions."""
         return Recipe.collate(self, [one.example for one in completions])
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:

@@ -4,7 +4,7 @@ import torch
 
 import ligermodels
 from ligermodels.recipes.masking import Example
-from ligermodels.recipes.packing import packed_batch, padded_batch
+from ligermodels.recipes.packing import packed_batch
 
 TINY = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -32,8 +32,12 @@ def examples(*sizes, seed=0):
 
 
 def batches(*sizes):
-    """The same examples, packed and padded."""
-    return packed_batch(examples(*sizes)), padded_batch(examples(*sizes))
+    """The same examples, packed, and as padded rows, whose last tokens attend to nothing."""
+    found, width = examples(*sizes), max(sizes)
+    padded = {"input_ids": [one.ids + [0] * (width - one.size) for one in found]}
+    padded["labels"] = [one.labels + [-100] * (width - one.size) for one in found]
+    padded["attention_mask"] = [[1] * one.size + [0] * (width - one.size) for one in found]
+    return packed_batch(found), {name: torch.tensor(rows) for name, rows in padded.items()}
 
 
 def check(model, found, expected):

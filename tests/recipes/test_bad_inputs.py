@@ -187,7 +187,7 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     shutil.copytree(home / "model", tmp_path / "model")
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
-    flags = ("--max-steps", "1", "--max-length", "32", "--eval-data", evaluation, "--no-packing")
+    flags = ("--max-steps", "1", "--max-length", "32", "--eval-data", evaluation)
     assert train(tmp_path, tmp_path / "out", *flags, data=data) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 

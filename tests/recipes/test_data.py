@@ -16,7 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.packing import packed_batch, padded_batch
+from ligermodels.recipes.packing import packed_batch
 from ligermodels.recipes.rows import Row, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
@@ -57,12 +57,12 @@ def encode(row, first=1, end=None):
 
 
 def batches_of(
-    lengths, process=encode, *, length, packing=True, per_batch=1, split=False, skip_bad=False, seed=0, **how
+    lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, **how
 ):
-    """per_batch: rows of a batch, or of a packed one so many times the length."""
+    """per_batch: the space of a batch, so many times the length."""
     recipe = SimpleNamespace(
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
-        batch_size=lambda evaluates: (packing, length * per_batch if packing else per_batch),
+        capacity=lambda evaluates: length * per_batch,
     )  # fmt: skip
     return Batches(recipe, Lengths(lengths), **how)
 
@@ -86,11 +86,11 @@ def reported(batches):
 @settings(max_examples=150, deadline=None)
 @given(
     sizes=st.builds(lengths, st.integers(1, 80), st.integers(0, 5), st.integers(5, 15), st.integers(0, 99)),
-    packing=st.booleans(), window=st.integers(1, 30), per_batch=st.integers(1, 4), shuffle=st.booleans(),
+    window=st.integers(1, 30), per_batch=st.integers(1, 4), shuffle=st.booleans(),
     split=st.booleans(),
 )  # fmt: skip
-def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, split):
-    length, split = 8, split and packing
+def test_every_row_once_an_epoch(sizes, window, per_batch, shuffle, split):
+    length = 8
     if max(sizes) < 2:
         return
     expected = collections.Counter()
@@ -98,22 +98,18 @@ def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, spl
         parts = [min(length, size - at) for at in range(0, size, length)] if split else [min(size, length)]
         expected.update((n, part) for part in parts if size >= 2 and part > 1)
     epochs = [collections.Counter(), collections.Counter()]
-    how = dict(packing=packing, per_batch=per_batch, window=window, shuffle=shuffle, split=split)
+    how = dict(per_batch=per_batch, window=window, shuffle=shuffle, split=split)
     batches = batches_of(sizes, length=length, epochs=2, skip_bad=True, **how)
-    sizes_of_batches = [[], []]
     for batch in batches:
         epoch, found = batches.state_dict()["epoch"], documents(batch)
         epochs[epoch].update(found)
-        sizes_of_batches[epoch].append(len(found))
-        batch = (packed_batch if packing else padded_batch)(batch)
-        assert batch["input_ids"].shape[1] <= length * (per_batch if packing else 1)
-        if packing:
-            assert (batch["labels"][0, batch["cu_seqlens"][:-1].long()] == IGNORED).all()
+        batch = packed_batch(batch)
+        assert batch["input_ids"].shape[1] <= length * per_batch
+        assert (batch["labels"][0, batch["cu_seqlens"][:-1].long()] == IGNORED).all()
         real = batch["labels"] != IGNORED
         assert (batch["labels"] == batch["input_ids"])[real].all()
         assert real.sum() == sum(size - 1 for _, size in found)
     assert epochs == [expected, expected]
-    assert packing or all({*of_one[:-1]} <= {per_batch} and of_one[-1] <= per_batch for of_one in sizes_of_batches)
     report = batches.counts.numbers
     assert [report[name] for name in ("rows", "bad", "untrained", "tokens", "trained")] == [
         2 * len(sizes), 2 * sizes.count(0), 2 * sizes.count(1),
@@ -121,10 +117,9 @@ def test_every_row_once_an_epoch(sizes, packing, window, per_batch, shuffle, spl
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
+def test_resume_at_any_point_and_worker_processes_change_nothing():
     """Over the ends of windows, of chunks that a process gets, and of epochs."""
-    sizes, how = lengths(117, low=0), dict(length=10, per_batch=2, packing=packing, window=15, seed=3, skip_bad=True)
+    sizes, how = lengths(117, low=0), dict(length=10, per_batch=2, window=15, seed=3, skip_bad=True)
     here, there = (batches_of(sizes, epochs=3, workers=workers, **how) for workers in (0, 2))
     states, expected = [here.state_dict()], []
     for mine, theirs in zip(here, there, strict=True):
@@ -143,7 +138,7 @@ def test_resume_at_any_point_and_worker_processes_change_nothing(packing):
 
 def test_the_order_is_drawn_from_seed_and_epoch():
     def order(seed, epochs=2, **how):
-        batches = batches_of([4] * 12, length=4, packing=False, seed=seed, epochs=epochs, **how)
+        batches = batches_of([4] * 12, length=4, window=1, seed=seed, epochs=epochs, **how)
         return [documents(batch)[0][0] for batch in batches]
 
     assert order(7)[:12] == [3, 8, 2, 4, 6, 11, 10, 7, 1, 5, 12, 9]  # in all versions of all libraries
@@ -203,7 +198,7 @@ def test_too_little_to_train(case, monkeypatch):
                 use(batches)
 
 
-@pytest.mark.parametrize("how", [{}, {"packing": False, "per_batch": 3}, {"split": True}])
+@pytest.mark.parametrize("how", [{}, {"per_batch": 3}, {"split": True}])
 def test_counts_are_those_of_the_batches(how):
     sizes, random_numbers = lengths(230, low=0, high=30), torch.get_rng_state()
     how = dict(length=16, epochs=1, skip_bad=True, window=40, seed=3) | how

@@ -15,7 +15,7 @@ from ligermodels.recipes import find
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.masking import IGNORED, encode, show
-from ligermodels.recipes.packing import packed_batch, padded_batch
+from ligermodels.recipes.packing import best_fit, packed_batch
 from ligermodels.recipes.rows import open_rows
 from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class
@@ -90,7 +90,7 @@ def rows_of(home, *rows, name="data.jsonl"):
 
 def batches_of(home, rows, length, *, skip_bad=False):
     """Batches of one row, in order."""
-    options = options_of("sft", max_length=length, batch_tokens=length, packing=False, skip_bad=skip_bad)
+    options = options_of("sft", max_length=length, batch_tokens=length, skip_bad=skip_bad)
     recipe = find("sft")(options, Tokenizer.from_folder(home / "model"))
     return Batches(recipe, rows, shuffle=False, epochs=1)
 
@@ -129,7 +129,7 @@ def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs, 
     end = "<|im_end|>" if "im_end" in theirs.tokenizer.decode(whole["input_ids"][0]) else "<|eot_id|>"
     for number, row in enumerate(forms(home)):
         example = encode_row(row if number == 8 else rows_of(home, row)[0])
-        batch = padded_batch([example])
+        batch = packed_batch([example])
         assert example.ids == whole["input_ids"][0].tolist(), row
         trained = [index if label != IGNORED else -1 for index, label in zip(example.ids, example.labels, strict=True)]
         text = "".join("#" if index < 0 else theirs.tokenizer.decode([index]) for index in trained)
@@ -155,27 +155,21 @@ def mixed(home):
     )
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row, packed):
+def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row):
     rows = mixed(home)
     examples = [encode_row(rows[n]) for n in range(4)]
     token = examples[0].images.token
     assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
-    if packed and home.name.startswith("mllama"):
-        with pytest.raises(InputError, match=r"cannot be packed.* --no-packing"):
-            packed_batch(examples)
-        return
-    if home.name.startswith("mllama"):
-        with pytest.raises(InputError, match=r"rows of one batch have \[0, 1, 2\] images"):
-            padded_batch(examples)
-        del examples[1::2]  # two with two images each
-    batch = (packed_batch if packed else padded_batch)(examples)
-    loss = ligermodels.load(home / "model", progress=False)(**batch, num_items_in_batch=torch.tensor(1.0)).loss
+    batches = best_fit([example.space for example in examples], 10_000)
+    assert len(batches) == (4 if home.name.startswith("mllama") else 1)  # each with images is alone
+    model, one = ligermodels.load(home / "model", progress=False), torch.tensor(1.0)
+    batches = [packed_batch([examples[n] for n in batch]) for batch in batches]
+    loss = sum(model(**batch, num_items_in_batch=one).loss for batch in batches)
     config = transformers.AutoConfig.from_pretrained(home / "model")
     theirs = auto_class(config).from_pretrained(home / "model", attn_implementation="eager").eval()
     expected = 0.0
     for example in examples:
-        one = {key: value for key, value in padded_batch([example]).items() if key != "labels"}
+        one = {key: x for key, x in packed_batch([example]).items() if key not in ("labels", "cu_seqlens", "max_seqlen")}
         if "image_grid_thw" in one:
             one["mm_token_type_ids"] = (one["input_ids"] == token).int()
         logits = theirs(**one).logits[0, :-1].float()
@@ -216,7 +210,7 @@ def test_a_cut_goes_through_no_image(home, encode_row):
     rows = rows_of(home, long, short)
     whole = encode_row(rows[0])
     (example,) = next(batches_of(home, rows, len(whole.ids) - 9))
-    assert example.ids == whole.ids[:-9] and "pixel_values" in padded_batch([example])
+    assert example.ids == whole.ids[:-9] and "pixel_values" in packed_batch([example])
 
 
 def test_rows_with_images_need_a_model_that_takes_them(home, encode_row, tmp_path):
@@ -252,7 +246,6 @@ def test_sft_learns_what_is_on_an_image(home, capsys):
     rows_of(home, *rows, name="images.jsonl")
     flags = ["--max-length", "120", "--accumulation", "1", "--num-train-epochs", "40", "--learning-rate", "4e-3"]
     flags += ["--eval-data", home / "images.jsonl"]
-    flags += ["--no-packing", "--batch-tokens", "360"] if home.name.startswith("mllama") else []
     assert train(home, "tuned", *flags, data="images.jsonl") == 0
     losses = metrics(home / "tuned")
     assert losses[1] > 3 and losses[max(losses)] < 0.1
@@ -300,7 +293,7 @@ def test_weight_decay_on_two_processes_is_that_of_one(home_of_texts):
     texts = [{"messages": [{"role": "user", "content": "why"}, said(f"a {word}")]} for word in ("cat", "dog")]
     rows_of(home, *texts * 8, picture, *texts * 8, name="mixed.jsonl")
     rows_of(home, texts[0], picture, texts[1], name="evaluated.jsonl")
-    flags = ["--max-length", "64", "--accumulation", "2", "--max-steps", "4", "--weight-decay", "0.5", "--no-packing"]
+    flags = ["--max-length", "64", "--accumulation", "2", "--max-steps", "4", "--weight-decay", "0.5"]
     flags += ["--eval-steps", "2", "--eval-data", home / "evaluated.jsonl", "--learning-rate", "1e-2"]
     assert train(home, "one", *flags, data="mixed.jsonl") == 0
     on_two(home, lambda: train(home, "two", *flags, data="mixed.jsonl"))

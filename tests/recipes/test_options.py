@@ -35,19 +35,19 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     file.write_text(
         "learning_rate: 1e-5\nweight-decay: 0.2\nadam_beta1: 0.8\nlora_r: 8\nlora_target_modules: [q_proj]\nseed: 4"
     )
-    flags = of_flags(*"--learning-rate 3e-4 --lora-target-modules k_proj,v_proj --no-packing --skip-bad".split())
+    flags = of_flags(*"--learning-rate 3e-4 --lora-target-modules k_proj,v_proj --merge --no-text-only --skip-bad".split())
     options = SFTOptions.merged(flags, file)
     assert (options.learning_rate, options.weight_decay) == (3e-4, 0.2)
     assert (options.adam_beta1, options.adam_beta2) == (0.8, 0.999)
     assert (options.lora_r, options.lora_target_modules, options.seed) == (8, ("k_proj", "v_proj"), 4)
-    assert (options.packing, options.skip_bad, options.resume, options.max_grad_norm) == (False, True, False, 1.0)
+    assert (options.merge, options.skip_bad, options.resume, options.max_grad_norm) == (True, True, False, 1.0)
     assert SFTOptions.merged(of_flags(), file).learning_rate == 1e-5  # YAML itself takes 1e-5 for text
 
 
 def test_underscores_are_dashes():
-    flags = of_flags("--weight_decay", "0.01", "--lora_target_modules=q_proj,v_proj", "--no_packing", "--lora-r", "2")
+    flags = of_flags("--weight_decay", "0.01", "--lora_target_modules=q_proj,v_proj", "--no_merge", "--lora-r", "2")
     assert flags == of_flags(
-        "--weight-decay", "0.01", "--lora-target-modules=q_proj,v_proj", "--no-packing", "--lora-r", "2"
+        "--weight-decay", "0.01", "--lora-target-modules=q_proj,v_proj", "--no-merge", "--lora-r", "2"
     )
     assert flags["weight_decay"] == "0.01" and flags["lora_target_modules"] == ["q_proj", "v_proj"]
     parser = cli._parser()
@@ -103,7 +103,7 @@ REFUSED = [  # recipe, a file of options, what is said; of two processes
         "expected one of cosine, linear, wsd, constant_with_warmup; did you mean cosine?",
     ),
     ("sft", "lora_r: 8\nlora_target_modules: 7", "lora_target_modules=7: expected a list"),
-    ("sft", "packing: 'yes'", "packing='yes': expected true or false"),
+    ("sft", "merge: 'yes'", "merge='yes': expected true or false"),
     ("sft", "lora_target_modules: [q_proj]", "lora_target_modules=q_proj needs lora_r: add --lora-r"),
     ("sft", "batch_tokens: 64\nmax_length: 128", "batch_tokens=64 is less than an example, 1 x max_length=128"),
     ("sft", "model: 7", "model=7: expected text"),
@@ -116,7 +116,6 @@ REFUSED = [  # recipe, a file of options, what is said; of two processes
     ("sft", "quantize: nf4", "quantize=nf4 needs lora_r: add --lora-r"),
     ("sft", "lora_r: 8\nquantize: nf4\nmerge: true", "quantize=nf4 and merge=True: give one of the two"),
     ("sft", "lora_r: 8\ntp: 2", "lora_r=8 and tp=2: give one of the two"),
-    ("sft", "capture: true\npacking: false", "capture=True needs packing: add --packing"),
     ("dpo", "beta: 0", "expected more than 0"),
     ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),
     ("dpo", "loss_type: aot", "expected one of sigmoid"),
@@ -165,7 +164,7 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
         ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
         ("--out", "x"): "sft has no option --out; did you mean --output-dir?",
         ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
-        ("--packing", "false"): "unexpected argument 'false'; a switch has no value: --packing, or --no-packing",
+        ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
         ("other",): "unexpected argument 'other'; only MODEL has no name",
     }
     for argv, words in said.items():
@@ -197,7 +196,7 @@ COMMON = (
     "accumulation activations adam_beta1 adam_beta2 batch_tokens chat_template cp data decay dp_replicate "
     "dry_run eval_data eval_share eval_steps final_lr learning_rate lora_alpha "
     "lora_dropout lora_modules_to_save lora_r lora_target_modules lora_target_parameters lr_scheduler_type "
-    "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir packing precision quantize "
+    "max_grad_norm max_length max_samples max_steps merge model num_train_epochs output_dir precision quantize "
     "report_to resume save_steps save_total_limit seed show skip_bad system_prompt text_only tp use_dora use_rslora "
     "warmup_steps weight_decay"
 )

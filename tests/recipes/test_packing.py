@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch
+from ligermodels.recipes.packing import best_fit, packed_batch
 
 LENGTHS = st.integers(1, 60).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=40)))
 
@@ -43,13 +43,3 @@ def test_packed_batch():
     assert batch["cu_seqlens"].dtype == torch.int32 and batch["input_ids"].dtype == torch.int64
     empty = packed_batch([], pad_id=9, multiple=3)
     assert empty["input_ids"].tolist() == [[9, 9, 9]] and empty["cu_seqlens"].tolist() == [0, 3]
-
-
-def test_padded_batch():
-    batch = padded_batch([Example([5, 6, 7], [IGNORED, 6, 7]), Example([8], [IGNORED])], pad_id=9, multiple=2)
-    assert {k: v.tolist() for k, v in batch.items()} == {
-        "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
-        "labels": [[IGNORED, 6, 7, IGNORED], [IGNORED] * 4],
-        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
-    }
-    assert padded_batch([], multiple=2)["attention_mask"].tolist() == [[1, 1]]

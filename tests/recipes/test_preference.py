@@ -122,11 +122,10 @@ def load(home):
 
 
 @pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, given, packing):
-    """Loss and gradient of a step of two batches, packed and padded; tests/layers has the formulas of the losses."""
+def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, given):
+    """Loss and gradient of a step of two batches; tests/layers has the formulas of the losses."""
     file = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
-    data = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, packing=packing, **given)
+    data = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, **given)
     model, before, of = load(home), load(home), data.recipe
     of.frozen_model = before
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ RESUMED = {  # recipe, more options, the metric that the evaluations lower and b
     "distill on-policy": ("distill", OWN, ("eval_divergence", 1.0), ("beta", "0.2")),
     "medusa": ("medusa", (), ("eval_loss", 0.95), ("heads", "3")),
     "grpo": ("grpo", (), ("entropy", 1.5), ("num_generations", "8")),
-    "grpo iterated": ("grpo", (*ITERATED, "--loss-type", "gspo", "--no-packing", "--lora-r", "4"), ("entropy", 1.5),
+    "grpo iterated": ("grpo", (*ITERATED, "--loss-type", "gspo", "--lora-r", "4"), ("entropy", 1.5),
                       ("num_iterations", "1")),
 }  # fmt: skip
 
@@ -59,16 +59,16 @@ def test_all_recipes_are_here():
     assert {recipe for recipe, *_ in RESUMED.values()} == RECIPES.keys()
 
 
-BASE = ("--train-base", "--no-packing", "--activations", "block")
+BASE = ("--train-base", "--activations", "block")
 ON_TWO = [
     ("sft", ()), ("dpo", ()), ("distill", ()), ("medusa", ()),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("sft", ("--tp", "2")), ("sft", ("--cp", "2")), ("sft", ("--no-packing",)),
+        ("sft", ("--tp", "2")), ("sft", ("--cp", "2")),
         ("sft", ("--lora-r", "4", "--merge")),
         ("kto", ()), ("orpo", ()), ("medusa", BASE),
         ("distill", ("--lora-r", "4", "--merge", "--hard-weight", "0.3")),
-        ("distill", ("--no-packing", "--beta", "0.5")),
-        ("distill", ("--cp", "2", "--temperature", "2")), ("distill", OWN), ("distill", (*OWN, "--no-packing")),
+        ("distill", ("--beta", "0.5")),
+        ("distill", ("--cp", "2", "--temperature", "2")), ("distill", OWN),
         ("distill", (*OWN, "--lora-r", "4")), ("grpo", ITERATED), ("grpo", (*ITERATED, "--lora-r", "4")),
     ]),
 ]  # fmt: skip

@@ -82,12 +82,12 @@ def check_weights(out, of):
 
 # ---- preferences ----
 
-STEPS, ROWS = 50, 4
+STEPS = 50
 
 
 def preferences(files, out, recipe, data, *, length=64, steps=STEPS, **options):
-    """Batches of ROWS rows."""
-    batch = dict(max_length=length, packing=False, batch_tokens=find(recipe).Options.sequences * ROWS * length)
+    """A batch has all rows, so that a step of theirs has as many rows as one of ours."""
+    batch = dict(max_length=length, batch_tokens=4096)
     return options_of(files, out, recipe, data, accumulation=1, max_steps=steps, **batch, **options)
 
 
@@ -130,7 +130,7 @@ def test_the_steps_of_preferences_are_trls(files, tmp_path, recipe, data, kind, 
     reference = transformers.AutoModelForCausalLM.from_pretrained(files / "model")
     of = trainer(
         files, tmp_path, kind, rows_in_order(options), options.max_steps, max_length=options.max_length,
-        per_device_train_batch_size=ROWS, train_sampling_strategy="sequential",
+        per_device_train_batch_size=len(open_rows(options.data[0])), train_sampling_strategy="sequential",
         given={"ref_model": reference} if options.compares else {}, **theirs,
     )  # fmt: skip
     of.train()
@@ -198,7 +198,7 @@ CASES = {  # by loss: our options, TRL's, and more metrics
 def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
     (given, other, names), steps = CASES[loss], 8
     if data == "asked":
-        given = {**given, "beta": 0.0 if given.get("beta") else 0.2, "packing": False}
+        given = {**given, "beta": 0.0 if given.get("beta") else 0.2}
         names = {name: key for name, key in names.items() if name != "kl"}
     ours = sampling(
         files, tmp_path / "ours", "grpo", data, steps, loss_type=loss, num_generations=GROUP, temperature=0.9,
