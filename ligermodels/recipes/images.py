@@ -172,4 +172,4 @@ def batch(found: Sequence[Images], input_ids: Tensor) -> dict[str, Tensor]:
     (one,) = found
     joined = {name: tensor[None] for name, tensor in one.tensors.items()}
     most_tiles = joined["aspect_ratio_mask"].shape[2]
-    return joined | {"cross_attention_mask": cross_attention_mask(input_ids, one.token, [one.tiles], most_tiles)}
+    return joined | {"cross_attention_mask": cross_attention_mask(input_ids, one.token, [one.tiles or []], most_tiles)}

@@ -56,9 +56,7 @@ def encode(row, first=1, end=None):
     return Example(ids, [IGNORED] * first + ids[first:], (end or row["id"],))
 
 
-def batches_of(
-    lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, **how
-):
+def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, **how):
     """per_batch: the space of a batch, so many times the length."""
     recipe = SimpleNamespace(
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,

@@ -169,7 +169,9 @@ def test_a_batch_has_the_losses_of_transformers_row_by_row(home, encode_row):
     theirs = auto_class(config).from_pretrained(home / "model", attn_implementation="eager").eval()
     expected = 0.0
     for example in examples:
-        one = {key: x for key, x in packed_batch([example]).items() if key not in ("labels", "cu_seqlens", "max_seqlen")}
+        one = {
+            key: x for key, x in packed_batch([example]).items() if key not in ("labels", "cu_seqlens", "max_seqlen")
+        }
         if "image_grid_thw" in one:
             one["mm_token_type_ids"] = (one["input_ids"] == token).int()
         logits = theirs(**one).logits[0, :-1].float()

@@ -35,7 +35,9 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
     file.write_text(
         "learning_rate: 1e-5\nweight-decay: 0.2\nadam_beta1: 0.8\nlora_r: 8\nlora_target_modules: [q_proj]\nseed: 4"
     )
-    flags = of_flags(*"--learning-rate 3e-4 --lora-target-modules k_proj,v_proj --merge --no-text-only --skip-bad".split())
+    flags = of_flags(
+        *"--learning-rate 3e-4 --lora-target-modules k_proj,v_proj --merge --no-text-only --skip-bad".split()
+    )
     options = SFTOptions.merged(flags, file)
     assert (options.learning_rate, options.weight_decay) == (3e-4, 0.2)
     assert (options.adam_beta1, options.adam_beta2) == (0.8, 0.999)

@@ -111,10 +111,10 @@ ORPO, CPO = "trl.experimental.orpo.ORPO", "trl.experimental.cpo.CPO"
 RUNS = [  # recipe, data, TRL's trainer, our options, its options, metrics: ours and its
     *(("dpo", data, "trl.DPO", {}, {}, REWARDS) for data in ("chats", "implicit", "texts")),
     ("dpo", "chats", "trl.DPO", {"length": 30}, {}, {}),  # what is too long is cut
-    ("dpo", "chats", "trl.DPO", {"loss_type": "ipo"}, {"loss_type": ["ipo"]}, {}),
+    ("dpo", "chats", "trl.DPO", {"loss_type": "ipo", "beta": 1.0}, {"loss_type": ["ipo"], "beta": 1.0}, {}),
     ("dpo", "chats", "trl.DPO", {"loss_type": "sigmoid_norm", "beta": 2.0},
      {"loss_type": ["sigmoid_norm"], "beta": 2.0}, {}),
-    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust"}, SMOOTHED, {}),
+    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust", "steps": 20}, SMOOTHED, {}),
     ("dpo", "chats", "trl.DPO", {"sft_weight": 0.3}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {}),
     ("kto", "single", "trl.KTO", WEIGHTS, WEIGHTS, {"kl": "kl"}),
     # one step of texts, since these trainers tokenise chats otherwise
