@@ -113,6 +113,6 @@ class Qwen3VLTower(VisionTower):
 
     def embed(self, pixels: Tensor, grids: Grids) -> Tensor:
         x = super().embed(pixels, grids)
-        rows, weights = (part.to(x.device, non_blocking=True) for part in resampled(grids, self.merge, self.side))
+        rows, weights = resampled(grids, self.merge, self.side, x.device)
         corners = (self.pos_embed(index) * weight[:, None] for index, weight in zip(rows, weights, strict=True))
         return x + sum(corners).to(x.dtype)

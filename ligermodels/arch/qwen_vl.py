@@ -145,7 +145,7 @@ class VisionTower(nn.Module):
         grids: the frames, rows and columns of each image.
         """
         x, picked = self.embed(pixels, grids), self.picked
-        cos, sin = self.rotary_pos_emb(patch_cells(grids, self.merge).to(x.device, non_blocking=True))
+        cos, sin = self.rotary_pos_emb(patch_cells(grids, self.merge, x.device))
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
         if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
             x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))

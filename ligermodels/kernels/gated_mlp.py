@@ -35,7 +35,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows, slices
-from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
@@ -109,13 +108,13 @@ class _MLP(torch.autograd.Function):
         if z is not None:
             of_first = first.without_biases(of_first)
         ctx.save_for_backward(*of_first, *of_last, z if reads_z else None, *made_of)
-        ctx.options = make_x, rows, first, whole, last, gated, activation, count, listener_of(x)
+        ctx.options = make_x, rows, first, whole, last, gated, activation, count
         return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, rows, first_outline, whole, last_outline, gated, activation, count, listener = ctx.options
+        make_x, rows, first_outline, whole, last_outline, gated, activation, count = ctx.options
         need_x, _, *needs = ctx.needs_input_grad
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         saved = ctx.saved_tensors
@@ -158,13 +157,9 @@ class _MLP(torch.autograd.Function):
                     continue
                 del h
                 d_inner = first.inner_gradient(dz)
-                is_early = need_x and dx is None and listener is not None  # of a single chunk
-                if is_early:
-                    dx = first.input_gradient(dz, d_inner).view(*lead, hidden)
-                    listener(dx)
                 first.add_gradients(dz, x_chunk, inner, d_inner)
                 first.add_bias_gradients(dz)
-                if need_x and not is_early:
+                if need_x:
                     part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
                     dx = part if dx is None else dx
         del workspace, z, dz  # before sums of several chunks are rounded, which is a peak

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._early import listener_of
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
@@ -325,24 +324,21 @@ class _Linear(torch.autograd.Function):
         if outline.needs_x(ctx.needs_input_grad[2:]):
             saved = (h, x) if handle is None else (h, *handle.tensors)
         ctx.save_for_backward(*outline.without_biases(leaves), *saved)
-        ctx.options = outline, layers.whole, None if handle is None else handle.function, listener_of(x)
+        ctx.options = outline, layers.whole, None if handle is None else handle.function
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         saved, (need_x, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        outline, whole, function, listener = ctx.options
+        outline, whole, function = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
         layers = Layers.restore(outline, saved[:count], dy.dtype, needs, whole)
         dh = layers.inner_gradient(rows)
-        if need_x and listener is not None:
-            dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
-            listener(dx)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
             h, *made_of = saved[count:]
             layers.add_gradients(rows, recomputed(function, made_of).flatten(0, -2), h, dh)
-        if need_x and dx is None:
+        if need_x:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
         return dx, None, *layers.take(dy.dtype)

@@ -3,7 +3,8 @@
 An image, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
 frame and row by row. Patches are in the order of their tokens, and within a token row by row.
 
-There is no loop over tokens, and nothing synchronises once the sizes are on the host.
+There is no loop over tokens. Tables for tokens and patches are computed on the device from the sizes of the images,
+which are on the host: nothing synchronises.
 
 Sources: Wang et al. 2024, https://arxiv.org/abs/2409.12191; Meng et al. 2024, "DeepStack",
 https://arxiv.org/abs/2406.04334; get_rope_index in modeling_qwen2_vl.py and vision_utils.py of transformers.
@@ -185,7 +186,7 @@ class VisionInputs:
             if grids:
                 is_image = (input_ids == token_id) & real
                 index = (is_image.flatten().cumsum(0) - 1).view_as(input_ids)
-                table = _cells_and_steps(grids, self.merge, self.frames_count).to(input_ids.device, non_blocking=True)
+                table = _cells_and_steps(grids, self.merge, self.frames_count, input_ids.device)
                 found = table.index_select(1, index.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
                 cells, steps = torch.where(is_image, found[:3], cells), torch.where(is_image, found[3], steps)
         if cu_seqlens is None:
@@ -232,32 +233,30 @@ def num_tokens(grids: Grids, merge: int) -> int:
     return sum(t * h * w for t, h, w in grids) // merge**2
 
 
-def token_cells(grids: Grids, merge: int) -> Tensor:
-    """Frame, row and column of each token within its image: int64 [3, tokens], on the CPU."""
-    frames, rows, columns = _sizes(grids, merge).T
-    counts = frames * rows * columns
-    image = torch.repeat_interleave(counts)
-    place = _range(len(image)) - (counts.cumsum(0) - counts)[image]
+def token_cells(grids: Grids, merge: int, device: torch.device) -> Tensor:
+    """Frame, row and column of each token within its image: int64 [3, tokens]."""
+    frames, rows, columns = _sizes(grids, merge, device).T
+    counts, total = frames * rows * columns, num_tokens(grids, merge)
+    image = torch.repeat_interleave(counts, output_size=total)
+    place = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[image]
     rows, columns = rows[image], columns[image]
     return torch.stack([place // (rows * columns), place // columns % rows, place % columns])
 
 
-def patch_cells(grids: Grids, merge: int) -> Tensor:
-    """Row and column of each patch within its image: int64 [2, patches], on the CPU."""
-    rows, columns = token_cells(grids, merge)[1:, :, None, None] * merge
-    inner = _range(merge)
+def patch_cells(grids: Grids, merge: int, device: torch.device) -> Tensor:
+    """Row and column of each patch within its image: int64 [2, patches]."""
+    rows, columns = token_cells(grids, merge, device)[1:, :, None, None] * merge
+    inner = torch.arange(merge, device=device)
     return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
 
 
-def resampled(grids: Grids, merge: int, side: int) -> tuple[Tensor, Tensor]:
+def resampled(grids: Grids, merge: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where each patch lies in a table of side x side positions that is stretched over its image, corner on corner.
 
-    Returns the rows of the table around it, int64 [4, patches], and their bilinear weights, fp32 [4, patches]; on the
-    CPU.
+    Returns the rows of the table around it, int64 [4, patches], and their bilinear weights, fp32 [4, patches].
     """
-    cells = patch_cells(grids, merge)
-    counts = torch.tensor([math.prod(grid) for grid in grids], device="cpu")
-    sizes = torch.tensor([grid[1:] for grid in grids], device="cpu").repeat_interleave(counts, 0).T
+    cells, sizes = patch_cells(grids, merge, device), _sizes(grids, 1, device)
+    sizes = sizes[:, 1:].repeat_interleave(sizes.prod(1), 0, output_size=cells.shape[1]).T
     places = cells.float() * (side - 1) / (sizes - 1).clamp(min=1)
     first = places.floor()
     rows, columns = torch.stack([first, (first + 1).clamp(max=side - 1)], 1).long()
@@ -265,19 +264,15 @@ def resampled(grids: Grids, merge: int, side: int) -> tuple[Tensor, Tensor]:
     return (rows[:, None] * side + columns).flatten(0, 1), (down[:, None] * across).flatten(0, 1)
 
 
-def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:
+def _cells_and_steps(grids: Grids, merge: int, frames_count: bool, device: torch.device) -> Tensor:
     """[4, tokens]: the cells, and for the last token of each image the step to the text after it."""
-    cells = token_cells(grids, merge)
-    sizes = _sizes(grids, merge)
-    steps = torch.zeros_like(cells[:1])
-    steps[0, sizes.prod(1).cumsum(0) - 1] = sizes[:, 0 if frames_count else 1 :].amax(1)
-    return torch.cat([cells, steps])
+    cells, sizes = token_cells(grids, merge, device), _sizes(grids, merge, device)
+    steps = torch.zeros_like(cells[0])
+    steps = steps.index_copy(0, sizes.prod(1).cumsum(0) - 1, sizes[:, 0 if frames_count else 1 :].amax(1))
+    return torch.cat([cells, steps[None]])
 
 
-def _sizes(grids: Grids, merge: int) -> Tensor:
+def _sizes(grids: Grids, merge: int, device: torch.device) -> Tensor:
     """In tokens: int64 [images, 3]."""
-    return torch.tensor(grids, device="cpu") // torch.tensor([1, merge, merge], device="cpu")
-
-
-def _range(size: int) -> Tensor:
-    return torch.arange(size, device="cpu")
+    sizes = torch.tensor([(t, h // merge, w // merge) for t, h, w in grids], device="cpu")
+    return sizes.to(device, non_blocking=True)  # so few bytes are copied without waiting for the device

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._early import on_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,14 +52,8 @@ class MeshGroup:
         return self
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' shards, concatenated on `dim`. Backward: gradients are reduce-scattered.
-
-        This starts as soon as a linear layer of the result, and of nothing else, has computed the gradient, and runs
-        while the layer computes those of its weights.
-        """
-        scatter = _Scatter(self, dim)
-        y = _Collective.apply(x, lambda x: _all_gather(x, self, dim), scatter.finish)
-        return y if torch.compiler.is_compiling() else on_gradient(y, scatter.start)
+        """All ranks' shards, concatenated on `dim`. Backward: gradients are reduce-scattered."""
+        return _Collective.apply(x, lambda x: _all_gather(x, self, dim), lambda dy: _reduce_scatter(dy, self, dim))
 
     def all_gather_replicated(self, x: Tensor, dim: int) -> Tensor:
         """The same where all ranks then compute the same. Backward: this rank's shard of the gradient."""
@@ -122,38 +115,12 @@ def _shards(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, group: MeshGroup, dim: int) -> Tensor:
-    return _start_reduce_scatter(x, group, dim, async_op=False)[0]
-
-
-def _start_reduce_scatter(x: Tensor, group: MeshGroup, dim: int, *, async_op: bool) -> tuple[Tensor, Any]:
-    """(the result, the work to wait for, or None)."""
     dim %= x.dim()
     length = x.shape[dim] // group.size
     shards = x if math.prod(x.shape[:dim]) == 1 else _shards(x, group, dim)
     out = x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
-    return out, _reduce_scatter_single(out.view(-1), shards.reshape(-1), group=group.group, async_op=async_op)
-
-
-class _Scatter:
-    """The reduce-scatter of the gradient of a gathered tensor."""
-
-    def __init__(self, group: MeshGroup, dim: int):
-        self.group, self.dim = group, dim
-        self.started: list[tuple[Tensor, int, Tensor, dist.Work]] = []
-
-    def start(self, dy: Tensor) -> None:
-        """Starts it for dy, which is the whole gradient if one layer alone calls this."""
-        self.started.append((dy, dy._version, *_start_reduce_scatter(dy, self.group, self.dim, async_op=True)))
-
-    def finish(self, dy: Tensor) -> Tensor:
-        """The result for dy, the whole gradient: what was started for it, unless another gradient was added since."""
-        started, self.started = self.started, []
-        for _, _, _, work in started:
-            work.wait()
-        for given, version, out, _ in started if len(started) == 1 else ():
-            if given.data_ptr() == dy.data_ptr() and version == dy._version:
-                return out
-        return _reduce_scatter(dy, self.group, self.dim)
+    _reduce_scatter_single(out.view(-1), shards.reshape(-1), group=group.group)
+    return out
 
 
 def _all_reduce(x: Tensor, group: MeshGroup) -> Tensor:

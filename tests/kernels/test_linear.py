@@ -7,7 +7,6 @@ from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.arch import ARCHS
-from ligermodels.kernels._early import on_gradient
 from ligermodels.kernels.joint import joint, make_joint
 from ligermodels.kernels.linear import joint_linear, linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
@@ -45,22 +44,6 @@ def several(device, layout, lead=(5,), dtype=torch.float32, columns=COLUMNS, wid
 def gradients(op, x, weights, biases, dy):
     y = op(x, weights, biases)
     return [y.detach(), *torch.autograd.grad(y, [x, *weights, *biases], dy)]
-
-
-@each_layout
-def test_who_wants_the_gradient_of_x_is_told_before_those_of_the_weights(device, layout):
-    x, weights, biases, dy = several(device, layout, lead=(7,))
-    expected = gradients(joint_linear, x, weights, biases, dy)[1:]
-    calls = []
-    on_gradient(x, lambda dx: calls.append((dx.clone(), len(seen.matmuls))))
-    y = joint_linear(x, weights, biases)
-    with Seen() as seen:
-        found = torch.autograd.grad(y, [x, *weights, *biases], dy)
-    ((dx, count),) = calls
-    of_weights = [inner == 7 for _, inner, _ in seen.matmuls]
-    assert not any(of_weights[:count]) and any(of_weights)
-    for a, b in zip([dx, *found], [expected[0], *expected], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 # What is saved.

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ligermodels.kernels import gated_mlp, mlp
-from ligermodels.kernels._early import on_gradient
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels import CHUNK
@@ -72,27 +71,6 @@ def test_what_is_saved(device, gated, normed, mode):
     leaves = [x, *parameters]
     for a, b in zip(*(torch.autograd.grad(t, leaves, dy, retain_graph=True) for t in (out, copied)), strict=True):
         assert torch.equal(a, b)
-
-
-@each_mlp
-@pytest.mark.parametrize("mode", MODES)
-def test_who_wants_the_gradient_of_x_is_told_before_those_of_its_weights(device, gated, mode):
-    op, (inputs, dy) = op_of(gated, mode), make(device, gated, CHUNK + 7)
-    expected = run(op, inputs, dy)
-    calls = []
-    on_gradient(inputs[0], lambda dx: calls.append((dx.clone(), list(seen.matmuls))))
-    y = op(*inputs)
-    with Seen() as seen:
-        found = torch.autograd.grad(y, inputs, dy)
-    for a, b in zip(found, expected[1:], strict=True):
-        assert torch.equal(a, b)
-    if mode == "tiles":  # each has its part of the gradient
-        assert not calls
-        return
-    ((dx, before),) = calls
-    of_first = ((1 + gated) * INNER, CHUNK + 7, HIDDEN)
-    assert of_first in seen.matmuls and of_first not in before
-    assert torch.equal(dx, expected[1])
 
 
 TRAINED = {

@@ -16,9 +16,6 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels.joint import joint as joint_view
-from ligermodels.kernels.linear import joint_linear
-from ligermodels.layers import parallel
-from ligermodels.layers.parallel import MeshGroup
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, offload
 from tests.arch import qwen2_vl, qwen3_vl
@@ -360,37 +357,6 @@ def joint(family, split):
     return found
 
 
-def scattered():
-    """A gradient that layers give early: of one layer, of two, and changed in place; and how often it was summed."""
-    tp = MeshGroup(make_mesh(dp_shard=1, tp=2, device_type="cpu")["tp"])
-    torch.manual_seed(0)
-    whole, weights = torch.randn(2, LENGTH, 8), [torch.randn(6, 8, requires_grad=True) for _ in range(3)]
-    sums, scatter = [], parallel._reduce_scatter_single
-    parallel._reduce_scatter_single = lambda *args, **options: (sums.append(1), scatter(*args, **options))[1]
-    found = {}
-    for name, expected_sums in {"one": 1, "two": 3, "in place": 2}.items():
-
-        def loss(x, name=name):
-            y = joint_linear(x, weights[:2]).square().sum()
-            if name == "two":
-                y = y + joint_linear(x, weights[1:]).sum()
-            return y
-
-        x = whole.chunk(2, 1)[tp.rank].clone().requires_grad_()
-        gathered = tp.all_gather(x, 1)
-        if name == "in place":
-            gathered.register_hook(lambda dy: dy.mul_(2))
-        loss(gathered).backward()
-        sums_of_this, reference = len(sums), whole.clone().requires_grad_()
-        sums.clear()
-        loss(reference).backward()
-        times = 2 * (2 if name == "in place" else 1)  # each rank computes the same
-        found[name] = error(x.grad, times * reference.grad.chunk(2, 1)[tp.rank])
-        found[f"{name}, sums"] = float(sums_of_this != expected_sums)
-    parallel._reduce_scatter_single = scatter
-    return found
-
-
 def generated(family, split):
     """Greedy tokens of the same prompt on all ranks, in bf16."""
     spread, model = Spread(family, split, param_dtype=torch.bfloat16), make(family).to(torch.bfloat16)
@@ -495,8 +461,8 @@ def calls_refused(split):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, stepped, joint, scattered, generated,
-    adapted, custom, refused, calls_refused,
+    gradients, images_on_one_rank, accumulated, logits, headless, norm, mixed, stepped, joint, generated, adapted,
+    custom, refused, calls_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 

@@ -82,7 +82,6 @@ QUICK = [
     job("mixed", family="llama", split="fsdp2", recompute="block"),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
-    job("scattered"),
 ]
 TWO = [
     *all_families(*PAIRS),
