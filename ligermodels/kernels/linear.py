@@ -44,8 +44,9 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     for weight, bias, adapter in operands:
         y = (frozen_linear if isinstance(weight, LowBitWeight) else F.linear)(x, weight, bias)
         if adapter is not None:
-            h = F.linear(x, adapter.a.to(x.dtype))
-            y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
+            dtype = adapter.dtype or x.dtype
+            h = F.linear(x.to(dtype), adapter.a.to(dtype))
+            y = (y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))).to(y.dtype)
         found.append(y)
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
@@ -140,12 +141,12 @@ def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
 
 class Outline(NamedTuple):
     """What `Layers` are beside their `leaves`: the number of layers, their weights of few bits (None: all are dense),
-    whether one has a bias, and the parts of the branch or None."""
+    whether one has a bias, and the parts and the dtype of the branch, or None."""
 
     layers: int
     bits: Sequence[LowBitWeight | None] | None
     biases: bool
-    parts: Any
+    branch: Any
 
     def split(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], ...]:
         """The weights', the biases' and the factors' share of something that there is for each leaf."""
@@ -213,7 +214,9 @@ class Layers:
         if self.has_bits:
             bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
             leaves = tuple(weight if isinstance(weight, Tensor) else None for weight in weights)
-        outline = Outline(len(leaves), bits, biases is not None, None if branch is None else branch.parts)
+        outline = Outline(
+            len(leaves), bits, biases is not None, None if branch is None else (branch.parts, branch.dtype)
+        )
         if biases is not None:
             leaves += tuple(biases)
         return leaves if branch is None else (*leaves, *branch.factors), outline
@@ -227,7 +230,7 @@ class Layers:
         weights, biases, factors = outline.split(leaves)
         if outline.bits is not None:
             weights = [w if bits is None else bits for w, bits in zip(weights, outline.bits, strict=True)]
-        branch = None if outline.parts is None else Branch(outline.parts, factors, dtype)
+        branch = None if outline.branch is None else Branch(outline.branch[0], factors, outline.branch[1])
         layers = cls(weights, biases or None, branch, outline.bits is not None)
         layers.need_weights, layers.need_biases, layers.need_factors = outline.split(needs)
         layers.several, layers.whole = several, whole
@@ -259,7 +262,7 @@ class Layers:
         else:
             whole = self.whole if is_still(self.whole, weights) else as_one(weights)
             dx = _input_gradient(dy, weights, whole, out)
-        return dx if self.branch is None else torch.addmm(dx, dh, self.branch.a, out=dx)  # type: ignore[arg-type]
+        return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
         """Adds the gradients of weights and adapters for dy [T, sum N_i] and x [T, K]; h: `run`'s, or None."""

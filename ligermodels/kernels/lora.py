@@ -4,7 +4,8 @@
 
 - One matmul for all A_i. The matmul with B_i adds to its columns of y, scaled, in its epilogue, so that no other tensor
   of y's size is written.
-- A and B may be fp32 beside 16-bit layers: they are cast once per use, and their gradients are summed in fp32.
+- A and B may be fp32 beside 16-bit layers. They are cast once per use, and their gradients are summed in fp32; or, as
+  PEFT has it by default, they compute in fp32, and x, dy and what is added to y are cast.
 
 linear.py and gated_mlp.py run the layers themselves. Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
@@ -43,13 +44,14 @@ class Branch:
 
     @classmethod
     def of(cls, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype) -> Self:
-        """Of adapters or None for layers of these weights."""
+        """Of adapters or None for layers of these weights; dtype: that of x."""
         parts, a, b, row, rank = [], [], [], 0, 0
         for weight, adapter in zip(weights, adapters, strict=True):
             end = row + weight.shape[0]
             if adapter is not None:
                 r = adapter.a.shape[0]
                 parts.append(_Part(slice(row, end), slice(rank, rank + r), adapter.scale))
+                dtype = torch.promote_types(dtype, adapter.dtype or dtype)
                 a.append(adapter.a)
                 b.append(adapter.b)
                 rank += r
@@ -67,22 +69,26 @@ class Branch:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H [T, sum r_i]."""
-        h = x @ self.a.t()
+        h = x.to(self.dtype) @ self.a.t()
         for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
-            part = y[:, columns]
-            torch.addmm(part, h[:, ranks], b.t(), alpha=scale, out=part)
+            _add_product(y[:, columns], h[:, ranks], b.t(), scale)
         return h
 
     def inner_gradient(self, dy: Tensor) -> Tensor:
         """dH [T, sum r_i] from dy [T, sum N_i]."""
-        dh = dy.new_empty(dy.shape[0], self.a.shape[0])
+        dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=self.dtype)
         for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
             part = dh[:, ranks]
-            torch.addmm(part, dy[:, columns], b, beta=0, alpha=scale, out=part)
+            torch.addmm(part, dy[:, columns].to(self.dtype), b, beta=0, alpha=scale, out=part)
         return dh
+
+    def add_input_gradient(self, dx: Tensor, dh: Tensor) -> Tensor:
+        """Adds the adapters' part to dx [T, K]."""
+        return _add_product(dx, dh, self.a)
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor) -> None:
         """Adds the gradients of A and B for some tokens; x [T, K]; h = x A^T, or None to compute it here."""
+        x = x.to(self.dtype)
         h = x @ self.a.t() if h is None else h
         first, dtype = self._da is None, accumulator(x.dtype)
         if first:
@@ -90,7 +96,7 @@ class Branch:
             self._db = [x.new_empty(b.shape, dtype=dtype) for b in self._b]
         accumulate(self._da, dh, x, first)
         for (columns, ranks, _), db in zip(self.parts, self._db, strict=True):
-            accumulate(db, dy[:, columns], h[:, ranks], first)
+            accumulate(db, dy[:, columns].to(self.dtype), h[:, ranks], first)
 
     def take(self, needs: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the factors, in their dtypes; None where one is not needed."""
@@ -100,3 +106,10 @@ class Branch:
         found += [db.mul_(part.scale) for part, db in zip(self.parts, self._db, strict=True)]
         each = zip(found, self.factors, needs, strict=True)
         return [gradient.to(factor.dtype) if need else None for gradient, factor, need in each]
+
+
+def _add_product(total: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """total += scale * x @ y, rounded once."""
+    if total.dtype == x.dtype:
+        return torch.addmm(total, x, y, alpha=scale, out=total)
+    return total.add_(x @ y, alpha=scale)

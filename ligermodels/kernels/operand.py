@@ -88,11 +88,15 @@ def has_bits(weights: Sequence[Weight]) -> bool:
 
 
 class Adapter(NamedTuple):
-    """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]; both floating point, of any dtype."""
+    """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]; both floating point, of any dtype.
+
+    dtype: in which this is computed, before it is added and rounded to that of x; None: that of x.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    dtype: torch.dtype | None = None
 
 
 Adapters = Sequence[Adapter | None]
@@ -282,7 +286,7 @@ def check(
                 f"{where}: {_layer(layers, i)}bias has {describe(bias)}; expected ({shape[0]},) on {device}."
             )
         if adapter is not None:
-            a, b, _ = adapter
+            a, b = adapter.a, adapter.b
             if a.shape[1:] != (width,) or b.shape != (shape[0], a.shape[0]) or not a.device == b.device == device:
                 raise InputError(
                     f"{where}: {_layer(layers, i)}adapter has A of {describe(a)} and B of {describe(b)}; expected "
@@ -318,13 +322,15 @@ def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], ope
             f"{'no' if bias is None else 'a'} bias; expected {tuple(shape)} on {x.device}, where x is, without a bias."
         )
     if adapter is not None:
-        (groups, n, k), (a, b, _) = shape, adapter
+        (groups, n, k), (a, b, _, dtype) = shape, adapter
         rank = a.shape[1] if a.dim() == 3 else 0
         if a.shape != (groups, rank, k) or b.shape != (groups, n, rank) or not a.device == b.device == x.device:
             raise InputError(
                 f"{where}: the adapter of {layer} has A of {describe(a)} and B of {describe(b)}; expected "
                 f"({groups}, r, {k}) and ({groups}, {n}, r) on {x.device}."
             )
+        if dtype is not None:
+            raise InputError(f"{where}: the adapter of {layer} has a dtype; those of experts compute in that of x.")
     cast = autocast_dtype(x)
     if isinstance(weight, LowBitWeight):
         return operand

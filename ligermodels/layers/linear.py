@@ -86,8 +86,8 @@ def _operand_of(module: Any) -> LinearOperand | None:
 def _operand_of_peft(module: Any) -> LinearOperand | None:
     """The operand of PEFT's LoRA around an untouched nn.Linear, or None.
 
-    It has one where a single adapter is on, without dropout, DoRA, bias or other variants, and the base is in the dtype
-    in which PEFT would compute the adapter. Read in PEFT 0.21.
+    It has one where a single adapter is on, without dropout, DoRA, bias or other variants. PEFT computes the adapter in
+    the dtype of its weights: by default fp32, also where the base is in 16 bits. Read in PEFT 0.21.
     """
     base, names = module.base_layer, module.active_adapters
     if torch.compiler.is_compiling() or module.disable_adapters or module.merged:
@@ -103,9 +103,9 @@ def _operand_of_peft(module: Any) -> LinearOperand | None:
             return None
     weight, device = base.weight, base.weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
-    if dtype != weight.dtype or b.bias is not None:
+    if torch.promote_types(dtype, weight.dtype) != dtype or b.bias is not None:
         return None
-    return LinearOperand(weight, base.bias, Adapter(a.weight, b.weight, module.scaling[name]))
+    return LinearOperand(weight, base.bias, Adapter(a.weight, b.weight, module.scaling[name], dtype))
 
 
 def is_untouched(module: nn.Module) -> bool:

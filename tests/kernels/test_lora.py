@@ -98,6 +98,28 @@ def test_layers_side_by_side(device, poison, dtype, kind, which):
         close(linears(x, layers(weights, biases, adapters)), y64, dtype)
 
 
+@pytest.mark.parametrize("kind", ["joint", "nf4"])
+def test_adapters_compute_in_their_own_dtype(device, poison, kind):
+    """In fp32 beside fp16 layers: y and dx are rounded once, gradients of adapters are those of fp32."""
+    dtype, sizes = torch.float16, [(OUT, HIDDEN), (OUT // 2, HIDDEN)]
+    weights, _, adapters = make(device, dtype, sizes, (1, 1), kind=kind)
+    weights = [nn.Parameter(w.detach() * 0, False) if kind == "joint" else w for w in weights]
+    adapters = [adapter._replace(dtype=torch.float32) for adapter in adapters]
+    x = torch.randn(3, 7, HIDDEN, device=device).to(dtype).requires_grad_()
+    y = linears(x, layers(weights, [None, None], adapters))
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [x, *leaves(adapters)], dy)
+    copies, x64 = exact(adapters), x.detach().double().requires_grad_()
+    nothing = [torch.zeros(n, device=device) for n, _ in sizes]
+    y64 = torch.cat([formula(x64, *one) for one in zip(weights, nothing, copies, strict=True)], -1)
+    expected = torch.autograd.grad(y64, [x64, *leaves(copies)], dy.double())
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        close(one, other, torch.float32)
+    if kind == "joint":  # all that is rounded to fp16 is the adapters' part
+        for one, other in ((y, y64), (found[0], expected[0])):
+            assert ((one.double() - other).abs() <= 2**-11 * other.abs() + 2e-6).all()
+
+
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
