@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.layers import NF4Linear
+from ligermodels.layers import QuantizedLinear
 
 
 def quantized(model: Any) -> Any:
-    """The model, frozen, with an NF4Linear of the same weight for each linear module of its blocks, in place."""
+    """The model, frozen, with a QuantizedLinear of the same weight for each linear module of its blocks, in place."""
     model.requires_grad_(False)
     for block in model.model.layers:
         for parent in block.modules():
             for name, child in parent.named_children():
                 if type(child) is nn.Linear:
                     source = child.weight.float() if child.weight.dtype == torch.float64 else child.weight
-                    setattr(parent, name, NF4Linear.from_weight(source, child.bias))
+                    setattr(parent, name, QuantizedLinear.from_weight(source, child.bias, kind="nf4"))
     return model

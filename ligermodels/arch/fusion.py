@@ -16,7 +16,8 @@ from torch import nn
 from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
 from ligermodels.kernels.attention import engine
 from ligermodels.kernels.joint import joint
-from ligermodels.kernels.operand import LinearOperand, LowBitWeight, choose
+from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.operand import LinearOperand, choose
 from ligermodels.layers import (
     MLP,
     Attention,
@@ -30,7 +31,6 @@ from ligermodels.layers import (
 )
 from ligermodels.layers.head import takes_labels, unwrapped
 from ligermodels.layers.linear import obstacle, operands_of
-from ligermodels.layers.nf4 import NF4Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def fusion_report(model: Any) -> FusionReport:
         head: Found = ("lm_head, loss", "one op", True, "")
     else:
         reason = obstacle(model.lm_head, LMHead)
-        head = ("lm_head, loss", "logits, all in memory", False, reason.text if reason else "what wraps it")
+        head = ("lm_head, loss", "logits, all in memory", False, reason or "what wraps it")
     found["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
     return FusionReport(_kernels(device), tuple(rows))
@@ -110,25 +110,24 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
         yield "delta rule", "Triton, chunks of tokens" if kernels else "PyTorch, token by token", kernels, ""
     elif isinstance(module, CrossAttention):
         yield _linears(module, module.joint_names, gathered)
-    elif isinstance(module, GatedMLP):
+    elif isinstance(module, GatedMLP | MLP):
         yield _linears(module, module.joint_names, gathered, module.output_name)
-    elif isinstance(module, MLP):
-        yield _linears(module, module.projections[:-1], gathered, module.projections[-1])
     elif isinstance(module, Experts):
         operands = [module.operand(name) for name in ("gate_up_proj", "down_proj")]
         runs = {"experts": "one op, grouped matmuls", "grouped": "grouped matmuls"}[_chosen(operands)]
         yield "experts", runs + _parts(operands), True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
         reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
-        yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason.text if reason else ""
+        yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason or ""
 
 
 def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
     """The row of linear modules that share an input, and for an MLP of the output module."""
     names = [*inputs, *([] if output is None else [output])]
     part = " | ".join(names)
-    found = {name: obstacle(layer.get_submodule(name)) for name in names}
-    reasons = {name: o.text for name, o in found.items() if o is not None and not (gathered and o.kind == "weight")}
+    modules: dict[str, Any] = {name: layer.get_submodule(name) for name in names}
+    modules = {name: one for name, one in modules.items() if not (gathered and hasattr(one.weight, "full_tensor"))}
+    reasons = {name: reason for name, one in modules.items() if (reason := obstacle(one)) is not None}
     if not reasons:
         operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
         if "formula" in (_chosen(operands[: len(inputs)]), _chosen(operands[len(inputs) :])):
@@ -139,8 +138,6 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         return part, (one if not why else f"one op, a matmul for each{each}") + _parts(operands), True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
-    if output and output not in reasons:
-        runs.append(f"one op of activation, {output}")
     by_text: dict[str, list[str]] = {}
     for name, text in reasons.items():
         by_text.setdefault(text, []).append(name)
@@ -167,7 +164,7 @@ def _chosen(operands: Sequence[LinearOperand]) -> Any:
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
     """Why plain modules of one input are not one matmul; "" if they are."""
     modules = [getattr(layer, name) for name in names]
-    if len(names) == 1 or all(isinstance(m, NF4Linear) for m in modules):  # NF4: dequantised one after the other
+    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # dequantised one after the other
         return ""
     if gathered:
         return "FSDP gathers each weight by itself"

@@ -20,6 +20,7 @@ from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.quantizers import NF4, BitsAndBytes, Parts, Quantizer, TorchAO, WeightOnly, is_of_torchao
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers.moe import Experts
+from ligermodels.layers.quantized import QuantizedLinear
 
 OURS = ("nf4", "int8", "fp8", "int4")
 METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
@@ -277,7 +278,7 @@ def _split(name: str, module: Any, target: Stacked, sources: Sequence[str]) -> l
             f"{name} is one tensor on disk, {sources[0]}, for which there is no quantised format: load the model with "
             'skip_modules=["experts"]'
         )
-    return [type(module).from_operand(one) for one in module.operand.split(target.parts)]
+    return [QuantizedLinear(one) for one in module.operand.split(target.parts)]
 
 
 def _saved_parts(

@@ -22,7 +22,6 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.kernels.nf4 import CODE, NESTED_BLOCK
 from ligermodels.kernels.quantized import FORMATS
 from ligermodels.layers.linear import JointProjections
-from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.quantized import QuantizedLinear
 
 _NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -263,7 +262,7 @@ class TorchAO(Quantizer):
 
 @dataclass(kw_only=True)
 class NF4(Quantizer):
-    """`NF4Linear` modules: 4 bits per weight, trainable under adapters without bitsandbytes, in its format on disk.
+    """`QuantizedLinear` modules of 4 bits per weight, under adapters without bitsandbytes, in its format on disk.
 
     Embedding, head, norms and routers are not quantised. Experts are, one by one: on disk they are as bitsandbytes
     writes a linear module each, which transformers 5 does not read; skip_modules=["experts"] leaves them as they are.
@@ -303,14 +302,14 @@ class NF4(Quantizer):
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         bias = None if bias is None else bias.to(device, copy=True)
-        return NF4Linear.from_weight(weight.to(device), bias, double=self.double)
+        return QuantizedLinear.from_weight(weight.to(device), bias, kind="nf4", double=self.double)
 
     def is_quantized(self, module: nn.Module) -> bool:
-        return type(module) is NF4Linear
+        return type(module) is QuantizedLinear and module.kind == "nf4"
 
     def parts(self, module: Any, name: str) -> tuple[Parts, dict[str, str]]:
-        shape, dtype = (module.out_features, module.in_features), str(module.original_dtype).removeprefix("torch.")
-        values = {"quant_type": "nf4", "blocksize": module.block, "dtype": dtype, "shape": shape}
+        _, shape, dtype, block = module.options
+        values = {"quant_type": "nf4", "blocksize": block, "dtype": str(dtype).removeprefix("torch."), "shape": shape}
         found = dict(module.state_dict())
         if module.nested_absmax is not None:
             offset = found.pop("nested_offset").item()
@@ -325,19 +324,14 @@ class NF4(Quantizer):
             raise ValueError(f"it holds a weight {values['shape']}, its quant_type is {values['quant_type']}")
         if values.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
             raise ValueError(f"its absmax is in blocks of {values['nested_blocksize']}")
-        made = NF4Linear(
-            linear.in_features,
-            linear.out_features,
-            "bias" in parts,
-            block=values["blocksize"],
-            double="nested_blocksize" in values,
-            device="meta",
-            dtype=dtype_of("dtype", values["dtype"], torch.float32),
-        )
+        dtype = dtype_of("dtype", values["dtype"], torch.float32)
+        weight = torch.empty(linear.weight.shape, dtype=dtype, device="meta")
+        options: Any = dict(block=values["blocksize"], double="nested_blocksize" in values)
+        made = QuantizedLinear.from_weight(weight, linear.bias, kind="nf4", **options)
         state = {key.removeprefix("weight."): tensor for key, tensor in parts.items() if key != _NF4_STATE}
         state["weight"] = parts["weight"].reshape(-1, 1).view(torch.uint8).reshape(-1, 1)  # any bnb_4bit_quant_storage
         if "nested_offset" in values:
-            state["nested_offset"] = torch.tensor(float(values["nested_offset"]), device=state["weight"].device)
+            state["nested_offset"] = torch.tensor([float(values["nested_offset"])], device=state["weight"].device)
         for key, wanted in made.state_dict().items():
             tensor = state[key]
             if tensor.shape != wanted.shape or (tensor.dtype != wanted.dtype and key != "bias"):

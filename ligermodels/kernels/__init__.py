@@ -19,7 +19,6 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs,
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.nf4 import (
     NF4Weight,
-    dequantize_nf4,
     dequantize_nf4_reference,
     quantize_nf4,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "cross_entropy_reference",
     "delta_gates",
     "delta_gates_reference",
-    "dequantize_nf4",
     "dequantize_nf4_reference",
     "embedding",
     "embedding_reference",

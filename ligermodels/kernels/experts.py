@@ -28,16 +28,9 @@ from ligermodels.kernels._triton import accumulator, once_differentiable, use_tr
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 from ligermodels.kernels.linear import linears_reference
-from ligermodels.kernels.low_bit import dequantized
+from ligermodels.kernels.low_bit import LowBitWeight, dequantized
 from ligermodels.kernels.moe import check_experts, moe_experts
-from ligermodels.kernels.operand import (
-    Adapter,
-    LinearOperand,
-    LowBitWeight,
-    autocast_dtype,
-    check_grouped,
-    choose,
-)
+from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check, choose
 
 
 def experts_reference(
@@ -61,7 +54,7 @@ def _each(operand: LinearOperand, x: Tensor) -> list[LinearOperand]:
     if adapter is None:
         return [LinearOperand(w) for w in whole]
     factors = zip(whole, adapter.a, adapter.b, strict=True)
-    return [LinearOperand(w, None, Adapter(a, b, adapter.scale)) for w, a, b in factors]
+    return [LinearOperand(w, None, adapter._replace(a=a, b=b)) for w, a, b in factors]
 
 
 class _Spread(torch.autograd.Function):
@@ -127,10 +120,10 @@ def _linear(x: Tensor, operand: LinearOperand, offsets: Tensor) -> Tensor:
     y = _Grouped.apply(x, offsets, None if bits else weight, bits)
     if adapter is None:
         return y
-    h = x
+    h = x.to(adapter.dtype or x.dtype)
     for factor in (adapter.a, adapter.b):
-        h = _Grouped.apply(h, offsets, factor.to(x.dtype).contiguous(), None)
-    return torch.add(y, h, alpha=adapter.scale)
+        h = _Grouped.apply(h, offsets, factor.to(h.dtype).contiguous(), None)
+    return torch.add(y, h, alpha=adapter.scale).to(y.dtype)
 
 
 def _run(
@@ -160,7 +153,7 @@ def _select(operands: tuple[LinearOperand, ...], experts: Tensor) -> tuple[Tenso
         weight, _, adapter = operand
         weight = weight.select(index) if isinstance(weight, LowBitWeight) else weight[index]
         if adapter is not None:
-            adapter = Adapter(adapter.a[index], adapter.b[index], adapter.scale)
+            adapter = adapter._replace(a=adapter.a[index], b=adapter.b[index])
         return LinearOperand(weight, None, adapter)
 
     return experts, tuple(map(select, operands))
@@ -186,9 +179,9 @@ def experts_of(
             f"experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
             f"[{x.shape[0]}, top_k], as `route` returns them for x."
         )
-    shape = gate_up.weight.shape
-    gate_up = check_grouped("experts", "gate_up", x, (*shape[:2], x.shape[-1]), gate_up)
-    down = check_grouped("experts", "down", x, (shape[0], x.shape[-1], shape[1] // 2), down)
+    count, rows, _ = gate_up.weight.shape
+    (gate_up,) = check("experts", "x", x, x.shape[-1], [gate_up], ("gate_up ",), count)
+    (down,) = check("experts", "x", x, rows // 2, [down], ("down ",), count)
     if how == "chosen":
         experts, (gate_up, down) = _select((gate_up, down), experts)
     x = x.to(autocast_dtype(x) or x.dtype)

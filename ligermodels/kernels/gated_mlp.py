@@ -40,10 +40,10 @@ from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
-from ligermodels.kernels.joint import as_one_layer, rows_of
+from ligermodels.kernels.joint import rows_of
 from ligermodels.kernels.linear import Layers, linears_reference
-from ligermodels.kernels.low_bit import dequantized
-from ligermodels.kernels.operand import Adapters, LinearOperand, Weight, autocast_dtype, check, choose_mlp
+from ligermodels.kernels.low_bit import Weight, dequantized
+from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.quantized import quantized_glu, quantized_linear
 
 
@@ -81,8 +81,8 @@ def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, g
 
 
 def _several(tensors: Any) -> tuple:
-    """A tuple of one tensor, or of several."""
-    return (tensors,) if isinstance(tensors, Weight) else tuple(tensors)
+    """A tuple of one tensor or None, or of several."""
+    return (tensors,) if tensors is None or isinstance(tensors, Weight) else tuple(tensors)
 
 
 class _MLP(torch.autograd.Function):
@@ -163,7 +163,6 @@ class _MLP(torch.autograd.Function):
                     part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
                     dx = part if dx is None else dx
         del workspace, z, dz  # before sums of several chunks are rounded, which is a peak
-        last.several = False
         last.add_bias_gradients(dy)
         dx = None if dx is None else dx.view(*lead, hidden)
         return dx, None, *first.take(dy.dtype), *last.take(dy.dtype)
@@ -224,27 +223,31 @@ def _run(
 
 
 def mlp_of(
-    where: str, x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, layers: Sequence[str], *, gated: bool,
-    activation: str, recompute: bool = False, workspace_bytes: int = 512 * 2**20,
+    x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
+    recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
-    """The MLP of operands: see `gated_mlp`. layers: prefixes of the names of weight and bias of each, in errors."""
+    """The MLP of operands: `gated_mlp`, where `first` is one layer of gate and up, or two; or `mlp`."""
+    where, layers = "mlp", ("fc1_", "fc2_")
+    if gated:
+        where, layers = "gated_mlp", ("gate_up_", "down_") if len(first) == 1 else ("gate_", "up_", "down_")  # type: ignore[assignment]
     hidden = check_glu(where, "x", x, activation)
     how = choose_mlp(x, first, last, gated=gated)
     if how == "gemv":  # unchecked, since decoding is bound by the host
-        return _gemv_mlp(x, first, last, activation)
-    inner = operator.index(sum(rows_of([one.weight for one in first])))
-    if inner == 0 or (gated and inner % 2) or workspace_bytes <= 0:
+        return _one_row(x, first, last, activation)
+    rows = rows_of([layer.weight for layer in first])
+    inner = operator.index(sum(rows))
+    if inner == 0 or (gated and inner % 2) or rows[0] != rows[-1] or workspace_bytes <= 0:
         raise InputError(
-            f"{where}: {layers[0]}weight has {first[0].weight.shape[0]} rows and workspace_bytes is {workspace_bytes}; "
-            f"expected {'an even number of' if gated and len(first) == 1 else 'some'} rows and a positive number of "
-            "bytes."
+            f"{where}: {layers[0]}weight has {' and '.join(map(str, rows))} rows and workspace_bytes is "
+            f"{workspace_bytes}; expected {'an even number of' if gated and len(first) == 1 else 'some'} rows, as many "
+            "for gate as for up, and a positive number of bytes."
         )
     first = check(where, "x", x, hidden, first, layers)
     (last,) = check(where, "x", x, inner // 2 if gated else inner, [last], layers[-1:])
     if (cast := autocast_dtype(x)) is not None:
         x = x.to(cast)
     if how == "bits":
-        return _quantized_mlp(x, first, last, activation)
+        return _one_row(x, first, last, activation)
     options: Any = dict(gated=gated, activation=activation)
     if how == "op":
         if recompute:
@@ -258,32 +261,30 @@ def mlp_of(
     return run(x, first, last)
 
 
-def _gemv_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
-    w1: Any = [w for w, _, _ in first]
-    b1: Any = [b for _, b, _ in first]
-    if not use_triton(x):
-        layer = as_one_layer(w1, b1)
-        z = map(gemv, (x, x), w1, b1) if layer is None else (gemv(x, *layer),)
-        return gemv(glu_reference(*z, activation=activation), last.weight, last.bias)
-    if len(w1) == 1:
-        w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
-    return gemv(gemv_glu(x, *w1, *b1, activation=activation), last.weight, last.bias)
+def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
+    """A gated MLP of one row, by the kernels of gemv.py and quantized.py."""
+    (gate, gate_bias, _), (up, up_bias, _) = first if len(first) == 2 else _halves(first[0])
+    if not isinstance(gate, Tensor):
+        h = quantized_glu(x, gate, up, gate_bias, up_bias, activation=activation)
+        return quantized_linear(h.view(1, -1), [last.weight], [last.bias]).view(*x.shape[:-1], -1)
+    if use_triton(x):
+        h = gemv_glu(x, gate, up, gate_bias, up_bias, activation=activation)
+    else:
+        h = glu_reference(Layers.of(first, x.dtype).run(x)[0], activation=activation)
+    return gemv(h, last.weight, last.bias)
 
 
-def _quantized_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
-    w1: Any = [w for w, _, _ in first]
-    b1: Any = [b for _, b, _ in first]
-    if len(w1) == 1:
-        w1, b1 = w1[0].halves(), (None, None) if b1[0] is None else b1[0].chunk(2)
-    h = quantized_glu(x, *w1, *b1, activation=activation)
-    return quantized_linear(h.view(1, -1), [last.weight], [last.bias]).view(*x.shape[:-1], -1)
+def _halves(layer: LinearOperand) -> list[LinearOperand]:
+    """Gate and up of a layer that has both."""
+    weight, bias, _ = layer
+    weights = weight.chunk(2) if isinstance(weight, Tensor) else weight.split(2)
+    return list(map(LinearOperand, weights, (None, None) if bias is None else bias.chunk(2)))
 
 
 def gated_mlp(
     x: Tensor, gate_up_weight: Weight | Sequence[Weight], down_weight: Weight,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
     activation: str = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
-    adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
     """F.linear(glu(F.linear(x, gate_up_weight, gate_up_bias)), down_weight, down_bias).
 
@@ -294,46 +295,31 @@ def gated_mlp(
         Weight gradients are summed over the chunks in fp32, and so differ by rounding from those of one chunk.
     workspace_bytes: maximum size of gate_up of a chunk (which has 128 tokens at least), or half that of a single chunk;
         h takes half as much beside it.
-    adapters: an `Adapter` or None for each weight of gate and up, and for that of down; see lora.py.
     Returns [..., N] of x's dtype; under torch.autocast of autocast's, to which all inputs are cast as by F.linear.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    weights = _several(gate_up_weight)
-    biases = (None,) * len(weights) if gate_up_bias is None else _several(gate_up_bias)
-    one = isinstance(gate_up_weight, Weight)
-    if (
-        len(weights) != (1 if one else 2)
-        or len(biases) != len(weights)
-        or tuple(weights[0].shape[:1]) != tuple(weights[-1].shape[:1])
-        or (gate_up_bias is not None and isinstance(gate_up_bias, Tensor) is not one)
-    ):
+    weights, biases = _several(gate_up_weight), _several(gate_up_bias)
+    biases = (None,) * len(weights) if gate_up_bias is None else biases
+    if len(weights) > 2 or len(biases) != len(weights):
         raise InputError(
-            f"gated_mlp: gate_up_weight is {[tuple(w.shape) for w in weights]}, gate_up_bias "
-            f"{[b if b is None else tuple(b.shape) for b in biases]}; expected one weight [2F, H] and bias [2F], "
-            "or two weights of as many rows (gate, up) and two biases."
+            f"gated_mlp: gate_up_weight has {len(weights)} parts and gate_up_bias {len(biases)}; expected one weight "
+            "[2F, H] and bias [2F], or two weights (gate, up) and two biases."
         )
-    layers = ("gate_up_", "down_") if one else ("gate_", "up_", "down_")
-    *of_first, of_last = [None] * len(layers) if adapters is None else adapters
-    return mlp_of(
-        "gated_mlp", x, list(map(LinearOperand, weights, biases, of_first)),
-        LinearOperand(down_weight, down_bias, of_last), layers, gated=True, activation=activation,
-        recompute=recompute, workspace_bytes=workspace_bytes,
-    )  # fmt: skip
+    options: Any = dict(activation=activation, recompute=recompute, workspace_bytes=workspace_bytes)
+    first, last = list(map(LinearOperand, weights, biases)), LinearOperand(down_weight, down_bias)
+    return mlp_of(x, first, last, gated=True, **options)
 
 
 def mlp(
     x: Tensor, fc1_weight: Weight, fc2_weight: Weight, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str, recompute: bool = False, workspace_bytes: int = 512 * 2**20,
-    adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute, workspace_bytes, adapters and a `LowBitWeight` as in `gated_mlp`, of fc1's output.
+    `activate`; recompute, workspace_bytes and a `LowBitWeight` as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
-    first, last = adapters or (None, None)
-    return mlp_of(
-        "mlp", x, [LinearOperand(fc1_weight, fc1_bias, first)], LinearOperand(fc2_weight, fc2_bias, last),
-        ("fc1_", "fc2_"), gated=False, activation=activation, recompute=recompute, workspace_bytes=workspace_bytes,
-    )  # fmt: skip
+    options: Any = dict(activation=activation, recompute=recompute, workspace_bytes=workspace_bytes)
+    first, last = [LinearOperand(fc1_weight, fc1_bias)], LinearOperand(fc2_weight, fc2_bias)
+    return mlp_of(x, first, last, gated=False, **options)

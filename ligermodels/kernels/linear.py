@@ -17,8 +17,6 @@ Both ops are F.linear where there is nothing to gain, and `gemv` for a single ro
 operand.py.
 """
 
-import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -26,15 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, is_still, joint, rows_of
 from ligermodels.kernels.lora import Branch
-from ligermodels.kernels.low_bit import dequantized, frozen_linear
-from ligermodels.kernels.operand import Biases, LinearOperand, LowBitWeight, Weight, check, choose, has_bits, kernel_of
+from ligermodels.kernels.low_bit import LowBitWeight, Weight, dequantized, has_bits
+from ligermodels.kernels.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
 from ligermodels.kernels.quantized import quantized_linear
 
 
@@ -42,7 +39,7 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     """The layers one after the other, by PyTorch's own functions, which autograd, autocast and transforms see."""
     found = []
     for weight, bias, adapter in operands:
-        y = (frozen_linear if isinstance(weight, LowBitWeight) else F.linear)(x, weight, bias)
+        y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
         if adapter is not None:
             dtype = adapter.dtype or x.dtype
             h = F.linear(x.to(dtype), adapter.a.to(dtype))
@@ -51,37 +48,59 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-# ---- Without adapters and autograd ----
+class _FrozenLinear(torch.autograd.Function):
+    """x: [..., K]; bias: [N] or None; kind, options, tensors: of a LowBitWeight [N, K] -> [..., N].
 
-
-def matmul(
-    x: Tensor, weights: Sequence[Weight], biases: Biases = None, out: Tensor | None = None, kernel: str = ""
-) -> Tensor:
-    """Linear layers of x [..., K], side by side: [..., sum N_i], contiguous; without autograd.
-
-    out: [T, sum N_i] for x [T, K], where the result is written. kernel: what `kernel_of` says, where the caller knows.
+    Dequantises the weight in forward and backward, and saves neither that nor x.
     """
-    kernel = kernel or kernel_of(x, weights, biases)
-    if kernel == "bits":
-        rows = quantized_linear(x.reshape(-1, x.shape[-1]), weights, biases, out)  # type: ignore[arg-type]
-        return rows.view(*x.shape[:-1], rows.shape[1])
-    if has_bits(weights):
-        with dequantized(weights, x.dtype) as tensors:
-            return matmul(x, tensors, biases, out)
-    run, whole = gemv if kernel == "gemv" else _by_torch, as_one_layer(weights, biases)  # type: ignore[arg-type]
-    return _side_by_side(x, weights, biases, out, run) if whole is None else run(x, *whole, out)
+
+    @staticmethod
+    def forward(ctx, x, bias, kind, options, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.weight = kind, options
+        return F.linear(x, kind(*options, *tensors).dequantize(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (kind, options), tensors, dx, d_bias = ctx.weight, ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ kind(*options, *tensors).dequantize(dy.dtype)
+        if ctx.needs_input_grad[1]:
+            d_bias = dy.sum_to_size(dy.shape[-1])
+        return dx, d_bias, None, None, *[None] * len(tensors)
 
 
-def _side_by_side(
+def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
+    x = x.to(autocast_dtype(x) or x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    return _FrozenLinear.apply(x, bias, type(weight), weight.options, *weight.tensors)
+
+
+# ---- Without autograd ----
+
+
+def matmul(x: Tensor, weights: Sequence[Weight], biases: Biases = None, out: Tensor | None = None) -> Tensor:
+    """Linear layers of x [..., K], side by side: [..., sum N_i], contiguous; without autograd, but for one dense layer.
+
+    out: [T, sum N_i] for x [T, K], where the result is written.
+    """
+    return Layers(weights, biases, None, has_bits(weights)).run(x, out)[0]
+
+
+def _dense(
     x: Tensor, weights: Sequence[Any], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
-) -> Tensor:  # fmt: skip
-    """`matmul` of dense weights that are not joint, one after the other by `run`."""
+) -> tuple[Tensor, Tensor | None]:
+    """(the outputs side by side, the weights as one or None): `run` once where the weights are joint, else for each."""
+    layer = as_one_layer(weights, biases)
+    if layer is not None:
+        return run(x, *layer, out), layer[0]
     sizes = rows_of(weights)
     y = x.new_empty(*x.shape[:-1], sum(sizes)) if out is None else out
     x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(sizes, 1)
     for weight, bias, columns in zip(weights, biases or [None] * len(sizes), parts, strict=True):
         run(x, weight, bias, columns)
-    return y
+    return y, None
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -91,17 +110,17 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Tensor], whole: Tensor | None, out: Tensor | None) -> Tensor:
-    """dx [T, K] from dy [T, sum N_i], into `out` where given; without autograd. whole: of the weights, or None."""
+    """dx [T, K] from dy [T, sum N_i], into `out` where given. whole: the weights as one, or None."""
     if whole is not None:
         return torch.mm(dy, whole, out=out)
-    parts = dy.split_with_sizes(rows_of(weights), 1)
-    dx = torch.mm(parts[0], weights[0], out=out)
-    for part, weight in zip(parts[1:], weights[1:], strict=True):
+    first, *others = dy.split_with_sizes(rows_of(weights), 1)
+    dx = torch.mm(first, weights[0], out=out)
+    for part, weight in zip(others, weights[1:], strict=True):
         torch.addmm(dx, part, weight, out=dx)
     return dx
 
 
-def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
+def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, x: Tensor) -> Sequence[Tensor | None]:
     """`weight_gradient` of each weight [N_i, K] that needs one, from dy [T, sum N_i] and x [T, K].
 
     One matmul if all need one: the gradients are then views of one buffer, also as the .grad of weights whose gradients
@@ -110,66 +129,49 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
     if len(weights) == 1:
         return [weight_gradient(weights[0], dy, x)]
     rows = rows_of(weights)
-    if all(needs):
-        leaves = [target(w) for w in weights]
-        if all(leaf is None for leaf in leaves):
-            parts = (dy.t() @ x).split_with_sizes(rows)
-            return [g if g.dtype == w.dtype else g.to(w.dtype) for g, w in zip(parts, weights, strict=True)]
-        if _add_to_all(leaves, dy, x):
+    leaves: list[Any] = [target(weight) for weight in weights] if all(needs) else []
+    marked = [leaf for leaf in leaves if leaf is not None]
+    grads = [leaf.grad for leaf in marked if leaf.grad is not None]
+    if leaves and not marked:
+        return (dy.t() @ x).split_with_sizes(rows)
+    if leaves and len({id(leaf) for leaf in marked}) == len(weights):
+        if not grads:
+            for leaf, part in zip(leaves, (dy.t() @ x).split_with_sizes(rows), strict=True):
+                leaf.grad = part
+            return [None] * len(weights)
+        if len(grads) == len(weights) and (whole := joint(grads)) is not None:
+            accumulate(whole, dy, x, first=False)
             return [None] * len(weights)
     each = zip(weights, needs, dy.split_with_sizes(rows, 1), strict=True)
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 
 
-def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
-    """Adds the gradients to the .grad of all leaves, or sets them, by one matmul; False if that is not possible."""
-    found = [leaf for leaf in leaves if leaf is not None and leaf.dtype == dy.dtype == x.dtype]
-    grads = [leaf.grad for leaf in found if leaf.grad is not None]
-    if len({id(leaf) for leaf in found}) < len(leaves) or len(grads) not in (0, len(leaves)):
-        return False
-    if grads:
-        whole = joint(grads)
-        if whole is not None:
-            accumulate(whole, dy, x, first=False)
-        return whole is not None
-    whole = dy.new_empty(dy.shape[1], x.shape[1])
-    accumulate(whole, dy, x, first=True)
-    for leaf, part in zip(found, whole.split(rows_of(found)), strict=True):
-        leaf.grad = part
-    return True
-
-
 class Outline(NamedTuple):
-    """What `Layers` are beside their `leaves`: the number of layers, their weights of few bits (None: all are dense),
-    whether one has a bias, and the parts and the dtype of the branch, or None."""
+    """What `Layers` are beside their leaves.
+
+    layers: their number. biases: the same number, or 0 where no layer has one. bits: for each the weight of few bits,
+    or None; None: all are dense. branch: parts and dtype of the adapters, or None.
+    """
 
     layers: int
+    biases: int
     bits: Sequence[LowBitWeight | None] | None
-    biases: bool
     branch: Any
 
     def split(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], ...]:
         """The weights', the biases' and the factors' share of something that there is for each leaf."""
-        first = self.layers
-        last = 2 * first if self.biases else first
+        first, last = self.layers, self.layers + self.biases
         return leaves[:first], leaves[first:last], leaves[last:]
 
     def without_biases(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The leaves, with None for each bias."""
         if not self.biases:
             return leaves
-        weights, biases, factors = self.split(leaves)
-        return *weights, *[None] * len(biases), *factors
+        return *leaves[: self.layers], *[None] * self.biases, *leaves[self.layers + self.biases :]
 
     def needs_x(self, needs: Sequence[bool]) -> bool:
         """True if a weight or an adapter needs a gradient, which takes x."""
-        weights, _, factors = self.split(needs)
-        return True in weights or True in factors
-
-
-@functools.cache
-def _weights_alone(layers: int) -> Outline:
-    return Outline(layers, None, False, None)
+        return True in self.without_biases(needs)
 
 
 class Layers:
@@ -186,8 +188,7 @@ class Layers:
     need_biases: Sequence[bool]
     need_factors: Sequence[bool]
     several: bool
-    _found: list[Tensor | None] | None = None
-    _sums: list[tuple[slice, Tensor]] | None = None
+    _found: Sequence[Tensor | None] = ()
     _bias_sum: Tensor | None = None
 
     def __init__(self, weights: Sequence[Weight], biases: Biases, branch: Branch | None, has_bits: bool):
@@ -207,19 +208,13 @@ class Layers:
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], Outline]:
         """(leaves, outline), from which `Layers.restore` makes the layers again in a backward."""
-        weights, biases, branch, bits = self.weights, self.biases, self.branch, None
-        leaves: tuple = tuple(weights)
-        if biases is branch is None and not self.has_bits:
-            return leaves, _weights_alone(len(leaves))
+        biases, branch, bits = self.biases or (), self.branch, None
+        leaves: tuple = tuple(self.weights)
         if self.has_bits:
-            bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
-            leaves = tuple(weight if isinstance(weight, Tensor) else None for weight in weights)
-        outline = Outline(
-            len(leaves), bits, biases is not None, None if branch is None else (branch.parts, branch.dtype)
-        )
-        if biases is not None:
-            leaves += tuple(biases)
-        return leaves if branch is None else (*leaves, *branch.factors), outline
+            bits = [None if isinstance(weight, Tensor) else weight for weight in leaves]
+            leaves = tuple([weight if isinstance(weight, Tensor) else None for weight in leaves])
+        outline = Outline(len(leaves), len(biases), bits, None if branch is None else (branch.parts, branch.dtype))
+        return (*leaves, *biases, *(() if branch is None else branch.factors)), outline
 
     @classmethod
     def restore(
@@ -237,14 +232,21 @@ class Layers:
         return layers
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
-        """y [..., sum N_i] of x [..., K], as `matmul`; and H [T, sum r_i] of the adapters."""
+        """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
+
+        kernel: what `kernel_of` says, where the caller knows.
+        """
         weights: Any = self.weights
-        if self.has_bits or kernel == "gemv" or x.numel() == x.shape[-1]:
-            y = matmul(x, weights, self.biases, out, kernel)
-        elif (whole := as_one_layer(weights, self.biases)) is not None:
-            self.whole, y = whole[0], _by_torch(x, *whole, out)
+        if not kernel and (self.has_bits or x.numel() == x.shape[-1]):
+            kernel = kernel_of(x, weights, self.biases)
+        if kernel == "bits":
+            y = quantized_linear(x.reshape(-1, x.shape[-1]), weights, self.biases, out)
+            y = y.view(*x.shape[:-1], y.shape[1])
+        elif self.has_bits:
+            with dequantized(weights, x.dtype) as tensors:
+                y, _ = _dense(x, tensors, self.biases, out, _by_torch)
         else:
-            y = _side_by_side(x, weights, self.biases, out, _by_torch)
+            y, self.whole = _dense(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
@@ -266,27 +268,21 @@ class Layers:
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
         """Adds the gradients of weights and adapters for dy [T, sum N_i] and x [T, K]; h: `run`'s, or None."""
-        if True in self.need_weights:
-            if self.several:
-                self._add_weight_gradients(dy, x)
-            else:
-                self._found = weight_gradients(self.weights, self.need_weights, dy, x)
+        if self.several:
+            self._add_weight_gradients(dy, x)
+        elif True in self.need_weights:
+            self._found = weight_gradients(self.weights, self.need_weights, dy, x)
         if dh is not None and self.branch is not None and True in self.need_factors:
             self.branch.add_gradients(dy, x, h, dh)
 
     def _add_weight_gradients(self, dy: Tensor, x: Tensor) -> None:
-        """Into one buffer if all weights need a gradient."""
-        needs, first = self.need_weights, self._sums is None
-        if self._sums is None:
-            self._sums = []
-            ends = [0, *itertools.accumulate(rows_of(self.weights))]
-            columns = [slice(*span) for span, need in zip(itertools.pairwise(ends), needs, strict=True) if need]
-            dtype = torch.promote_types(dy.dtype, torch.float32)
-            for part in [slice(0, ends[-1])] if all(needs) else columns:
-                total = torch.empty(part.stop - part.start, x.shape[1], dtype=dtype, device=x.device)
-                self._sums.append((part, total))
-        for part, total in self._sums:
-            accumulate(total, dy[:, part], x, first)
+        first, dtype = not self._found, accumulator(x.dtype)
+        if first:
+            each = zip(self.weights, self.need_weights, strict=True)
+            self._found = [x.new_empty(weight.shape, dtype=dtype) if need else None for weight, need in each]
+        for total, part in zip(self._found, dy.split_with_sizes(rows_of(self.weights), 1), strict=True):
+            if total is not None:
+                accumulate(total, part, x, first)
 
     def add_bias_gradients(self, dy: Tensor) -> None:
         """Adds the gradients of the biases for dy [T, sum N_i]."""
@@ -296,23 +292,16 @@ class Layers:
 
     def take(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The gradients of the leaves, once, biases' in `dtype`; None where one is not needed, or added to .grad."""
-        found = self._found if self._sums is None else self._take_sums(self._sums)
-        if found is None:
-            found = [None] * len(self.need_weights)
+        found: list[Tensor | None] = list(self._found) or [None] * len(self.need_weights)
+        if self.several:
+            each = zip(self.weights, found, strict=True)
+            found = [None if total is None else accumulate_grad(w, total) for w, total in each]  # type: ignore[arg-type]
         if self._bias_sum is not None:
             parts = self._bias_sum.to(dtype).split_with_sizes(rows_of(self.weights))
-            found = found + [p if need else None for p, need in zip(parts, self.need_biases, strict=True)]
-        elif self.need_biases:
-            found = found + [None] * len(self.need_biases)
+            found += [part if need else None for part, need in zip(parts, self.need_biases, strict=True)]
+        else:
+            found += [None] * len(self.need_biases)
         return found if self.branch is None else found + self.branch.take(self.need_factors)
-
-    def _take_sums(self, sums: list[tuple[slice, Tensor]]) -> list[Tensor | None]:
-        needs, totals = self.need_weights, [total for _, total in sums]
-        if all(needs):
-            totals = list(totals[0].split_with_sizes(rows_of(self.weights)))
-        self._sums, left = None, iter(totals)
-        each = zip(self.weights, needs, strict=True)
-        return [accumulate_grad(w, next(left)) if need else None for w, need in each]  # type: ignore[arg-type]
 
 
 class _Linear(torch.autograd.Function):
@@ -355,24 +344,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     autocast and torch.compile, and for tensor subclasses, this is F.linear.
     """
     return linears(x, [LinearOperand(weight, bias)])
-
-
-def joint_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
-    """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer.
-
-    x: [..., K]; weights: [N_i, K] each; biases: [N_i] or None for each weight, or None.
-    Returns [..., sum N_i], contiguous. One matmul where the weights are `joint` and all or none have a bias. x is saved
-    as by `linear`, and only if a weight needs a gradient; there is no second derivative. Under autocast, torch.compile
-    and transforms, and for tensor subclasses, it runs the formula itself.
-    Raises InputError for no weight, or another number of biases.
-    """
-    biases = [None] * len(weights) if biases is None else biases
-    if len(biases) != len(weights) or not weights:
-        raise InputError(
-            f"joint_linear: {len(weights)} weights and {len(biases)} biases; expected at least one weight, and for "
-            "each weight a bias or None."
-        )
-    return linears(x, list(map(LinearOperand, weights, biases)))
 
 
 def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:

@@ -11,33 +11,25 @@ linear.py and gated_mlp.py run the layers themselves. Source: Hu et al. 2021, ht
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ligermodels.kernels._gradients import accumulate
 from ligermodels.kernels._triton import accumulator
-from ligermodels.kernels.operand import Adapter, Weight
-
-
-class _Part(NamedTuple):
-    """The adapter of a layer: the layer's columns of y, its columns of H = x A^T, and its scale."""
-
-    columns: slice
-    ranks: slice
-    scale: float
+from ligermodels.kernels.low_bit import Weight
+from ligermodels.kernels.operand import Adapter
 
 
 class Branch:
     """The adapters of layers side by side.
 
-    factors: every A [r_i, K], then every B [N_i, r_i]. dtype: in which they compute.
+    parts: for each adapter the columns of its layer in y, its columns of H = x A^T, and its scale. factors: every A
+    [r_i, K], then every B [N_i, r_i]. dtype: in which they compute.
     """
 
-    __slots__ = ("_a", "_b", "_da", "_db", "dtype", "factors", "parts")
-
-    def __init__(self, parts: Sequence[_Part], factors: Sequence[Tensor], dtype: torch.dtype):
+    def __init__(self, parts: Sequence[tuple[slice, slice, float]], factors: Sequence[Tensor], dtype: torch.dtype):
         self.parts, self.factors, self.dtype = parts, factors, dtype
         self._a: Any = None
         self._da: Any = None
@@ -45,18 +37,16 @@ class Branch:
     @classmethod
     def of(cls, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype) -> Self:
         """Of adapters or None for layers of these weights; dtype: that of x."""
-        parts, a, b, row, rank = [], [], [], 0, 0
+        parts, found, row, rank = [], [one for one in adapters if one is not None], 0, 0
         for weight, adapter in zip(weights, adapters, strict=True):
             end = row + weight.shape[0]
             if adapter is not None:
                 r = adapter.a.shape[0]
-                parts.append(_Part(slice(row, end), slice(rank, rank + r), adapter.scale))
+                parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
                 dtype = torch.promote_types(dtype, adapter.dtype or dtype)
-                a.append(adapter.a)
-                b.append(adapter.b)
                 rank += r
             row = end
-        return cls(parts, a + b, dtype)
+        return cls(parts, [one.a for one in found] + [one.b for one in found], dtype)
 
     @property
     def a(self) -> Tensor:
@@ -102,8 +92,8 @@ class Branch:
         """The gradients of the factors, in their dtypes; None where one is not needed."""
         if self._da is None:
             return [None] * len(needs)
-        found = [self._da[part.ranks] for part in self.parts]
-        found += [db.mul_(part.scale) for part, db in zip(self.parts, self._db, strict=True)]
+        found = [self._da[ranks] for _, ranks, _ in self.parts]
+        found += [db.mul_(scale) for (_, _, scale), db in zip(self.parts, self._db, strict=True)]
         each = zip(found, self.factors, needs, strict=True)
         return [gradient.to(factor.dtype) if need else None for gradient, factor, need in each]
 

@@ -1,6 +1,4 @@
-"""Frozen weights of 4 or 8 bits as operands of linear layers, dequantised into a buffer that is reused.
-
-    y = x @ w.T + bias, dx = dy @ w          w = weight.dequantize(dtype)
+"""Frozen weights of 4 or 8 bits: what ops need of them, and the buffer into which they are dequantised.
 
 nf4.py and quantized.py have the formats, as subclasses of `LowBitWeight`. A weight is dequantised before each matmul,
 which cuBLAS computes; between two matmuls no dequantised weight exists. Weights of one input are dequantised side by
@@ -10,64 +8,166 @@ until `release_buffers()`.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels._triton import is_capturing, once_differentiable
-from ligermodels.kernels.operand import LowBitWeight, Weight, autocast_dtype, has_bits
+from ligermodels.kernels._triton import is_capturing
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def output_for(
-    where: str, out: Tensor | None, dtype: torch.dtype | None, shape: tuple[int, ...], default: torch.dtype,
-    device: torch.device,
-) -> Tensor:  # fmt: skip
-    """Where a weight is dequantised: `out`, checked, or a new tensor of `dtype`, or of the default one."""
-    if out is None:
-        out = torch.empty(shape, dtype=dtype or default, device=device)
-    elif out.shape != shape or out.device != device or not out.is_contiguous() or dtype not in (None, out.dtype):
+@dataclass(frozen=True, eq=False, slots=True)
+class LowBitWeight:
+    """A frozen weight [N, K], or [E, N, K] of a group of layers; ops take it in place of a tensor.
+
+    kind: the format. shape, dtype: of the weight that was quantised. block: how many weights in row-major order share a
+    scale; 0: each row is quantised by itself. The tensors are `tensor_names`, first the bits, `packed`; those of
+    `row_names` follow the rows of the weight. max_rows: the largest number of rows of x with which a kernel reads them.
+    """
+
+    requires_grad: ClassVar[bool] = False
+    max_rows: ClassVar[int] = 0
+    tensor_names: ClassVar[tuple[str, ...]]
+    row_names: ClassVar[tuple[str, ...]]
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: int
+    packed: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple([getattr(self, name) for name in self.tensor_names])
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """type(weight)(*weight.options, *weight.tensors) is the weight again."""
+        return self.kind, self.shape, self.dtype, self.block
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """The weight, rounded once, without autograd.
+
+        dtype: by default out's, or that of the weight that was quantised. out: contiguous, of the weight's shape, where
+        the result is written. Raises InputError where it does not fit.
+        """
+        if out is None:
+            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
+        elif out.shape != self.shape or out.device != self.device or not out.is_contiguous() or out.requires_grad:
+            raise InputError(
+                f"dequantize: out has {describe(out)}; expected contiguous {self.shape} on {self.device}, without a "
+                "gradient"
+            )
+        if not out.is_floating_point() or dtype not in (None, out.dtype):
+            raise InputError(f"dequantize: out has {describe(out)}; expected {dtype or 'a floating point dtype'}")
+        self._dequantize_into(out)
+        return out
+
+    def _dequantize_into(self, out: Tensor) -> None:
+        raise NotImplementedError
+
+    # ---- Rows ----
+
+    def _rows(self) -> dict[str, Tensor]:
+        return {name: found for name in self.row_names if (found := getattr(self, name)) is not None}
+
+    def in_groups(self, groups: int) -> Self:
+        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory."""
+        return replace(self, shape=(groups, self.shape[0] // groups, *self.shape[1:]))
+
+    @classmethod
+    def stack(cls, weights: Sequence[Self]) -> Self:
+        """The weights [N, K] one after the other, each quantised by itself, as one weight of all their rows.
+
+        Raises InputError unless all are of one kind, shape and block, and end with a block.
+        """
+        first, shape = weights[0], weights[0].shape
+        known = {(one.options, tuple(one._rows())) for one in weights}
+        if len(known) > 1 or (first.block and math.prod(shape) % first.block):
+            raise InputError(
+                f"{len(weights)} weights {tuple(shape)} with blocks of {first.block} cannot be one stack: expected "
+                "weights of one kind, and a number of elements that the block divides"
+            )
+        found: Any = {name: torch.cat([getattr(one, name) for one in weights]) for name in first._rows()}
+        return replace(first, shape=(len(weights) * shape[0], *shape[1:]), **found)
+
+    def split(self, parts: int) -> list[Self]:
+        """The weight as `parts` weights [N / parts, K], over the same memory; of a `stack`, those that were stacked."""
+        names, shape = self._rows(), (self.shape[0] // parts, *self.shape[1:])
+        each = zip(*(tensor.chunk(parts) for tensor in names.values()), strict=True)
+        return [replace(self, shape=shape, **dict(zip(names, one, strict=True))) for one in each]  # type: ignore[arg-type]
+
+    @property
+    def can_select(self) -> bool:
+        """True if each layer of a group [E, N, K] was quantised by itself, so that `select` can take it."""
+        return True
+
+    def select(self, index: Tensor) -> Self:
+        """The layers index [R], integers on the device, of a group: [R, N, K], with the same values."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # index_select does not know fp8
+            return bits.unflatten(0, (self.shape[0], -1)).index_select(0, index).flatten(0, 1).view(tensor.dtype)
+
+        found: Any = {name: rows(tensor) for name, tensor in self._rows().items()}
+        return replace(self, shape=(index.numel(), *self.shape[1:]), **found)
+
+
+Weight = Tensor | LowBitWeight
+
+
+def has_bits(weights: Sequence[Weight]) -> bool:
+    """True if a weight is of few bits."""
+    for weight in weights:  # noqa: SIM110  # a generator would take the host four times as long
+        if not isinstance(weight, Tensor):
+            return True
+    return False
+
+
+def check_quantizable(weight: Tensor, kind: str) -> None:
+    """Raises InputError unless the weight is bf16, fp16 or fp32, frozen and finite, for which it synchronises."""
+    if weight.dtype not in _DTYPES or not weight.numel():
+        raise InputError(f"quantize: weight has {describe(weight)}; expected elements of bf16, fp16 or fp32")
+    if weight.requires_grad:
         raise InputError(
-            f"{where}: out has {describe(out)}; expected contiguous {shape} on {device}, "
-            f"of {dtype or 'a floating point dtype'}"
+            f"quantize: the weight requires a gradient, but {kind} cannot be trained. Freeze it first: "
+            "weight.requires_grad_(False), or pass weight.detach()"
         )
-    if not out.is_floating_point() or out.requires_grad:
-        raise InputError(f"{where}: the result has {describe(out)}; expected floating point without a gradient")
-    return out
+    if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
+        raise InputError(f"quantize: the weight has NaN or infinity, which {kind} cannot represent")
 
 
-def select_rows(packed: Tensor, groups: int, index: Tensor) -> Tensor:
-    """The rows of packed [E n, ...] of the groups index [R] of E: [R n, ...]."""
-    bits = packed.view(torch.uint8) if packed.itemsize == 1 else packed  # index_select does not know fp8
-    return bits.unflatten(0, (groups, -1)).index_select(0, index).flatten(0, 1).view(packed.dtype)
-
+# ---- The buffer ----
 
 _FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
 """(device, stream) -> byte buffers that are not in use."""
 
 
 def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """`with dequantized(weights, x.dtype) as tensors:` the weights as tensors, those of low bits dequantised.
+    """`with dequantized(weights, x.dtype) as tensors:` the weights as tensors, those of few bits dequantised.
 
     The dequantised ones are `joint`, without autograd, and valid inside the block: other weights overwrite them later.
     Nested blocks have buffers of their own. So have streams, hence kernels that the block launched have read the buffer
     before the next kernel of the stream writes it. During CUDA graph capture, and on devices other than the CPU and
     CUDA, the block allocates its memory.
     """
-    if not has_bits(weights):
-        return contextlib.nullcontext(weights)
-    return _dequantized(weights, dtype)
+    return _dequantized(weights, dtype) if has_bits(weights) else contextlib.nullcontext(weights)
 
 
 @contextlib.contextmanager
 def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
-    sizes = [math.prod(weight.shape) for weight in found]
-    with _buffer(dtype.itemsize * sum(sizes), found[0].device) as buffer:
+    sizes = [math.prod(weight.shape) for weight in weights if isinstance(weight, LowBitWeight)]
+    with _buffer(dtype.itemsize * sum(sizes), weights[0].device) as buffer:
         parts = iter(buffer.view(dtype).split(sizes))
         yield [
             weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
@@ -78,9 +178,7 @@ def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list
 @contextlib.contextmanager
 def _buffer(size: int, device: torch.device) -> Iterator[Tensor]:
     """`size` bytes for the time of a block."""
-    stream = 0
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and is_capturing()):
         yield torch.empty(size, dtype=torch.uint8, device=device)
         return
@@ -101,52 +199,3 @@ def _buffer(size: int, device: torch.device) -> Iterator[Tensor]:
 def release_buffers() -> None:
     """Frees the buffers of `dequantized`; the next matmul allocates one again."""
     _FREE.clear()
-
-
-def _with_weight(weight: LowBitWeight, dtype: torch.dtype, matmul: Callable[[Tensor], Tensor]) -> Tensor:
-    """matmul(the dequantised weight)."""
-    if torch.compiler.is_compiling():  # the compiler allocates its memory
-        return matmul(weight.dequantize(dtype))
-    with dequantized([weight], dtype) as (found,):
-        return matmul(found)
-
-
-class _FrozenLinear(torch.autograd.Function):
-    """x: [..., K]; kind, options, tensors: of a LowBitWeight [N, K]; bias: [N] or None -> [..., N]. Only x is
-    trained."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, kind: type[LowBitWeight], options: tuple[Any, ...], *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.known = kind, options
-        return _with_weight(kind.unflatten(tensors, options), x.dtype, lambda weight: F.linear(x, weight, bias))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        kind, options = ctx.known
-        tensors = ctx.saved_tensors
-        dx = _with_weight(kind.unflatten(tensors, options), dy.dtype, lambda weight: dy @ weight)
-        return dx, *[None] * (3 + len(tensors))
-
-
-def frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias) for a frozen weight [N, K]; the backward needs the weight, but not x.
-
-    x: [..., K]; bias: [N] or None, frozen, of any dtype. Returns [..., N] of x's dtype, or of autocast's.
-    Raises InputError for an x that does not fit, and for a bias that requires a gradient.
-    """
-    if x.shape[-1] != weight.shape[1] or not x.is_floating_point() or x.device != weight.device:
-        raise InputError(
-            f"frozen_linear: x has {describe(x)}; expected floating point [..., {weight.shape[1]}] on {weight.device}"
-        )
-    if bias is not None and bias.requires_grad:
-        raise InputError(
-            "frozen_linear: the bias requires a gradient, which is not computed; call bias.requires_grad_(False)"
-        )
-    x = x.to(autocast_dtype(x) or x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    if x.requires_grad and torch.is_grad_enabled():
-        tensors, options = weight.flatten()
-        return _FrozenLinear.apply(x, bias, type(weight), options, *tensors)
-    return _with_weight(weight, x.dtype, lambda found: F.linear(x, found, bias))

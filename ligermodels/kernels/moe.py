@@ -47,7 +47,7 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.glu import glu_forward, glu_reference
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
-from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check_grouped
+from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check
 
 
 def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
@@ -332,14 +332,15 @@ def moe_experts(
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
-    shape = (*down_proj.shape[:1], 2 * down_proj.shape[-1], x.shape[-1])
-    if x.dim() != 2 or down_proj.shape[1:2] != x.shape[1:] or gate_up_proj.shape != shape:
+    count, hidden, inner = down_proj.shape if down_proj.dim() == 3 else (0, 0, 0)
+    if not count or x.dim() != 2 or x.shape[1] != hidden or gate_up_proj.shape != (count, 2 * inner, hidden):
         raise InputError(
             f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj "
             f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I]."
         )
-    gate_up_proj, _, _ = check_grouped("moe_experts", "gate_up_proj", x, shape, LinearOperand(gate_up_proj))
-    down_proj, _, _ = check_grouped("moe_experts", "down_proj", x, down_proj.shape, LinearOperand(down_proj))
+    layers = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    ((gate_up_proj, _, _),) = check("moe_experts", "x", x, hidden, layers[:1], ("gate_up_proj ",), count)
+    ((down_proj, _, _),) = check("moe_experts", "x", x, inner, layers[1:], ("down_proj ",), count)
     if (
         weights.dim() != 2
         or weights.shape != experts.shape

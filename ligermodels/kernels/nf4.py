@@ -25,9 +25,8 @@ where a weight lies between two codes.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +36,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
-from ligermodels.kernels.low_bit import output_for, select_rows
-from ligermodels.kernels.operand import LowBitWeight, grouped_shape
+from ligermodels.kernels.low_bit import LowBitWeight, check_quantizable
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -50,7 +48,6 @@ CODE = (
 NESTED_BLOCK = 256
 """absmax values that share one nested_absmax."""
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TINY = 2e-38  # replaces an absmax of 0, whose inverse is infinite
 _TILE = 4096  # weights per program
 _CHUNK = 1 << 24  # weights quantised at a time, a multiple of any block
@@ -58,76 +55,47 @@ _CHUNK = 1 << 24  # weights quantised at a time, a multiple of any block
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NF4Weight(LowBitWeight):
-    """A weight in 4 bits, from `quantize_nf4`; an operand of linear layers where its shape is [N, K].
+    """A weight in 4 bits, from `quantize_nf4`, of any shape; an operand of linear layers where it is [N, K].
 
     packed: indices, uint8 [ceil(n / 2), 1] for n weights. absmax: fp32 [B] of B blocks; uint8 [B] with double
-    quantisation. code: fp32 [16]. shape, dtype: of the weight that was quantised. block: weights per block.
-    nested_absmax fp32 [ceil(B / 256)], nested_code fp32 [256], offset fp32 []: with double quantisation, else None.
-    Of P parts: nested_absmax [P ceil(B / P / 256)], offset [P].
+    quantisation. quant_map: fp32 [16], the code. With double quantisation nested_absmax fp32 [ceil(B / 256)],
+    nested_quant_map fp32 [256] and nested_offset fp32 [1], else None; of P parts [P ceil(B / P / 256)] and [P].
     """
 
-    packed: Tensor
+    tensor_names = ("packed", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "nested_offset")
+    row_names = ("packed", "absmax", "nested_absmax", "nested_offset")
+
     absmax: Tensor
-    code: Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    block: int
+    quant_map: Tensor
     nested_absmax: Tensor | None = None
-    nested_code: Tensor | None = None
-    offset: Tensor | None = None
-
-    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        return dequantize_nf4(self, dtype=dtype, out=out)
-
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        tensors = self.packed, self.absmax, self.code, self.nested_absmax, self.nested_code, self.offset
-        return tensors, (self.shape, self.dtype, self.block)
-
-    @classmethod
-    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
-        packed, absmax, code, *nested = tensors
-        return cls(packed, absmax, code, *options, *nested)
-
-    def in_groups(self, groups: int) -> Self:
-        return replace(self, shape=grouped_shape(self.shape, groups))
+    nested_quant_map: Tensor | None = None
+    nested_offset: Tensor | None = None
 
     @property
-    def is_apart(self) -> bool:
+    def can_select(self) -> bool:
         ends_with_block = math.prod(self.shape[1:]) % self.block == 0
-        return ends_with_block and (self.offset is None or self.offset.numel() % self.shape[0] == 0)
+        return ends_with_block and (self.nested_offset is None or self.nested_offset.numel() % self.shape[0] == 0)
 
-    def select(self, index: Tensor) -> Self:
-        names = ("packed", "absmax", "nested_absmax", "offset")[: 2 if self.offset is None else 4]
-        found: Any = {name: select_rows(getattr(self, name), self.shape[0], index) for name in names}
-        return replace(self, shape=(index.numel(), *self.shape[1:]), **found)
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self:
-        """Raises InputError unless all are of one shape, block size and kind of absmax, and end with a block."""
-        first = weights[0]
-        known = {(w.shape, w.block, w.offset is not None, w.dtype) for w in weights}
-        if len(known) > 1 or math.prod(first.shape) % first.block:
+    def _dequantize_into(self, out: Tensor) -> None:
+        packed, absmax, n = self.packed, self.absmax, math.prod(self.shape)
+        blocks = cdiv(n, self.block)
+        plain = type(packed) in (Tensor, nn.Parameter) and packed.dtype == torch.uint8
+        if not plain or packed.numel() != cdiv(n, 2) or absmax.numel() != blocks:
             raise InputError(
-                f"weights {tuple(first.shape)} with blocks of {first.block} cannot be one stack in 4 bits: expected "
-                "weights of one kind, and a number of elements that the block divides"
+                f"dequantize: packed is a {type(packed).__name__} of {describe(packed)}, absmax has "
+                f"{describe(absmax)}; expected uint8 ({cdiv(n, 2)}, 1) and {blocks} elements for a weight "
+                f"{tuple(self.shape)}, whole: a sharded one is gathered first"
             )
-        found: Any = {name: torch.cat([getattr(w, name) for w in weights]) for name in ("packed", "absmax")}
-        if first.offset is not None:
-            found["nested_absmax"] = torch.cat([w.nested_absmax for w in weights])  # type: ignore[misc]
-            found["offset"] = torch.cat([w.offset.view(1) for w in weights])  # type: ignore[union-attr]
-        return replace(first, shape=(len(weights) * first.shape[0], *first.shape[1:]), **found)
-
-    def split(self, parts: int) -> list[Self]:
-        """The parts [N / parts, K] of a `stack` of as many."""
-        nothing = [None] * parts
-        nested = nothing if self.nested_absmax is None else self.nested_absmax.chunk(parts)
-        offsets = nothing if self.offset is None else self.offset.view(-1).unbind()
-        each = zip(self.packed.chunk(parts), self.absmax.chunk(parts), nested, offsets, strict=True)
-        shape = self.shape[0] // parts, *self.shape[1:]
-        return [
-            replace(self, packed=packed, absmax=absmax, shape=shape, nested_absmax=one, offset=offset)
-            for packed, absmax, one, offset in each
-        ]
+        if not use_triton(packed):
+            out.copy_(dequantize_nf4_reference(self, out.dtype))
+            return
+        rows = max(1, _TILE // self.block)
+        parts = 1 if self.nested_offset is None else self.nested_offset.numel()
+        launch(
+            _dequantize_kernel, (cdiv(n, self.block * rows),), out, packed.contiguous(), self.quant_map, absmax,
+            self.nested_absmax, self.nested_quant_map, self.nested_offset, n, cdiv(n, 2), 0, blocks // parts,
+            NESTED_BLOCK, self.block, rows, parts > 1, num_warps=4,
+        )  # fmt: skip
 
 
 # ---- Quantising ----
@@ -158,10 +126,10 @@ def _indices(blocks: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
 
 def _nest(weight: NF4Weight) -> NF4Weight:
     """The weight with absmax quantised to 8 bits."""
-    code, offset = nested_code().to(weight.device), weight.absmax.mean()
+    code, offset = nested_code().to(weight.device), weight.absmax.mean().view(1)
     index, nested = _indices(_blocks(weight.absmax - offset, NESTED_BLOCK), code)
     absmax = index.view(-1)[: weight.absmax.numel()].clone()
-    return replace(weight, absmax=absmax, nested_absmax=nested, nested_code=code, offset=offset)
+    return replace(weight, absmax=absmax, nested_absmax=nested, nested_quant_map=code, nested_offset=offset)
 
 
 def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> NF4Weight:
@@ -171,17 +139,9 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> NF4
     32 to 4096. double: double quantisation.
     Synchronises to check that the weight is finite. Raises InputError for other weights and blocks.
     """
-    if weight.dtype not in _DTYPES or not weight.numel():
-        raise InputError(f"quantize_nf4: weight has {describe(weight)}; expected elements of bf16, fp16 or fp32")
-    if weight.requires_grad:
-        raise InputError(
-            "quantize_nf4: the weight requires a gradient, but 4 bits cannot be trained. Freeze it first: "
-            "weight.requires_grad_(False), or pass weight.detach()"
-        )
+    check_quantizable(weight, "nf4")
     if block not in BLOCKS:
         raise InputError(f"quantize_nf4: block={block}; expected one of {', '.join(map(str, BLOCKS))}")
-    if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
-        raise InputError("quantize_nf4: the weight has NaN or infinity, which 4 bits cannot represent")
     code = torch.tensor(CODE, dtype=torch.float32, device=weight.device)
     packed, absmax = [], []
     for part in weight.reshape(-1).split(_CHUNK):
@@ -189,33 +149,24 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> NF4
         index = index.view(-1)[: part.numel() + part.numel() % 2]
         packed.append((index[::2] << 4) | index[1::2])
         absmax.append(largest)
-    made = NF4Weight(
-        torch.cat(packed)[:, None], torch.cat(absmax), code, tuple(weight.shape), weight.dtype, block
-    )  # fmt: skip
+    bits = torch.cat(packed)[:, None]
+    made = NF4Weight("nf4", tuple(weight.shape), weight.dtype, block, bits, torch.cat(absmax), code)
     return _nest(made) if double else made
 
 
 # ---- Dequantising ----
 
 
-def _absmax_of(weight: NF4Weight) -> Tensor:
-    """absmax in fp32 [B], dequantised if need be."""
-    if weight.nested_absmax is None or weight.nested_code is None or weight.offset is None:
-        return weight.absmax
-    count, found = weight.offset.numel(), []
-    parts = zip(
-        weight.absmax.view(count, -1), weight.nested_absmax.view(count, -1), weight.offset.view(-1), strict=True
-    )
-    for absmax, nested, offset in parts:
-        blocks = _blocks(weight.nested_code[absmax.int()], NESTED_BLOCK) * nested[:, None]
-        found.append(blocks.view(-1)[: absmax.numel()] + offset)
-    return torch.cat(found)
-
-
 def dequantize_nf4_reference(weight: NF4Weight, dtype: torch.dtype | None = None) -> Tensor:
-    n, packed = math.prod(weight.shape), weight.packed.view(-1)
-    values = weight.code[torch.stack((packed >> 4, packed & 15), 1).view(-1)[:n].int()]
-    values = (_blocks(values, weight.block) * _absmax_of(weight)[:, None]).view(-1)[:n]
+    n, packed, absmax = math.prod(weight.shape), weight.packed.view(-1), weight.absmax
+    nested: Any = weight.nested_absmax, weight.nested_quant_map, weight.nested_offset
+    if weight.nested_absmax is not None:
+        scales, code, offset = nested  # of each part
+        codes = code[absmax.int()].view(len(offset), -1)
+        scales = scales.view(len(offset), -1).repeat_interleave(NESTED_BLOCK, 1)[:, : codes.shape[1]]
+        absmax = (codes * scales + offset[:, None]).view(-1)
+    values = weight.quant_map[torch.stack((packed >> 4, packed & 15), 1).view(-1)[:n].int()]
+    values = (_blocks(values, weight.block) * absmax[:, None]).view(-1)[:n]
     return values.view(weight.shape).to(dtype or weight.dtype)
 
 
@@ -247,35 +198,3 @@ def _dequantize_kernel(
     w = tl.interleave(tl.load(code_ptr + (packed >> 4)), tl.load(code_ptr + (packed & 15))) * absmax[:, None]
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=at < n)
-
-
-def dequantize_nf4(
-    weight: NF4Weight, *, out: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:  # fmt: skip
-    """The weight that `quantize_nf4` packed, without autograd.
-
-    dtype: of the result; default: out's, or that of the weight that was quantised. out: contiguous, of the weight's
-    shape, where the result is written. Raises InputError where the tensors of the weight and out do not fit together.
-    """
-    packed, absmax, n = weight.packed, weight.absmax, math.prod(weight.shape)
-    if packed.dtype != torch.uint8 or packed.numel() != cdiv(n, 2) or type(packed) not in (Tensor, nn.Parameter):
-        raise InputError(
-            f"dequantize_nf4: packed is a {type(packed).__name__} of {describe(packed)}; expected uint8 "
-            f"({cdiv(n, 2)}, 1) for a weight {tuple(weight.shape)}, whole: a sharded one is gathered first"
-        )
-    if absmax.numel() != cdiv(n, weight.block) or absmax.device != packed.device:
-        raise InputError(
-            f"dequantize_nf4: absmax has {describe(absmax)}; expected {cdiv(n, weight.block)} elements on "
-            f"{packed.device}"
-        )
-    out = output_for("dequantize_nf4", out, dtype, tuple(weight.shape), weight.dtype, packed.device)
-    if not use_triton(packed):
-        return out.copy_(dequantize_nf4_reference(weight, out.dtype))
-    rows = max(1, _TILE // weight.block)
-    parts = 1 if weight.offset is None else weight.offset.numel()
-    launch(
-        _dequantize_kernel, (cdiv(n, weight.block * rows),), out, packed.contiguous(), weight.code, absmax,
-        weight.nested_absmax, weight.nested_code, weight.offset, n, cdiv(n, 2), 0, absmax.numel() // parts,
-        NESTED_BLOCK, weight.block, rows, parts > 1, num_warps=4,
-    )  # fmt: skip
-    return out

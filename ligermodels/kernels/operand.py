@@ -8,7 +8,7 @@ product without autograd. docs/operations.md has their tables.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,73 +18,10 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
+from ligermodels.kernels.low_bit import LowBitWeight
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
-
-
-class LowBitWeight:
-    """A frozen weight [N, K] of 4 or 8 bits; ops take it in place of a tensor.
-
-    max_rows: the largest number of rows of x with which a kernel reads the bits; more rows dequantise the weight.
-    """
-
-    __slots__ = ()
-    requires_grad: ClassVar[bool] = False
-    max_rows: ClassVar[int] = 0
-    packed: Tensor
-    shape: tuple[int, ...]
-
-    @property
-    def device(self) -> torch.device:
-        return self.packed.device
-
-    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K], without autograd, in `out` (contiguous) where given. dtype: by default out's, or that of
-        the weight that was quantised."""
-        raise NotImplementedError
-
-    def in_groups(self, groups: int) -> Self:
-        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory."""
-        raise NotImplementedError
-
-    @property
-    def is_apart(self) -> bool:
-        """True if each layer of a group [E, N, K] was quantised by itself, so that `select` can take it."""
-        raise NotImplementedError
-
-    def select(self, index: Tensor) -> Self:
-        """The layers index [R], integers on the device, of a group: [R, N, K], with the same values."""
-        raise NotImplementedError
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self:
-        """The weights [N, K] one after the other, each quantised by itself, as one weight of all their rows."""
-        raise NotImplementedError
-
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        """(tensors, options), from which `unflatten` makes the weight again."""
-        raise NotImplementedError
-
-    @classmethod
-    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
-        raise NotImplementedError
-
-
-Weight = Tensor | LowBitWeight
-
-
-def grouped_shape(shape: Sequence[int], groups: int) -> tuple[int, ...]:
-    """[E, N / E, K] of [N, K]."""
-    return groups, shape[0] // groups, *shape[1:]
-
-
-def has_bits(weights: Sequence[Weight]) -> bool:
-    """True if a weight is of few bits."""
-    for weight in weights:  # noqa: SIM110  # a generator would take the host four times as long
-        if not isinstance(weight, Tensor):
-            return True
-    return False
 
 
 class Adapter(NamedTuple):
@@ -99,8 +36,6 @@ class Adapter(NamedTuple):
     dtype: torch.dtype | None = None
 
 
-Adapters = Sequence[Adapter | None]
-"""The adapter of each layer, or None."""
 Biases = Sequence[Tensor | None] | None
 """The bias of each layer, or None; None where no layer has one."""
 
@@ -152,7 +87,7 @@ def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: i
     if not few or (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
         return "grouped"
     bits = [weight for weight, _, _ in operands if isinstance(weight, LowBitWeight)]
-    return "chosen" if bits and all(weight.is_apart for weight in bits) else "grouped"
+    return "chosen" if bits and all(weight.can_select for weight in bits) else "grouped"
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
@@ -243,10 +178,7 @@ def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
     if cast is not None and x.dtype != cast:
         return True
     for weight, bias, adapter in operands:
-        if isinstance(weight, LowBitWeight):
-            if cast is not None or any(t is not None and type(t) not in _PLAIN for t in weight.flatten()[0]):
-                return True
-        elif type(weight) not in _PLAIN or (cast is not None and weight.dtype != cast):
+        if isinstance(weight, Tensor) and (type(weight) not in _PLAIN or cast not in (None, weight.dtype)):
             return True
         if bias is not None and type(bias) not in _PLAIN:
             return True
@@ -264,33 +196,36 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def check(
-    where: str, name: str, x: Tensor, width: int, operands: Sequence[LinearOperand], layers: Sequence[str] = ()
+    where: str, name: str, x: Tensor, width: int, operands: Sequence[LinearOperand], layers: Sequence[str] = (),
+    groups: int = 0,
 ) -> Sequence[LinearOperand]:  # fmt: skip
     """The operands of layers of `width` inputs, whose shapes, dtypes and devices fit x [..., K].
 
     Under autocast weight and bias are cast as by F.linear; of few bits only the bias, to x's dtype. Strides are free.
-    layers: prefixes of the names of weight and bias in an error. Raises InputError.
+    layers: prefixes of the names of weight and bias in an error. groups: the number E of layers in each group: weights
+    are [E, N, width], factors [E, r, width] and [E, N, r], and there are no biases. Raises InputError.
     """
     dtype, device, cast = x.dtype, x.device, autocast_dtype(x)
-    changed = None
+    changed, dims = None, 3 if groups else 2
     for i, (weight, bias, adapter) in enumerate(operands):
-        shape = weight.shape
-        if len(shape) != 2 or shape[1] != width or weight.device != device:
+        shape, layer = weight.shape, layers[i] if layers else ""
+        if len(shape) != dims or shape[-1] != width or weight.device != device or (groups and shape[0] != groups):
+            expected = f"{groups}, N, {width}" if groups else f"N, {width}"
             raise InputError(
-                f"{where}: {_layer(layers, i)}weight {tuple(shape)} on {weight.device} does not take {name} "
-                f"{tuple(x.shape)} on {device}; expected [N, {width}] there. Are the layers before and after of one "
-                "intermediate_size?"
+                f"{where}: {layer}weight {tuple(shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
+                f"{device}; expected [{expected}] there. Are the layers before and after of one intermediate_size?"
             )
-        if bias is not None and (bias.shape != shape[:1] or bias.device != device):
-            raise InputError(
-                f"{where}: {_layer(layers, i)}bias has {describe(bias)}; expected ({shape[0]},) on {device}."
-            )
+        if bias is not None and (groups or bias.shape != shape[:1] or bias.device != device):
+            expected = "none" if groups else f"({shape[0]},) on {device}"
+            raise InputError(f"{where}: {layer}bias has {describe(bias)}; expected {expected}.")
         if adapter is not None:
-            a, b = adapter.a, adapter.b
-            if a.shape[1:] != (width,) or b.shape != (shape[0], a.shape[0]) or not a.device == b.device == device:
+            (*lead, rows, _), a, b = shape, adapter.a, adapter.b
+            rank = a.shape[-2] if a.dim() == dims else 0
+            fits = a.shape == (*lead, rank, width) and b.shape == (*lead, rows, rank)
+            if not (fits and a.device == b.device == device):
                 raise InputError(
-                    f"{where}: {_layer(layers, i)}adapter has A of {describe(a)} and B of {describe(b)}; expected "
-                    f"(r, {width}) and ({shape[0]}, r) on {device}."
+                    f"{where}: {layer}adapter has A of {describe(a)} and B of {describe(b)}; expected "
+                    f"{(*lead, 'r', width)} and {(*lead, rows, 'r')} on {device}."
                 )
         if isinstance(weight, LowBitWeight):
             if bias is None or bias.dtype == (cast or dtype):
@@ -298,7 +233,7 @@ def check(
         elif cast is None:
             if dtype != weight.dtype or (bias is not None and bias.dtype != dtype):
                 raise InputError(
-                    f"{where}: {name} is {dtype}, {_layer(layers, i)}weight {weight.dtype}, {_layer(layers, i)}bias "
+                    f"{where}: {name} is {dtype}, {layer}weight {weight.dtype}, {layer}bias "
                     f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
                 )
             continue
@@ -307,35 +242,3 @@ def check(
         changed = list(operands) if changed is None else changed
         changed[i] = LinearOperand(weight, None if bias is None else bias.to(cast or dtype), adapter)
     return operands if changed is None else changed
-
-
-def _layer(layers: Sequence[str], i: int) -> str:
-    return layers[i] if layers else ""
-
-
-def check_grouped(where: str, layer: str, x: Tensor, shape: tuple[int, ...], operand: LinearOperand) -> LinearOperand:
-    """`check` for layers of a group: weight `shape` [E, N, K]; adapter A [E, r, K] and B [E, N, r]; no bias."""
-    weight, bias, adapter = operand
-    if tuple(weight.shape) != tuple(shape) or len(shape) != 3 or weight.device != x.device or bias is not None:
-        raise InputError(
-            f"{where}: {layer} has a weight {tuple(weight.shape)} on {weight.device} and "
-            f"{'no' if bias is None else 'a'} bias; expected {tuple(shape)} on {x.device}, where x is, without a bias."
-        )
-    if adapter is not None:
-        (groups, n, k), (a, b, _, dtype) = shape, adapter
-        rank = a.shape[1] if a.dim() == 3 else 0
-        if a.shape != (groups, rank, k) or b.shape != (groups, n, rank) or not a.device == b.device == x.device:
-            raise InputError(
-                f"{where}: the adapter of {layer} has A of {describe(a)} and B of {describe(b)}; expected "
-                f"({groups}, r, {k}) and ({groups}, {n}, r) on {x.device}."
-            )
-        if dtype is not None:
-            raise InputError(f"{where}: the adapter of {layer} has a dtype; those of experts compute in that of x.")
-    cast = autocast_dtype(x)
-    if isinstance(weight, LowBitWeight):
-        return operand
-    if cast is None and weight.dtype != x.dtype:
-        raise InputError(
-            f"{where}: x is {x.dtype}, {layer} {weight.dtype}; outside torch.autocast they must be one dtype."
-        )
-    return operand if cast is None else LinearOperand(weight.to(cast), None, adapter)

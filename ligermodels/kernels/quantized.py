@@ -17,12 +17,12 @@ Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel run
   in bf16 by cuBLAS; on an H100 89 us in int4.
 - More rows: the weight is dequantised into a reused buffer for cuBLAS (low_bit.py), and so rounded to x's dtype.
 
-Without autograd; `frozen_linear` of low_bit.py has the gradient of x.
+Without autograd; linear.py has the gradient of x.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,14 +46,13 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
 from ligermodels.kernels.joint import as_one_layer, joint
-from ligermodels.kernels.low_bit import output_for, select_rows
-from ligermodels.kernels.operand import Biases, LowBitWeight, grouped_shape
+from ligermodels.kernels.low_bit import LowBitWeight, check_quantizable
+from ligermodels.kernels.operand import Biases
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
 WORDS = 16
 """int32 words of a group. Word j has n of columns j, 16 + j, 32 + j, ..., from its lowest bits on."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ONE = 0x3F800000  # 1.0 in fp32
 _CHUNK = 1 << 24  # weights quantised at a time
 
@@ -75,58 +74,26 @@ FORMATS = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class QuantizedWeight(LowBitWeight):
-    """A weight [N, K] of one of FORMATS.
+    """A weight of one of FORMATS, from `quantize`.
 
     int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
-    groups, where columns past K may have any value. dtype: of the weight that was quantised. layers: where the rows are
-    those of a group of E layers, E; the shape is then [E, N / E, K].
+    groups, where columns past K may have any value.
     """
 
-    max_rows: ClassVar[int] = 64
-    kind: str
-    packed: Tensor
+    max_rows = 64
+    tensor_names = row_names = ("packed", "scale")
+
     scale: Tensor
-    columns: int
-    dtype: torch.dtype
-    layers: int | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        shape = self.packed.shape[0], self.columns
-        return shape if self.layers is None else grouped_shape(shape, self.layers)
-
-    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        return dequantize(self, dtype, out)
-
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
-        return (self.packed, self.scale), (self.kind, self.columns, self.dtype, self.layers)
-
-    @classmethod
-    def unflatten(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
-        kind, *rest = options
-        return cls(kind, *tensors, *rest)
-
-    def in_groups(self, groups: int) -> Self:
-        return replace(self, layers=groups)
-
-    @property
-    def is_apart(self) -> bool:
-        return True
-
-    def select(self, index: Tensor) -> Self:
-        packed, scale = (select_rows(part, self.shape[0], index) for part in (self.packed, self.scale))
-        return replace(self, packed=packed, scale=scale, layers=index.numel())
-
-    @classmethod
-    def stack(cls, weights: Sequence[Self]) -> Self:
-        packed, scale = torch.cat([w.packed for w in weights]), torch.cat([w.scale for w in weights])
-        return replace(weights[0], packed=packed, scale=scale)
-
-    def halves(self) -> tuple["QuantizedWeight", "QuantizedWeight"]:
-        """The upper and the lower half of the rows."""
-        (a, b), (c, d) = self.packed.chunk(2), self.scale.chunk(2)
-        rest = self.columns, self.dtype
-        return QuantizedWeight(self.kind, a, c, *rest), QuantizedWeight(self.kind, b, d, *rest)
+    def _dequantize_into(self, out: Tensor) -> None:
+        if not use_triton(out) or out.dtype == torch.float64:
+            out.copy_(dequantize_reference(self, out.dtype))
+            return
+        rows, words = self.packed.shape
+        launch(
+            _dequantize_kernel, (rows, cdiv(words, 1024)), out, self.packed, self.scale, self.shape[-1], words,
+            self.kind == "int4", WORDS, 1024, num_warps=4,
+        )  # fmt: skip
 
 
 # ---- Quantising and dequantising ----
@@ -137,17 +104,16 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
 
     Synchronises to check that the weight is finite. Raises InputError for other weights and kinds.
     """
-    if kind not in FORMATS:
-        raise InputError(f"quantize: kind={kind!r}; expected one of {', '.join(FORMATS)}")
-    if weight.dtype not in _DTYPES or weight.dim() != 2 or not weight.numel():
-        raise InputError(f"quantize: weight has {describe(weight)}; expected [N, K] of bf16, fp16 or fp32")
-    if weight.requires_grad:
-        raise InputError(f"quantize: the weight requires a gradient, but {kind} is frozen; pass weight.detach()")
-    if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
-        raise InputError(f"quantize: the weight has NaN or infinity, which {kind} cannot represent")
-    n, k = weight.shape
+    if kind not in FORMATS or weight.dim() != 2:
+        raise InputError(
+            f"quantize: kind={kind!r}, weight has {describe(weight)}; expected one of {', '.join(FORMATS)} and [N, K]"
+        )
+    check_quantizable(weight, kind)
+    (n, k), form = weight.shape, FORMATS[kind]
     groups = cdiv(k, GROUP)
-    packed, scale = empty(kind, n, k, weight.device)
+    sizes = ((n, groups * WORDS), (n, groups)) if kind == "int4" else ((n, k), (n,))
+    packed = torch.empty(sizes[0], dtype=form.packed, device=weight.device)
+    scale = torch.empty(sizes[1], dtype=form.scale, device=weight.device)
     rows = max(1, _CHUNK // k)
     for i in range(0, n, rows):
         part = weight[i : i + rows].float()
@@ -155,11 +121,11 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
             values = F.pad(part, (0, groups * GROUP - k)).view(-1, groups, GROUP)
             packed[i : i + rows], scale[i : i + rows] = _int4(values)
             continue
-        found = part.abs().amax(1) / FORMATS[kind].largest
+        found = part.abs().amax(1) / form.largest
         values = part / torch.where(found == 0, 1.0, found)[:, None]
         packed[i : i + rows] = (values.round() if kind == "int8" else values).to(packed.dtype)
         scale[i : i + rows] = found
-    return QuantizedWeight(kind, packed, scale, k, weight.dtype)
+    return QuantizedWeight(kind, (n, k), weight.dtype, 0, packed, scale)
 
 
 def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,20 +140,12 @@ def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
     return words.flatten(1), scale.squeeze(-1).to(form.scale)
 
 
-def empty(kind: str, rows: int, columns: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Uninitialised packed and scale of a weight [rows, columns]."""
-    form, groups = FORMATS[kind], cdiv(columns, GROUP)
-    sizes = ((rows, groups * WORDS), (rows, groups)) if kind == "int4" else ((rows, columns), (rows,))
-    packed = torch.empty(sizes[0], dtype=form.packed, device=device)
-    return packed, torch.empty(sizes[1], dtype=form.scale, device=device)
-
-
 def dequantize_reference(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
     if weight.kind == "int4":
         shifts = torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)[:, None]
         words = weight.packed.view(len(weight.packed), -1, 1, WORDS)
         values = ((words >> shifts) & 15).float() - 8  # [N, G, 8, 16]
-        values = (values * weight.scale.float()[:, :, None, None]).flatten(1)[:, : weight.columns]
+        values = (values * weight.scale.float()[:, :, None, None]).flatten(1)[:, : weight.shape[-1]]
     else:
         values = weight.packed.float() * weight.scale[:, None]
     return values.to(dtype or weight.dtype).view(weight.shape)
@@ -212,22 +170,6 @@ def _dequantize_kernel(
     else:
         value = w.to(tl.float32) * tl.load(s_ptr + row)
         tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < W)
-
-
-def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """The weight [N, K], rounded once to `dtype`; default: out's dtype, or that of the weight that was quantised.
-
-    out: contiguous, of the weight's shape, where the result is written. Raises InputError where it does not fit.
-    """
-    out = output_for("dequantize", out, dtype, weight.shape, weight.dtype, weight.device)
-    if not use_triton(out) or out.dtype == torch.float64:
-        return out.copy_(dequantize_reference(weight, out.dtype))
-    rows, words = weight.packed.shape
-    launch(
-        _dequantize_kernel, (rows, cdiv(words, 1024)), out, weight.packed, weight.scale, weight.columns, words,
-        weight.kind == "int4", WORDS, 1024, num_warps=4,
-    )  # fmt: skip
-    return out
 
 
 # ---- Linear layers ----
@@ -478,7 +420,8 @@ def _as_one(
     layer, scale = as_one_layer([w.packed for w in weights], biases), joint([w.scale for w in weights])
     if layer is None or scale is None:
         return None
-    return QuantizedWeight(first.kind, layer[0], scale, first.columns, first.dtype), layer[1]
+    rows, columns = layer[0].shape[0], first.shape[1]
+    return QuantizedWeight(first.kind, (rows, columns), first.dtype, 0, layer[0], scale), layer[1]
 
 
 def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

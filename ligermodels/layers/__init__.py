@@ -14,7 +14,6 @@ from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, Line
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
 from ligermodels.layers.mtp import MultiTokenPrediction
-from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.preference import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss, sum_per_sequence
 from ligermodels.layers.quantized import QuantizedLinear
@@ -40,7 +39,6 @@ __all__ = [
     "LinearJSDLoss",
     "MoE",
     "MultiTokenPrediction",
-    "NF4Linear",
     "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",

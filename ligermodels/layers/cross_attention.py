@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_fusable, warn_unfused
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.state import ImageKeyValues
 
@@ -70,7 +70,7 @@ class CrossAttention(JointProjections):
             if cache is None or not cache.buffers:
                 raise InputError("cross-attention: no states of images, and none in the cache")
             return cache.buffers[0], cache.buffers[1]
-        if not is_fusable(*self.joint_modules):
+        if operands_of(self.joint_modules) is None:
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)

@@ -19,7 +19,7 @@ from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
+from ligermodels.layers.linear import is_untouched, obstacle, operands_of, warns
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup, local_shard
 
@@ -239,7 +239,7 @@ def unwrapped(head: nn.Module) -> Callable[..., Any]:
         return functools.partial(inner, weight=weight)
     inner, copies = inside.get("original_module"), inside.get("modules_to_save")
     chooses = isinstance(inner, LMHead) and inner.bias is None and copies and not takes_labels(head)
-    if chooses and all(is_fusable(copy) and copy.bias is None for copy in copies.values()):
+    if chooses and all(operands_of([copy]) and copy.bias is None for copy in copies.values()):
         return functools.partial(inner, weight=head.weight)
     return head
 
@@ -259,6 +259,6 @@ def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
         found = obstacle(head, LMHead)
         warn_once(
             "head",
-            f"The loss is not fused with lm_head, because of {found.text if found else 'what wraps it'}: the logits of "
+            f"The loss is not fused with lm_head, because of {found if found else 'what wraps it'}: the logits of "
             "all tokens are in memory. model.fusion_report() says more.",
         )

@@ -1,4 +1,4 @@
-"""Fused execution of linear modules: `torch.nn.Linear`, and frozen quantised ones (quantized.py, nf4.py).
+"""Fused execution of linear modules: `torch.nn.Linear`, and frozen quantised ones (quantized.py).
 
 Layers have `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
 tensor-parallel plans find them. At each call a fused op takes the operands of untouched modules (`operands_of`),
@@ -7,31 +7,29 @@ then runs is decided in kernels/operand.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ligermodels.errors import is_new, warn_once
+from ligermodels.errors import warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import Adapter, LinearOperand
-from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
-from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.layers.lora import Adapted, LoRALinear, LoRAQuantizedLinear
 from ligermodels.layers.parallel import ShardedLinear
-from ligermodels.layers.quantized import LowBitLinear, QuantizedLinear
+from ligermodels.layers.quantized import QuantizedLinear
 
-_OURS = (LoRALinear, LoRANF4Linear, NF4Linear, QuantizedLinear)
-_PLAIN = (nn.Parameter, type(None))
+_OURS = (nn.Linear, LoRALinear, QuantizedLinear, LoRAQuantizedLinear)
 
 
 def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
     """The operands of linear modules, or None unless these say all that each module computes.
 
-    That is x @ weight.T + bias, with a dense weight or that of a LowBitLinear, and a plain LoRA adapter, ours or PEFT's
+    That is x @ weight.T + bias, with a dense weight or a QuantizedLinear's, and a plain LoRA adapter, ours or PEFT's
     (no dropout, no DoRA). Of sharded modules these are the shards of this rank. Other adapters wrap the module or
     replace its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add hooks,
     offloading replaces its forward, other quantisers its class or its weight: then the module is called.
@@ -56,31 +54,26 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
     return found
 
 
-def is_fusable(*modules: nn.Module) -> bool:
-    """True if a fused op may replace the call of each module: see `operands_of`."""
-    return operands_of(modules) is not None
-
-
 def _operand_of(module: Any) -> LinearOperand | None:
     """Of a module that is no nn.Linear."""
-    kind, parameters = type(module), module._parameters
+    kind, parameters, adapter = type(module), module._parameters, None
     if kind is ShardedLinear:
         return LinearOperand(*module.parts())
     if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear":
         return _operand_of_peft(module)
-    of_bits = isinstance(module, LowBitLinear)
-    if kind not in _OURS or (of_bits and torch.compiler.is_compiling()):
+    if kind not in _OURS or not _are_plain(parameters.values()):
         return None
-    adapter = None
     if isinstance(module, Adapted):
-        adapter, factors = module.adapter, (module.lora_A, module.lora_B)
-        if module.unfusable is not None or any(map(_touched, factors)):
+        factors = module.lora_A, module.lora_B
+        if module.unfusable is not None or any(map(_touched, factors)) or not _are_plain(f.weight for f in factors):
             return None
-        if any(type(factor._parameters["weight"]) is not nn.Parameter for factor in factors):
-            return None
-    if any(type(parameter) not in _PLAIN for parameter in parameters.values()):
-        return None
-    return LinearOperand(module.operand if of_bits else parameters["weight"], parameters.get("bias"), adapter)
+        adapter = module.adapter
+    weight = module.operand if isinstance(module, QuantizedLinear) else parameters["weight"]
+    return LinearOperand(weight, parameters.get("bias"), adapter)
+
+
+def _are_plain(parameters: Iterable[Any]) -> bool:
+    return all([parameter is None or type(parameter) is nn.Parameter for parameter in parameters])
 
 
 def _operand_of_peft(module: Any) -> LinearOperand | None:
@@ -123,70 +116,41 @@ def _touched(module: nn.Module) -> bool:
     )
 
 
-class Obstacle(NamedTuple):
-    """Why `module` is not fused.
+def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
+    """Why no fused op replaces the call of the module, to follow "because of"; None if one does.
 
-    kind: "adapter", "LoRA" (ours, with dropout or DoRA), "parametrization", "class", "weight", "forward" (replaced),
-    "forward hook", "backward hook", "global hook".
+    classes: the expected classes, default nn.Linear and ours.
     """
-
-    kind: str
-    module: nn.Module
-
-    @property
-    def text(self) -> str:
-        """The reason, to follow "because of"."""
-        found = type(self.module)
-        name = f"{found.__module__}.{found.__qualname__}"
-        hook = self.module.__dict__.get("_hf_hook")  # accelerate's, which replaces the forward
-        return {
-            "adapter": f"an adapter, {name}",
-            "LoRA": getattr(self.module, "unfusable", None) or "a hook inside of its adapter",
-            "class": f"its class, {name}",
-            "weight": f"its weight, a {type(self.module.weight).__name__}",
-            "forward": "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else ""),
-            "global hook": "a hook on all modules",
-        }.get(self.kind, f"a {self.kind}")
-
-
-def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
-    """Why `is_fusable(module)` is False, or None. classes: the expected classes, default nn.Linear and ours."""
     if not classes and operands_of([module]) is not None:
         return None
-    if type(module) not in (classes or (nn.Linear, *_OURS)):
-        inside = module._modules.keys()
-        wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
-        kind = "adapter" if wrapped else "parametrization" if "parametrizations" in inside else "class"
-    elif type(module.weight) not in _PLAIN:
-        kind = "weight"
-    elif "forward" in module.__dict__:
-        kind = "forward"
-    elif module._forward_hooks or module._forward_pre_hooks:
-        kind = "forward hook"
-    elif module._backward_hooks or module._backward_pre_hooks:
-        kind = "backward hook"
-    elif _has_any_global_hook():
-        kind = "global hook"
-    elif isinstance(module, Adapted):
-        kind = "LoRA"
-    else:
-        return None
-    return Obstacle(kind, module)
+    kind, inside = type(module), module._modules.keys()
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind not in (classes or _OURS):
+        if not inside.isdisjoint(("base_layer", "original_module", "token_adapter")):
+            return f"an adapter, {name}"
+        return "a parametrization" if "parametrizations" in inside else f"its class, {name}"
+    if not _are_plain([module.weight]):
+        return f"its weight, a {type(module.weight).__name__}"
+    if "forward" in module.__dict__:
+        hook = module.__dict__.get("_hf_hook")  # accelerate's
+        return "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else "")
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a forward hook"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "a backward hook"
+    if _has_any_global_hook():
+        return "a hook on all modules"
+    return (module.unfusable or "a hook inside of its adapter") if isinstance(module, Adapted) else None
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
-    """Warns once for each kind of obstacle that keeps these children of `owner` from being fused.
-
-    There is no warning for modules that another library has quantised or sharded: nobody expects them to be fused.
-    """
-    if not warns(x):
-        return
-    for name in names:
-        found = obstacle(owner._modules[name])  # type: ignore[arg-type]
-        if found is not None and found.kind not in ("class", "weight") and is_new(found.kind):
+    """Warns once of each obstacle that keeps these children of `owner` from being fused."""
+    for name in names if warns(x) else ():
+        reason = obstacle(owner._modules[name])  # type: ignore[arg-type]
+        if reason is not None:
             warn_once(
-                found.kind,
-                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It is not fused with "
+                reason,
+                f"{type(owner).__name__} calls {name} as a module, because of {reason}. It is not fused with "
                 f"{', '.join(other for other in names if other != name)}: the step takes more memory and a little more "
                 "time, with the same results. model.fusion_report() shows where.",
             )
@@ -230,10 +194,10 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 class JointProjections(nn.Module):
     """A layer with several linear modules of one input, `joint_names`, whose weights are joint: side by side in memory.
 
-    One matmul then computes all of them. The same holds for biases, and for the weights of QuantizedLinear; those of
-    NF4Linear are joint once they are dequantised. `.to()`, `.cuda()`, copying and unpickling restore this. Parameters
-    stay the same objects, with the same values. If something separates the weights (FSDP,
-    `load_state_dict(assign=True)`), each has its own matmul. docs/ablations.md has the measurements.
+    One matmul then computes all of them. The same holds for biases, and for the bits of QuantizedLinear. `.to()`,
+    `.cuda()`, copying and unpickling restore this. Parameters stay the same objects, with the same values. If something
+    separates the weights (FSDP, `load_state_dict(assign=True)`), each has its own matmul. docs/ablations.md has the
+    measurements.
     In `state_dict()` each tensor has a storage of its own, over the same memory: of tensors that share a storage,
     accelerate saves only the first, and safetensors' save_model and load_model refuse them.
     """
@@ -246,26 +210,14 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def join_weights(self) -> None:
-        """Moves the weights of the untouched modules, and their biases, into one storage."""
-        plain: list[Any] = [
-            module for module in self.joint_modules
-            if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
-            and type(module.weight) is nn.Parameter
-        ]  # fmt: skip
-        dense = [[module._parameters[name] for module in plain] for name in ("weight", "bias")]
-        quantized: list[Any] = [
-            module for module in self.joint_modules
-            if type(module) is QuantizedLinear and is_untouched(module)
-        ]  # fmt: skip
-        low_bit = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
-        for parameters in (*dense, *low_bit):
-            if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
-                make_joint(parameters)
-        shards = [module for module in self.joint_modules if type(module) is ShardedLinear and module.may_be_joint]
-        for name in ("weight", "bias"):
-            parameters = [getattr(module, name) for module in shards]
-            if len(parameters) > 1 and all(parameter is not None for parameter in parameters):
-                make_joint([parameter._local_tensor for parameter in parameters])  # of which to_local returns a view
+        """Moves the weights of the modules of one input into one storage, and likewise biases and scales."""
+        found: dict[str, list[Tensor]] = {}
+        for module in self.joint_modules:
+            for name, tensor in _tensors_to_join(module):
+                found.setdefault(name, []).append(tensor)
+        for tensors in found.values():
+            if len(tensors) > 1:
+                make_joint(tensors)
 
     @property
     def output_module(self) -> Any:
@@ -285,6 +237,18 @@ class JointProjections(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.join_weights()
+
+
+def _tensors_to_join(module: Any) -> Iterable[tuple[str, Any]]:
+    """(name, tensor) of those that may lie beside the ones of other modules; of NF4 they are joint once dequantised."""
+    kind, parameters = type(module), {name: p for name, p in module._parameters.items() if p is not None}
+    if kind is ShardedLinear and module.may_be_joint:
+        return [(name, parameter._local_tensor) for name, parameter in parameters.items()]  # to_local returns a view
+    if kind is QuantizedLinear and module.kind != "nf4":
+        parameters |= {"scale": module.scale}
+    elif kind not in (nn.Linear, LoRALinear):
+        return []
+    return parameters.items() if is_untouched(module) else []
 
 
 def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

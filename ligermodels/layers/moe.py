@@ -1,7 +1,6 @@
 """Mixture of experts: router, experts, and the load balancing loss."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,9 @@ from ligermodels.kernels.experts import experts_of
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import route
 from ligermodels.kernels.operand import Adapter, LinearOperand
-from ligermodels.layers.lora import Factor
-from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.layers.lora import Factor, scale_of
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
-from ligermodels.layers.quantized import LowBitLinear
+from ligermodels.layers.quantized import QuantizedLinear
 
 
 class Experts(nn.Module):
@@ -44,7 +42,7 @@ class Experts(nn.Module):
     def operand(self, name: str) -> LinearOperand:
         """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""
         weight: Any = getattr(self, name)
-        if isinstance(weight, LowBitLinear):
+        if isinstance(weight, QuantizedLinear):
             weight = weight.operand.in_groups(self.num_experts)
         adapter = getattr(self, f"{name}_adapter", None)
         return LinearOperand(weight, None, None if adapter is None else adapter.factors)
@@ -53,25 +51,11 @@ class Experts(nn.Module):
         """How many matrices "gate_up_proj" or "down_proj" consists of; each is quantised by itself."""
         return self.num_experts * (2 if name == "gate_up_proj" else 1)
 
-    def quantize(self, convert: Callable[[Tensor], LowBitLinear] = NF4Linear.from_weight) -> None:
-        """Freezes the weights in few bits, in place: gate_up_proj and down_proj become one LowBitLinear of their rows.
-
-        convert: quantises one matrix [N, K]. Raises InputError where it does, and for weights that are sharded.
-        """
-        if self.tp is not None or any(type(p) is not nn.Parameter for p in (self.gate_up_proj, self.down_proj)):
-            raise InputError("Experts.quantize: the weights are sharded or quantised already; call it before")
-        made = {}
-        for name in ("gate_up_proj", "down_proj"):
-            rows = getattr(self, name).detach().flatten(0, 1)
-            made[name] = [convert(part) for part in rows.chunk(self.parts(name))]
-        for name, modules in made.items():  # after all were made, since one may be refused
-            self.set_quantized(name, modules)
-
-    def set_quantized(self, name: str, modules: Sequence[LowBitLinear]) -> None:
+    def set_quantized(self, name: str, modules: Sequence[QuantizedLinear]) -> None:
         """Replaces "gate_up_proj" or "down_proj" by its quantised `parts`, in the order of their rows."""
-        stacked = type(modules[0]).stack(modules)
+        weights = [module.operand for module in modules]
         self._parameters.pop(name, None)
-        self.add_module(name, stacked)
+        self.add_module(name, QuantizedLinear(type(weights[0]).stack(weights)))
 
     def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
         """Gives "gate_up_proj" or "down_proj" an adapter of zeros, and freezes all weights."""
@@ -113,12 +97,12 @@ class ExpertsAdapter(nn.Module):
         super().__init__()
         self.num_experts, rows, columns = shape
         self.r, self.alpha, self.rslora, self.adapter_on = r, alpha, rslora, True
-        self.lora_A = Factor(r * self.num_experts, columns, **options)
-        self.lora_B = Factor(rows, r * self.num_experts, **options)
+        self.lora_A = Factor(torch.zeros(r * self.num_experts, columns, **options))
+        self.lora_B = Factor(torch.zeros(rows, r * self.num_experts, **options))
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+        return scale_of(self.alpha, self.r, self.rslora)
 
     @property
     def factors(self) -> Adapter | None:

@@ -1,127 +1,83 @@
-"""Frozen linear layers with quantised weights: the base class, and int8, fp8 and int4.
+"""Frozen linear layers with weights of 4 or 8 bits: "nf4" to train adapters on (QLoRA), "int8", "fp8" and "int4"."""
 
-    y = x @ w.T + bias, dx = dy @ w          w as in kernels/quantized.py, or for NF4Linear (nf4.py) in kernels/nf4.py
-
-x is not saved. Attention and MLPs run several such layers as one op (linear.py).
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.low_bit import frozen_linear
-from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
+from ligermodels.kernels.linear import linears
+from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.nf4 import quantize_nf4
+from ligermodels.kernels.operand import LinearOperand
+from ligermodels.kernels.quantized import quantize
 
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
-"""Integers of the size of a dtype."""
 
+class QuantizedLinear(nn.Module):
+    """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 or 8 bits.
 
-class LowBitLinear(nn.Module):
-    """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of few bits, the `operand`.
+    It computes in the dtype of x, or autocast's. x is not saved, and its gradient alone is computed. Layers run several
+    as one op, with their adapters (linear.py).
 
-    It computes in the dtype of x, or autocast's, and its backward computes only dx.
+    weight: a `LowBitWeight` [N, K], whose tensors are registered under their names, `packed` as `weight`: for "nf4" as
+    in bitsandbytes. `packed` and integers are frozen parameters, which FSDP2 shards, gathers in their own dtype, and
+    leaves alone in mixed precision; scales are buffers. Casts of the model change none of them. bias: [N] or None,
+    frozen.
     """
 
-    in_features: int
-    out_features: int
     bias: nn.Parameter | None
 
+    def __init__(self, weight: LowBitWeight, bias: Tensor | None = None):
+        super().__init__()
+        if len(weight.shape) != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise InputError(
+                f"QuantizedLinear: weight is {weight.shape}, bias {bias if bias is None else describe(bias)}; expected "
+                "[N, K] and [N] or None"
+            )
+        self.out_features, self.in_features = weight.shape
+        self.kind, self.form, self.options = weight.kind, type(weight), weight.options
+        for name, tensor in zip(weight.tensor_names, weight.tensors, strict=True):
+            if name == "packed":
+                self.weight = nn.Parameter(tensor, requires_grad=False)  # type: ignore[arg-type]
+            elif tensor is None or tensor.is_floating_point():
+                self.register_buffer(name, tensor)
+            else:
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str, **options: Any) -> Self:
+        """The layer of a frozen weight [N, K] and a bias [N] in bf16, fp16 or fp32, on their device.
+
+        kind: "nf4", with the options of `quantize_nf4`, "int8", "fp8" or "int4". Raises InputError for a weight that
+        requires a gradient, has NaN or infinity, or another shape or dtype.
+        """
+        return cls(quantize_nf4(weight, **options) if kind == "nf4" else quantize(weight, kind), bias)
+
     @property
-    def operand(self) -> Any:
-        """The weight for a fused op, a `LowBitWeight`."""
-        raise NotImplementedError
-
-    @classmethod
-    def from_operand(cls, operand: Any, bias: Tensor | None = None) -> Self:
-        """The layer of a quantised weight [N, K] and a bias [N], over the same memory."""
-        raise NotImplementedError
-
-    @classmethod
-    def stack(cls, modules: "Sequence[LowBitLinear]") -> Self:
-        """The rows of all modules, which have no biases, as one module."""
-        operands = [module.operand for module in modules]
-        return cls.from_operand(type(operands[0]).stack(operands))
-
-    def dequantized_weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight [N, K], by default in the dtype that it was quantised from."""
-        return self.operand.dequantize(dtype)  # type: ignore[no-any-return]
+    def operand(self) -> LowBitWeight:
+        """The weight for a fused op."""
+        tensors = {**self._parameters, **self._buffers}
+        form: Any = self.form
+        return form(*self.options, tensors["weight"], *[tensors[name] for name in form.tensor_names[1:]])
 
     def forward(self, x: Tensor) -> Tensor:
-        return frozen_linear(x, self.operand, self.bias)
-
-    @classmethod
-    def _check(cls, weight: Tensor, bias: Tensor | None) -> None:
-        name = cls.__name__
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise InputError(f"{name}: weight has {describe(weight)}, bias {bias if bias is None else describe(bias)}")
-        if bias is not None and bias.requires_grad:
-            raise InputError(f"{name}: the bias requires a gradient; the layer is frozen: pass bias.detach()")
+        return linears(x, [LinearOperand(self.operand, self.bias)])
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        _, _, dtype, block = self.options
+        size = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{size}, kind={self.kind!r}, dtype={dtype}" + f", block={block}" * bool(block)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As for any module, but a cast changes the bias alone, and the adapter."""
 
-class QuantizedLinear(LowBitLinear):
-    """A linear layer for inference, of kind "int8", "fp8" or "int4". Few rows of x read the quantised bits.
+        def without_cast(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if made.dtype == tensor.dtype or tensor is self.bias else tensor.to(made.device)
 
-    weight, scale: frozen parameters, the bits of a `QuantizedWeight` as integers, so that casts do not change them.
-    bias: frozen parameter or None. The values are random until `from_weight` or a state dict sets them.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        *,
-        kind: str,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        if kind not in FORMATS or in_features < 1 or out_features < 1:
-            raise InputError(
-                f"QuantizedLinear: in_features={in_features}, out_features={out_features}, kind={kind!r}; expected "
-                f"positive numbers and one of {', '.join(FORMATS)}"
-            )
-        self.in_features, self.out_features, self.kind = in_features, out_features, kind
-        self.original_dtype = torch.get_default_dtype() if dtype is None else dtype
-        packed, scale = empty(kind, out_features, in_features, device)
-        self.weight, self.scale = _frozen(packed), _frozen(scale)
-        values = torch.empty(out_features, dtype=self.original_dtype, device=device) if bias else None
-        self.bias = None if values is None else nn.Parameter(values, requires_grad=False)
-
-    @classmethod
-    def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str) -> Self:
-        """The layer of a frozen weight [N, K] and bias [N] in bf16, fp16 or fp32, on their device.
-
-        Raises InputError for a weight that requires a gradient, has NaN or infinity, or another shape or dtype.
-        """
-        cls._check(weight, bias)
-        return cls.from_operand(quantize(weight, kind), bias)
-
-    @classmethod
-    def from_operand(cls, operand: QuantizedWeight, bias: Tensor | None = None) -> Self:
-        rows, columns = operand.shape
-        with torch.device("meta"):
-            made = cls(columns, rows, kind=operand.kind, dtype=operand.dtype)
-        made.weight, made.scale = _frozen(operand.packed), _frozen(operand.scale)
-        made.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        return made
-
-    @property
-    def operand(self) -> QuantizedWeight:
-        form = FORMATS[self.kind]
-        packed, scale = self.weight.detach().view(form.packed), self.scale.detach().view(form.scale)
-        return QuantizedWeight(self.kind, packed, scale, self.in_features, self.original_dtype)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, kind={self.kind!r}"
-
-
-def _frozen(x: Tensor) -> nn.Parameter:
-    return nn.Parameter(x.view(_BITS.get(x.dtype, x.dtype)), requires_grad=False)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        return super()._apply(without_cast, recurse=False)

@@ -25,8 +25,7 @@ from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import Experts, LMHead
 from ligermodels.layers.linear import obstacle
-from ligermodels.layers.lora import Adapted, LoRANF4Linear
-from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.layers.lora import Adapted
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.training import files
 
@@ -79,11 +78,11 @@ def add_lora(
     chosen = _targets(model, targets) if targets or not stacked else {}
     saved = _named(model, modules_to_save, chosen, "add_lora")
     for name, module in chosen.items():
-        if (found := obstacle(module, nn.Linear, NF4Linear)) is not None:
-            raise InputError(f"add_lora: {name} cannot get an adapter, because of {found.text}")
+        if (found := obstacle(module, nn.Linear, QuantizedLinear)) is not None:
+            raise InputError(f"add_lora: {name} cannot get an adapter, because of {found}")
         if module.weight.is_meta:
             raise InputError(f"add_lora: {name} is on the meta device; load the model first")
-        if dora and isinstance(module, NF4Linear):
+        if dora and isinstance(module, QuantizedLinear):
             raise InputError(
                 f"add_lora: DoRA needs the norms of {name}, which is 4-bit: load the base in bf16, or use LoRA"
             )
@@ -109,9 +108,8 @@ def merge_lora(model: Any) -> Any:
     """
     found = _adapted(model, "merge_lora")
     experts = _adapted_experts(model)
-    if any(isinstance(module, LoRANF4Linear) for module in found.values()) or any(
-        isinstance(getattr(module, name), NF4Linear) for module, name in experts.values()
-    ):
+    bases = [*found.values(), *(getattr(module, name) for module, name in experts.values())]
+    if any(isinstance(base, QuantizedLinear) for base in bases):
         raise InputError(
             "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
             "in bf16, load_adapter, and merge there"
@@ -200,10 +198,10 @@ def load_adapter(
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
         linear: Any = modules.get(name)
-        if linear is None or obstacle(linear, nn.Linear, NF4Linear) is not None or linear.weight.is_meta:
+        if linear is None or obstacle(linear, nn.Linear, QuantizedLinear) is not None or linear.weight.is_meta:
             found = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
             raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}")
-        if dora and isinstance(linear, NF4Linear):
+        if dora and isinstance(linear, QuantizedLinear):
             raise CheckpointError(f"{folder} is a DoRA, which 4-bit weights cannot have: load the base in bf16")
         r, alpha = sizes[name] = adapters.size_of(options, name)
         expected: dict[str, tuple[int, ...]] = {"A": (r, linear.in_features), "B": (linear.out_features, r)}
@@ -291,7 +289,7 @@ def _adapted(model: Any, where: str) -> dict[str, Adapted]:
 
 
 def _check_free(model: Any, where: str) -> None:
-    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}:
+    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)} - {"nf4"}:
         raise InputError(
             f"{where}: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
             'quantization_config="nf4", to train adapters over it'
@@ -396,7 +394,7 @@ def _linears(model: Any) -> dict[str, Any]:
     """{name: linear module}; quantised weights of experts, which `target_parameters` names, are none."""
     modules = dict(model.named_modules())
     of_experts = {id(m) for one in modules.values() if isinstance(one, Experts) for m in one.modules()}
-    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | NF4Linear) and id(m) not in of_experts}
+    return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | QuantizedLinear) and id(m) not in of_experts}
 
 
 def ending(names: Iterable[str], end: str) -> list[str]:
@@ -456,7 +454,7 @@ def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
         "bias": "none",
         "inference_mode": True,
         "lora_alpha": alpha,
-        "lora_dropout": getattr(some, "dropout", 0.0),
+        "lora_dropout": 0.0 if (dropout := getattr(some, "lora_dropout", None)) is None else dropout.p,
         "modules_to_save": list(getattr(model, _SAVED, ())) or None,
         "peft_type": "LORA",
         "peft_version": _FORMAT,

@@ -144,7 +144,7 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     [
         ((), torch.nn.Linear, torch.float32),
         (("--quantize", "int8"), L.QuantizedLinear, torch.float32),
-        (("--quantize", "nf4"), L.NF4Linear, torch.float32),
+        (("--quantize", "nf4"), L.QuantizedLinear, torch.float32),
         (("--kv-cache-dtype", "fp8"), torch.nn.Linear, torch.uint8),
     ],
 )

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 import ligermodels.kernels.gemv as gemv_file
 from ligermodels.kernels import gated_mlp, operand
 from ligermodels.kernels.gemv import gemv, gemv_glu, gemv_glu_reference, gemv_reference
-from ligermodels.kernels.linear import joint_linear, linear
+from ligermodels.kernels.linear import linear
 from ligermodels.kernels.operand import kernel_of
+from tests.kernels.ops.mlp import joint_linear
 from tests.kernels.seen import Seen
 
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ligermodels import InputError
-from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, quantize_nf4
+from ligermodels.kernels import dequantize_nf4_reference, quantize_nf4
+from ligermodels.kernels.gated_mlp import mlp_of
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import NF4Weight
@@ -74,6 +75,11 @@ def layers(*parts):
     return [LinearOperand(*one) for one in zip(*parts, strict=False)]
 
 
+def mlp(x, *parts, gated=True, activation="silu", **mode):
+    *first, last = layers(*parts)
+    return mlp_of(x, first, last, gated=gated, activation=activation, **mode)
+
+
 def leaves(adapters):
     return [t for one in adapters if one is not None for t in one[:2]]
 
@@ -136,9 +142,9 @@ def test_mlp(device, poison, kind, gated, which, mode, need_x):
     weights, biases, adapters = make(device, dtype, sizes, chosen, kind=kind)
     x = torch.randn(3, CHUNK, HIDDEN, device=device, dtype=dtype, requires_grad=need_x)
     if gated:
-        y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+        y = mlp(x, weights, biases, adapters, **MODES[mode])
     else:
-        y = mlp(x, *weights, *biases, activation="gelu", adapters=adapters, **MODES[mode])
+        y = mlp(x, weights, biases, adapters, gated=False, activation="gelu", **MODES[mode])
     dy = torch.randn_like(y)
     wanted = [*([x] if need_x else []), *leaves(adapters)]
     found = torch.autograd.grad(y, wanted, dy)
@@ -164,7 +170,7 @@ def test_weights_and_biases_are_trained_beside_adapters_and_few_bits(device, poi
     def run():
         if op == "layers":
             return linears(x, layers(weights, biases, adapters))
-        return gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+        return mlp(x, weights, biases, adapters, **MODES[mode])
 
     def expected():
         z = [formula(x, *one) for one in zip(weights[:2], biases, adapters, strict=False)]
@@ -192,13 +198,13 @@ def test_what_is_saved(device, kind):
     norm = torch.randn(HIDDEN, device=device).requires_grad_()
     given = [*biases, *leaves(adapters), norm]
     for weight in weights:
-        given += [weight] if kind == "joint" else [t for t in weight.flatten()[0] if t is not None]
+        given += [weight] if kind == "joint" else [t for t in weight.tensors if t is not None]
     y, total = add_rms_norm(x, residual, norm)
     _, saved = saved_by(lambda: linears(y, layers(weights[:2], biases, adapters)), *given, total)
     assert sorted(tuple(t.shape) for t in saved if t.dim() > 1) == [(63, R + R + 1)]
 
     def op(**mode):
-        return gated_mlp(y, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **mode)
+        return mlp(y, weights, biases, adapters, **mode)
 
     for mode, kept in ((MODES["saved"], [(7, 9, 2 * INNER)]), (MODES["tiles"], [])):
         _, saved = saved_by(lambda mode=mode: op(**mode), *given, total)
@@ -247,7 +253,7 @@ def test_operands_that_do_not_fit_are_refused(case):
         with pytest.raises(InputError, match=r"weight|bias|adapter"):
             linears(x.requires_grad_(), [other, wrong])
     with pytest.raises(InputError):
-        gated_mlp(x, (right.weight, wrong.weight), down, (right.bias, wrong.bias), adapters=(None, wrong.adapter, None))
+        mlp_of(x, [right, wrong], LinearOperand(down), gated=True, activation="silu")
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -278,7 +284,7 @@ def test_four_bits_under_autocast(device):
         x = torch.randn(CHUNK + 4, HIDDEN, device=device).requires_grad_()
         with torch.autocast(device, torch.float16):
             y = linears(x, layers(used[:2], biases, adapters))
-            z = gated_mlp(x, used[:2], used[2], biases[:2], biases[2], adapters=adapters, **MODES["tiles"])
+            z = mlp(x, used, biases, adapters, **MODES["tiles"])
         results.append((y, z, *torch.autograd.grad(y.float().sum() + z.float().sum(), [x, *leaves(adapters)])))
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype

@@ -12,7 +12,6 @@ from ligermodels import InputError
 from ligermodels.kernels import nf4
 from ligermodels.kernels.nf4 import (
     NF4Weight,
-    dequantize_nf4,
     dequantize_nf4_reference,
     quantize_nf4,
 )
@@ -31,7 +30,7 @@ def make(shape, dtype=torch.float32, device="cpu"):
 
 
 def tensors(weight):
-    return [x for x in weight.flatten()[0] if x is not None]
+    return [x for x in weight.tensors if x is not None]
 
 
 def same(a, b):
@@ -46,7 +45,9 @@ def test_a_weight_becomes_the_nearest_code(device, poison, shape, monkeypatch):
         made = quantize_nf4(weight, block=block, double=False)
         rows = nf4._blocks(weight.reshape(-1).double(), block)
         assert same(made.absmax, rows.abs().amax(1).float())
-        distances = (rows[:, :, None] / rows.abs().amax(1).clamp(min=1e-30)[:, None, None] - made.code.double()).abs()
+        distances = (
+            rows[:, :, None] / rows.abs().amax(1).clamp(min=1e-30)[:, None, None] - made.quant_map.double()
+        ).abs()
         index = torch.stack((made.packed >> 4, made.packed & 15), 1).view(-1)[: weight.numel()].long()
         chosen = distances.flatten(0, 1)[: weight.numel()].gather(1, index[:, None])[:, 0]
         # Between two codes the fp32 quotient decides, which is rounded twice.
@@ -63,12 +64,12 @@ def test_the_kernel_gives_the_bits_of_the_reference(device, poison, shape, doubl
     for dtype, block in zip(DTYPES, (64, 32, 256), strict=True):
         weight = quantize_nf4(make(shape, dtype, device), block=block, double=double)
         assert weight.packed.shape == (math.ceil(math.prod(shape) / 2), 1)
-        assert weight.flatten()[1] == (shape, dtype, block) and len(tensors(weight)) == (6 if double else 3)
+        assert weight.options == ("nf4", shape, dtype, block) and len(tensors(weight)) == (6 if double else 3)
         for out in (torch.float32, torch.float16, torch.float64) + (torch.bfloat16,) * (device == "cuda"):
-            found = dequantize_nf4(weight, dtype=out)  # interpreted, bf16 is truncated
+            found = weight.dequantize(dtype=out)  # interpreted, bf16 is truncated
             assert found.shape == shape and same(found, dequantize_nf4_reference(weight, out))
             into = torch.empty(shape, dtype=out, device=device)
-            assert dequantize_nf4(weight, out=into) is into and torch.equal(into, found)
+            assert weight.dequantize(out=into) is into and torch.equal(into, found)
 
 
 @large
@@ -78,7 +79,7 @@ def test_more_than_2_31_weights():
     weight = quantize_nf4(rows.repeat(2**12 + 1, 1))
     one = quantize_nf4(rows, double=False).packed
     assert weight.packed.numel() > 2**30 and torch.equal(weight.packed[-one.numel() :], one)
-    out = dequantize_nf4(weight)
+    out = weight.dequantize()
     assert (out[-64:].float() - rows.float()).norm() < 0.11 * rows.float().norm()
 
 
@@ -92,7 +93,7 @@ def test_a_stack_is_its_parts(device, poison, double, shape):
     assert stack.shape == expected.shape and same(stack.dequantize(), expected)
     assert same(dequantize_nf4_reference(stack), expected)
     assert same(stack.in_groups(3).dequantize(), expected.view(3, *shape))
-    assert same(NF4Weight.unflatten(*stack.flatten()).dequantize(), expected)
+    assert same(NF4Weight(*stack.options, *stack.tensors).dequantize(), expected)
     for one, part in zip(stack.split(3), parts, strict=True):
         assert one.shape == shape and same(one.dequantize(), part.dequantize())
         assert all(map(same, tensors(one), tensors(part)))
@@ -101,5 +102,5 @@ def test_a_stack_is_its_parts(device, poison, double, shape):
 def test_what_cannot_be_stacked(device):
     a, b = torch.randn(2, 48, device=device), torch.randn(4, 32, device=device)
     for weights in ([a, a], [b, b[:2]]):  # blocks of 64 do not end where 96 weights end; two shapes
-        with pytest.raises(InputError, match="cannot be one stack in 4 bits"):
+        with pytest.raises(InputError, match="cannot be one stack"):
             NF4Weight.stack([quantize_nf4(weight) for weight in weights])

@@ -9,11 +9,10 @@ from ligermodels.experimental.int2_matmul import int2_matmul, pack_int2
 from ligermodels.kernels.adamw import adamw
 from ligermodels.kernels.argmax import argmax
 from ligermodels.kernels.gemv import gemv, gemv_glu
-from ligermodels.kernels.linear import joint_linear
-from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
+from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.kernels.quantized import FORMATS, quantize, quantized_glu, quantized_linear
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
-from tests.kernels.test_linear import several
+from tests.kernels.test_linear import joint_linear, several
 from tests.kernels.test_mlp import MODES, of_two, two_weights
 
 
@@ -76,7 +75,7 @@ def a_step_of_adamw(dtype, weight):
 
 def dequantised_nf4(dtype):
     weight = quantize_nf4(random(96, 130))
-    return lambda x: x @ dequantize_nf4(weight).t(), [random(3, 130)], []
+    return lambda x: x @ weight.dequantize().t(), [random(3, 130)], []
 
 
 CAPTURES, WAITS, COMPILES = {"captured": assert_captures}, {"waits": assert_never_waits}, {"compiles": assert_compiles}

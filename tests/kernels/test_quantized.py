@@ -1,5 +1,7 @@
 """Weights of int8, fp8 and int4: what they hold, and products that read them, against fp64."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,6 @@ from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand, choose_mlp, kernel_of
 from ligermodels.kernels.quantized import (
     FORMATS,
-    dequantize,
     dequantize_reference,
     quantize,
     quantized_glu,
@@ -55,8 +56,8 @@ def test_it_is_dequantised_to_the_bit(device, kind):
     (weight,) = weights(device, kind, [5], 1300)
     for dtype in (torch.float32, torch.float16, torch.float64):
         out = torch.empty(5, 1300, dtype=dtype, device=device)
-        assert dequantize(weight, out=out) is out
-        assert torch.equal(out, dequantize_reference(weight, dtype)) and torch.equal(dequantize(weight, dtype), out)
+        assert weight.dequantize(out=out) is out
+        assert torch.equal(out, dequantize_reference(weight, dtype)) and torch.equal(weight.dequantize(dtype), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -105,7 +106,7 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
     parts = weights(device, kind, (6, 4), 130)
     whole = torch.cat([w.packed for w in parts]), torch.cat([w.scale for w in parts])
     joint = [
-        type(w)(kind, packed, scale, *w.flatten()[1][1:])
+        dataclasses.replace(w, packed=packed, scale=scale)
         for w, packed, scale in zip(parts, whole[0].split((6, 4)), whole[1].split((6, 4)), strict=True)
     ]
     x, biases = torch.randn(rows, 130, device=device), [torch.randn(6, device=device), None]
@@ -129,7 +130,7 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_mlp(device, kind, rows, packed):
     gate_up, down = weights(device, kind, (12, 5), 128)[0], weights(device, kind, [5], 6)[0]
-    first = gate_up if packed else gate_up.halves()
+    first = gate_up if packed else gate_up.split(2)
     x = torch.randn(1, rows, 128, device=device)
     x64 = x.double().requires_grad_()
     wanted = gated_mlp_reference(x64, exact(gate_up), exact(down))
@@ -145,7 +146,7 @@ def test_what_it_takes(device):
     assert kernel_of(x, [weight], [None]) == "bits"
     for other in (x.repeat(2, 1), x[:0], x.double()):
         assert kernel_of(other, [weight], [None]) == "matmul"
-    assert kernel_of(x, [weight, dequantize(weight)], [None, None]) == "matmul"
+    assert kernel_of(x, [weight, weight.dequantize()], [None, None]) == "matmul"
     (gate_up,) = weights(device, "int8", [256], 128)
     for rows, kernel in ((1, "bits"), (2, "op")):
         assert choose_mlp(x[:rows], [LinearOperand(gate_up)], LinearOperand(weight), gated=True) == kernel

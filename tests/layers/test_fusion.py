@@ -94,11 +94,11 @@ def test_what_other_tests_do_not_wrap_is_an_obstacle():
     before.register_forward_pre_hook(lambda *_: None)
     hooked.register_full_backward_hook(lambda *_: None)
     sharded.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
-    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before).text == "a forward hook"
-    assert obstacle(hooked).text == "a backward hook" and obstacle(sharded).text == "its weight, a TwoTensor"
+    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before) == "a forward hook"
+    assert obstacle(hooked) == "a backward hook" and obstacle(sharded) == "its weight, a TwoTensor"
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert obstacle(nn.Linear(4, 4)).text == "a hook on all modules"
+        assert obstacle(nn.Linear(4, 4)) == "a hook on all modules"
     finally:
         handle.remove()
 
@@ -143,7 +143,7 @@ def test_report_tells_layers_apart_and_says_why():
     assert rows(model, GATED) == {
         "model.layers.0.mlp": ("one op", True, ""),
         "model.layers.1.mlp": (
-            "one op of activation, down_proj",
+            "each by itself",
             False,
             f"gate_proj: {ADAPTER}; up_proj: a forward hook",
         ),

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.layers import NF4Linear
+from ligermodels.layers import QuantizedLinear
 from tests.tools import models
 from tests.tools.models import FAMILIES, make_ids, quantization_settings, theirs
 
@@ -46,7 +46,7 @@ def test_folders_are_those_of_transformers_and_bitsandbytes(quantizable, family,
     for folder in ("ours", "theirs"):
         loaded = ours(tmp_path / folder)
         kinds = {type(module) for module in loaded.modules() if hasattr(module, "in_features")} - {torch.nn.Linear}
-        assert NF4Linear in kinds and bnb.nn.Linear4bit not in kinds
+        assert QuantizedLinear in kinds and bnb.nn.Linear4bit not in kinds
         logits = loaded(ids).logits
         torch.testing.assert_close(theirs(tmp_path / folder, device_map="cpu")(ids).logits, logits, **FP32)
         torch.testing.assert_close(ours(tmp_path / folder, None)(ids).logits, logits, **FP32)

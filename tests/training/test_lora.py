@@ -21,7 +21,7 @@ from ligermodels.conversion.source import View
 from ligermodels.layers import linear
 from ligermodels.layers.batch import CrossStates
 from ligermodels.layers.lora import LoRALinear
-from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch import qwen2_vl, qwen3_vl
@@ -302,8 +302,8 @@ def test_wrong_values_in_an_adapter_change_nothing(tmp_path):
 def test_adapters_on_four_bits_compute_as_on_the_dequantised_weights(tmp_path):
     low, dense, plain = adapted("qwen2", bits=4), make("qwen2"), quantized(make("qwen2"))
     for name, module in plain.named_modules():
-        if isinstance(module, NF4Linear):
-            dense.get_submodule(name).weight.data.copy_(module.dequantized_weight(torch.float32))
+        if isinstance(module, QuantizedLinear):
+            dense.get_submodule(name).weight.data.copy_(module.operand.dequantize(torch.float32))
     with adapters_off(low):
         assert torch.equal(logits(low), logits(plain))
     save_adapter(low, tmp_path / "a")

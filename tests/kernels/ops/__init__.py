@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear import joint_linear, linear
+from ligermodels.kernels.linear import linear
 from tests.kernels.cases import HALF, Case, Maker, Op, drawn
 from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
 from tests.kernels.ops.delta import causal_conv_op, delta_gates_op, gated_delta_rule_op, gated_norm_op
@@ -32,6 +32,7 @@ from tests.kernels.ops.mlp import (
     eager_activate,
     eager_glu,
     exact_linear_after_norm,
+    joint_linear,
     linear_after,
     linear_after_norm,
     linear_op,
@@ -131,4 +132,4 @@ def public_ops() -> set[str]:
         name
         for name in kernels.__all__
         if not name.endswith("_reference") and not isinstance(getattr(kernels, name), type)
-    } - {"vocab_parallel_cross_entropy", "quantize_nf4", "dequantize_nf4"}  # test_vocab_parallel.py, test_nf4.py
+    } - {"vocab_parallel_cross_entropy", "quantize_nf4"}  # test_vocab_parallel.py, test_nf4.py

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.kernels.linear import linears
+from ligermodels.kernels.operand import LinearOperand
 from tests.kernels import CHUNK
 from tests.kernels.cases import FEW_WIDTHS, WIDTHS, Case, Op, Sizes
 from tests.kernels.ops.elementwise import row_noise
@@ -216,6 +218,10 @@ def three_layers(op):
         return op(x, [rest[f"weight{i}"] for i in range(3)], None if all(b is None for b in biases) else biases)
 
     return call
+
+
+def joint_linear(x, weights, biases=None):
+    return linears(x, list(map(LinearOperand, weights, biases or [None] * len(weights))))
 
 
 def one_by_one(x, weights, biases):
