@@ -79,31 +79,31 @@ class Outcomes:
             row = self.rows[index]
             if self.format is not None and (name := format_of(row)) != self.format[0]:
                 raise InputError(
-                    f"the row is in the format {name!r}, but {self.format[1]} is in {self.format[0]!r}. Next step: "
-                    "train on rows of one format, in files of their own"
+                    f"the row is in the format {name!r}, but {self.format[1]} is in {self.format[0]!r}; train on rows "
+                    "of one format"
                 )
             example = self.process(row)
             parts = example.split(self.length) if self.split else [example.cut(self.length)]
         except (InputError, TokenizerError) as error:
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
-            advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
+            advice = "" if isinstance(error, TemplateError) else " (--skip-bad leaves such rows out)"
             raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
         kept = [part for part in parts if part.trained]
         counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
         counts["trained"] = sum(part.trained for part in kept)
         if not example.trained:
             counts["untrained"] = 1
-            note = f"{where}: left out: nothing in it is to be trained (no answer, an empty one, or train false)"
+            note = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
+        elif not kept:
+            counts["cut_away"] = 1
+            note = f"left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
         elif tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
-            note = f"{where}: cut, it has {example.size:,} tokens"
-        if example.trained and not kept:
-            counts["cut_away"] = 1
-            note = f"{where}: left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
+            note = f"cut, it has {example.size:,} tokens"
         if kept and example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
-        return Outcome(kept, counts, note)
+        return Outcome(kept, counts, f"\n  {where}: {note}" if note else "")
 
 
 class Counts:
@@ -116,39 +116,32 @@ class Counts:
     """
 
     def __init__(self, rows: int, length: int) -> None:
-        self.total, self.length = rows, length
-        self.numbers, self.notes = collections.Counter[str](), list[str]()
+        self.total, self.length, self.notes = rows, length, ""
+        self.numbers = collections.Counter[str]()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Warns at the first row that is cut or dropped. Raises InputError if too few train, or no stop token."""
-        n, is_first = self.numbers, not self.notes
+        n, noted = self.numbers, [outcome.note for outcome in outcomes if outcome.note]
         for outcome in outcomes:
             n.update(outcome.counts)
-        self.notes = [*self.notes, *(f"\n  {outcome.note}" for outcome in outcomes if outcome.note)][:_SHOWN]
-        notes, dropped = "".join(self.notes), n["untrained"] + n["cut_away"]
+        if noted and not self.notes:
+            self.notes = "".join(noted[:_SHOWN])
+            if os.environ.get("RANK", "0") == "0":
+                warnings.warn(f"rows are cut at --max-length {self.length}, or left out:{self.notes}", stacklevel=2)
+        dropped, next_step = n["untrained"] + n["cut_away"], f"{self.notes}\n  Next: raise --max-length, or"
         if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
             raise InputError(
                 f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
-                f"{n['cut_away']} none before --max-length {self.length}, where rows are cut.{notes}\n"
-                "  Next: --dry-run --show 3 shows what is trained; raise --max-length, or mend the rows"
+                f"{n['cut_away']} none before --max-length {self.length}.{next_step} mend the rows; --dry-run --show 3 "
+                "shows what is trained"
             )
         if n["rows"] == n["bad"] >= self.total:
-            raise InputError(
-                f"none of the {self.total} rows can be read. Next step: without --skip-bad the first of them is named"
-            )
+            raise InputError(f"none of the {self.total} rows can be read; without --skip-bad the first is named")
         if n["with_end"] and not n["ends"] and n["rows"] >= min(_ROWS_TO_STOP, self.total):
-            cut = f" rows are cut before it at --max-length {self.length};" * bool(n["truncated"])
             raise InputError(
-                f"none of {n['with_end']} rows trains a token that stops the model, which would never stop.{notes}\n"
-                f"  Likely cause:{cut} the chat template's {{% generation %}} ends before the end of the turn, or the "
-                "template ends turns with a token that is none of the model's eos tokens. Next step: raise "
-                "--max-length, or give --chat-template FILE"
-            )
-        if notes and is_first and os.environ.get("RANK", "0") == "0":
-            warnings.warn(
-                f"rows are cut or left out, such as:{notes}\n  After --max-length {self.length} nothing is trained, "
-                "not even the token that ends the answer",
-                stacklevel=2,
+                f"none of {n['with_end']} rows trains a token that stops the model, which would never stop: rows are "
+                "cut before it, or the chat template ends turns without a trained token that is one of the model's eos "
+                f"tokens.{next_step} give --chat-template FILE"
             )
 
 

@@ -16,6 +16,7 @@ missing, because `datasets` and CSV files give all rows the same keys.
 """
 
 import re
+from difflib import get_close_matches
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from reprlib import repr as short
@@ -30,7 +31,12 @@ _ROLES = dict.fromkeys(("human", "user"), "user") | {"system": "system", "functi
 _ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant")
 _ROLES |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
 """Roles by their names in sharegpt."""
+_KNOWN = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+_NOT_READ = {
+    **dict.fromkeys(("videos", "audio", "audios"), "recipes train on texts and images only, for now"),
+    "chat_template_kwargs": "variables of the chat template cannot be set for a row; leave them out",
+}
 
 
 @dataclass(frozen=True)
@@ -95,12 +101,11 @@ def format_of(row: Mapping[str, Any]) -> str:
     for name, (keys, _) in FORMATS.items():
         if present.issuperset(keys) or (name == "sharegpt" and "conversation" in present):
             return name
-    for name, (keys, _) in FORMATS.items():
-        if row.keys() >= set(keys):
-            null = ", ".join(key for key in keys if row[key] is None)
-            raise InputError(f"{null} is null; rows in the format {name!r} have {', '.join(keys)}")
+    null = ", ".join(sorted(map(str, row.keys() - present)))
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
-    raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
+    raise InputError(
+        f"no format has the keys {short(sorted(present))}{f' ({null} is null)' * bool(null)}. Keys of the formats: {known}"
+    )
 
 
 def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
@@ -110,27 +115,27 @@ def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
     """
     name, folder = format_of(row), getattr(row, "folder", None)
     row = {key: value for key, value in row.items() if value is not None}
-    for key in ("videos", "audio", "audios"):
-        if row.get(key):
-            raise InputError(f"{key}: recipes train on texts and images only, for now")
-    if "chat_template_kwargs" in row:
-        raise InputError("chat_template_kwargs: variables of the chat template cannot be set for a row; leave them out")
+    for key in row.keys() & _NOT_READ.keys():
+        if row[key]:
+            raise InputError(f"{key}: {_NOT_READ[key]}")
     item, given = FORMATS[name][1](row), row.get("images") or row.get("image") or None
     if isinstance(item, Conversation):
         messages, found = images.place(item.messages, given, folder)
         item = replace(item, messages=messages, images=found)
-    elif given is not None or any(images.are_in(one.messages) for one in _conversations(item)):
+    elif given is not None or any(images.are_in(getattr(one, "messages", ())) for one in _sequences(item)):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
-    return item if system_prompt is None else _with_system(item, system_prompt)
+    if system_prompt is None:
+        return item
+    if isinstance(item, Answers):
+        return replace(item, sequences=tuple(_with_system(one, system_prompt) for one in item.sequences))
+    return _with_system(item, system_prompt)
 
 
-def _conversations(item: Item) -> list[Conversation]:
-    return [one for one in item.sequences if isinstance(one, Conversation)] if isinstance(item, Answers) else []
+def _sequences(item: Item) -> Sequence[Any]:
+    return item.sequences if isinstance(item, Answers) else ()
 
 
 def _with_system(item: Any, text: str) -> Any:
-    if isinstance(item, Answers):
-        return replace(item, sequences=tuple(_with_system(sequence, text) for sequence in item.sequences))
     if not isinstance(item, Conversation):
         raise InputError("system_prompt: it is for chats, and the row has none; leave it out")
     begins_with_one = item.messages[0]["role"] == "system"
@@ -164,11 +169,9 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
             prompt, chosen, rejected = shared, chosen[number:], rejected[number:]
         elif shared and shared[0]["role"] != "assistant":
             raise InputError("prompt: it is not what chosen and rejected begin with")
-    if not prompt:
-        raise InputError("prompt: it is missing, and chosen and rejected begin with nothing that they share")
-    for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        if not answer:
-            raise InputError(f"{key}: nothing is left of it after the prompt")
+    for key, part in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
+        if not part:
+            raise InputError(f"{key}: it is missing, or nothing is left of it beside what chosen and rejected share")
     return Answers(tuple(_after_prompt(prompt, answer, row) for answer in (chosen, rejected)))
 
 
@@ -213,9 +216,7 @@ def _read_tokens(row: dict[str, Any]) -> Tokens:
     if not ids or not all(type(index) is int for index in ids):
         raise _wrong("input_ids", "integers", ids)
     if len(ids) != len(labels) or any(label not in (index, -100) for index, label in zip(ids, labels, strict=True)):
-        raise InputError(
-            "labels: expected the id itself or -100 for each id. Labels are not shifted; the model does that"
-        )
+        raise _wrong("labels", "the id itself or -100 for each id, not shifted", labels)
     if 0 in _parsed(row.get("attention_mask", [1]), list, "attention_mask"):
         raise InputError("attention_mask: it has zeros; give rows without padding")
     return Tokens(ids, labels)
@@ -268,10 +269,10 @@ def _wrong(field: str, expected: str, value: Any) -> InputError:
     return InputError(f"{field}: expected {expected}, not {short(value)}")
 
 
-_KINDS: dict[Any, str] = {str: "a text", list: "a list", dict: "a JSON object"}
+_KINDS: dict[Any, str] = {str: "a text", list: "a list", dict: "a JSON object", list | dict: "a list"}
 
 
-def _parsed(value: Any, kind: type, field: str) -> Any:
+def _parsed(value: Any, kind: Any, field: str) -> Any:
     """The value, of a kind; parsed if it is a text: CSV and Parquet files often store lists as JSON."""
     if isinstance(value, str) and kind is not str:
         try:
@@ -316,18 +317,18 @@ def _message(message: Any, field: str) -> Message:
         raise _wrong(field, "a dict with role and content", message)
     found = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
     if "from" in found and "role" not in found:
-        name, value = found.pop("from"), found.pop("value", None)
+        name, found["content"] = found.pop("from"), found.pop("value", None)
         if not isinstance(name, str) or name not in _ROLES:
             raise InputError(f"{field}.from: {short(name)} is none of {', '.join(_ROLES)}")
-        found["role"], found["content"] = _ROLES[name], value
+        found["role"] = _ROLES[name]
         if name == "function_call":
-            calls = parse_json(value) if isinstance(value, str) else value
-            found |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+            found["tool_calls"], found["content"] = found["content"], None
     role, content = found.get("role"), found.get("content")
-    if not isinstance(role, str) or not role:
-        raise _wrong(f"{field}.role", "a text", role)
-    if role != "assistant" and _ROLES.get(role.lower()) == "assistant":  # it would be rendered, and not trained
-        raise InputError(f"{field}.role: expected 'assistant', not {short(role)}: no other role is trained")
+    meant = _ROLES.get(str(role).lower())  # a template would render a role that is misspelt, and not train it
+    if meant not in ("user", "assistant"):
+        meant = next(iter(get_close_matches(str(role).lower(), _KNOWN, 1, 0.75)), role)
+    if not isinstance(role, str) or not role or role != meant:
+        raise _wrong(f"{field}.role", repr(meant) if meant else "a text", role)
     if content is not None and not isinstance(content, str | list):
         raise _wrong(f"{field}.content", "a text", content)
     for n, part in enumerate(content if isinstance(content, list) else []):
@@ -335,12 +336,17 @@ def _message(message: Any, field: str) -> Message:
         if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
             raise _wrong(f"{field}.content[{n}]", 'a part of the type "text" or "image"', part)
     if found.get("tool_calls"):
-        calls = _parsed(found["tool_calls"], list, f"{field}.tool_calls")
+        calls = _parsed(found["tool_calls"], list | dict, f"{field}.tool_calls")
+        calls = calls if isinstance(calls, list) else [calls]
         found["tool_calls"] = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
     if content is None and not any(found.get(key) for key in ("tool_calls", *_REASONING)):
         raise InputError(f"{field}.content is {'null' if 'content' in message else 'missing'}")
     found["content"] = "" if content is None else content  # many templates fail on, or print, a content that is null
-    return found | _train(message, role, field)
+    # `weight` is OpenAI's name of `train`, with 0 and 1.
+    flag = next((message[key] for key in ("train", "weight") if message.get(key) is not None), role == "assistant")
+    if flag not in (0, 1) or (flag and role != "assistant"):
+        raise _wrong(f"{field}: train, weight", "true or false, and true for the assistant's messages alone", flag)
+    return found if flag or role != "assistant" else found | {"train": False}
 
 
 def _call(call: Any, field: str) -> Message:
@@ -351,11 +357,3 @@ def _call(call: Any, field: str) -> Message:
     arguments = _parsed(function.get("arguments", {}), dict, f"{field}.arguments")
     outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
-
-
-def _train(message: Mapping[str, Any], role: str, field: str) -> Message:
-    """{"train": False} for an assistant's message that says so; `weight` is OpenAI's name, with 0 and 1."""
-    flag = next((message[key] for key in ("train", "weight") if message.get(key) is not None), role == "assistant")
-    if flag not in (0, 1) or (flag and role != "assistant"):
-        raise _wrong(f"{field}: train, weight", "true or false, and true for the assistant's messages alone", flag)
-    return {} if flag or role != "assistant" else {"train": False}

@@ -31,7 +31,7 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
 
     fixed_on_resume: a run that is resumed with another value is refused. rules, all optional: `choices` of a text; of a
     number `least`, `above`, `below` and `most`; `required`; `repeated`: the flag of a list is given once for each item;
-    `needs` and `excludes`: names of options, one of which has to be given with this one, or none of which may be.
+    `needs`: an option that has to be given with this one; `excludes`: options that may not be.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
@@ -44,7 +44,7 @@ class ModelOptions:
     output_dir: str = option("", "a new folder for all that the run writes", required=True, fixed_on_resume=False)
     text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
     chat_template: str | None = option(None, "a file, in place of the model's own; saved with what is tuned")
-    merge: bool = option(False, "also write the model with its adapters", needs=("lora_r",), fixed_on_resume=False)
+    merge: bool = option(False, "also write the model with its adapters", needs="lora_r", fixed_on_resume=False)
 
 
 @dataclass(kw_only=True)
@@ -102,16 +102,16 @@ class MemoryOptions:
         choices=("auto", "none", "mlp", "block"), fixed_on_resume=False)
     lora_r: int = option(0, "train LoRA adapters of this rank; 0: all weights", least=0, excludes=("tp",))
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
-    lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs=("lora_r",))
+    lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs="lora_r")
     lora_target_parameters: tuple[str, ...] = option(
-        (), "experts that get adapters, such as experts.gate_up_proj,experts.down_proj", needs=("lora_r",))
-    lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1, needs=("lora_r",))
-    use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)", needs=("lora_r",))
-    use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs=("lora_r",))
-    lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs=("lora_r",))
+        (), "experts that get adapters, such as experts.gate_up_proj,experts.down_proj", needs="lora_r")
+    lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1, needs="lora_r")
+    use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)", needs="lora_r")
+    use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")
+    lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
         "none", "nf4: frozen weights in 4 bits (QLoRA), which a merge would round again", choices=("none", "nf4"),
-        needs=("lora_r",), excludes=("merge",))
+        needs="lora_r", excludes=("merge",))
 
 
 @dataclass(kw_only=True)
@@ -158,23 +158,20 @@ class TrainOptions(
 
     def __post_init__(self) -> None:
         fields = fields_of(self)
-        for name, value in typed(type(self), vars(self)).items():
-            setattr(self, name, value)
+        vars(self).update(typed(type(self), vars(self)))
         self.learning_rate = self.default_rate if self.learning_rate is None else self.learning_rate
-        given = {name for name, field in fields.items() if getattr(self, name) != field.default}
+        given = {name: shown(getattr(self, name)) for name in fields if getattr(self, name) != fields[name].default}
         for name, field in fields.items():
             if field.metadata.get("required") and name not in given:
                 raise InputError(f"{name} is missing: give {flag(name)} on the command line, or `{name}:` in a file")
-            if name not in given:
-                continue
-            value = f"{name}={shown(getattr(self, name))}"
+        for name, value in given.items():
             if name in self.unsupported:
-                raise InputError(f"{value}: {self.unsupported[name]}; leave {flag(name)} out")
-            for other in given.intersection(field.metadata.get("excludes", ())):
-                raise InputError(f"{value} and {other}={shown(getattr(self, other))}: give one of the two")
-            needs = [other for other in field.metadata.get("needs", ()) if other in fields]
-            if needs and not any(getattr(self, other) for other in needs):
-                raise InputError(f"{value} needs {needs[0]}: add {flag(needs[0])}, or leave {flag(name)} out")
+                raise InputError(f"{name}={value}: {self.unsupported[name]}; leave {flag(name)} out")
+            for other in given.keys() & fields[name].metadata.get("excludes", ()):
+                raise InputError(f"{name}={value} and {other}={given[other]}: give one of the two")
+            needed = fields[name].metadata.get("needs")
+            if needed in fields and not getattr(self, needed):
+                raise InputError(f"{name}={value} needs {needed}: add {flag(needed)}, or leave {flag(name)} out")
         if self.batch_tokens is not None and self.max_length and self.batch_tokens < self.sequences * self.max_length:
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than an example, {self.sequences} x max_length="
@@ -312,12 +309,13 @@ def nearest(name: str, flags: Sequence[str]) -> str:
     words = name.strip("-").replace("_", "-").split("-")
     if close := difflib.get_close_matches("--" + "-".join(words), flags, 1, 0.8):
         return close[0]
-    parts = {flag: flag.strip("-").split("-") for flag in flags}
-    found = [flag for flag in flags if "".join(part[:1] for part in parts[flag]) == words[0] and len(words) == 1]
-    found += [
-        flag for flag in flags if all(any(part.startswith(word) for part in parts[flag]) for word in words if word)
-    ]
-    return " or ".join(list(dict.fromkeys(found))[:4])
+
+    def is_meant(flag: str) -> bool:
+        parts = flag.strip("-").split("-")
+        begins = all(any(part.startswith(word) for part in parts) for word in words if word)
+        return begins or [part[:1] for part in parts] == [*"".join(words)]
+
+    return " or ".join([flag for flag in flags if is_meant(flag)][:4])
 
 
 # Values
@@ -341,7 +339,7 @@ def _items(text: str) -> list[str]:
 
 
 def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
-    kind, rules = _kind(hint), field.metadata
+    kind, rules, choices = _kind(hint), field.metadata, field.metadata.get("choices")
     wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(kind, "a list")
     wrong = InputError(f"{field.name}={value!r}: expected {wanted}")
     if value is None and kind is not hint:
@@ -356,10 +354,9 @@ def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
         value = str(value) if isinstance(value, Path) else value
         if not isinstance(value, kind):
             raise wrong
-        if value not in (choices := rules.get("choices", (value,))):
-            near = [choice for choice in choices if value and choice.startswith(value)]
-            near += difflib.get_close_matches(value, choices, 1, 0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
+        if choices and value not in choices:
+            near = " or ".join(choice for choice in choices if value and choice.startswith(value[:5]))
+            hint = f"; did you mean {near}?" if near else ""
             raise InputError(f"{field.name}={value!r}: expected one of {', '.join(choices)}{hint}")
         return value
     try:

@@ -7,10 +7,9 @@ prompt of messages [{"role": "assistant", "content": text}]), its ids, and the r
 function may leave out what it does not read. None: this function says nothing of the completion.
 """
 
-import importlib.util
 import inspect
 import math
-import sys
+import runpy
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
@@ -21,6 +20,7 @@ from typing import Any
 from ligermodels.errors import InputError
 
 Function = Callable[..., Sequence[float | None]]
+_OTHERS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Rewards:
@@ -43,15 +43,12 @@ class Rewards:
 
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
         """Sets `rewards`, by function, and `reward` of each completion of `rollout`. Raises InputError."""
-        prompts = [one.prompt for one in completions]
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")
-        given = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-        texts: list[Any] = [one.text for one in completions]
-        if chat:
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        ids = [one.ids for one in completions]
-        given |= dict(prompts=[prompt.prompt for prompt in prompts], completions=texts, completion_ids=ids)
-        where = [prompt.where for prompt in prompts]
+        prompts, texts = [one.prompt for one in completions], [one.text for one in completions]
+        where, names = [prompt.where for prompt in prompts], {name for prompt in prompts for name in prompt.columns}
+        given: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in sorted(names)}
+        given["prompts"] = [prompt.prompt for prompt in prompts]
+        given["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        given["completion_ids"] = [one.ids for one in completions]
         numbers = {name: _numbers(name, function, given, where) for name, function in self.functions.items()}
         for n, one in enumerate(completions):
             one.rewards = {name: numbers[name][n] for name in numbers}
@@ -64,48 +61,38 @@ class Rewards:
 def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: Sequence[str]) -> list[float | None]:
     """The numbers of one function, a number or None for each completion. Raises InputError."""
     parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
-    columns = list(given)
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+    needed = {key for key, one in parameters.items() if one.kind not in _OTHERS and one.default is one.empty}
+    if missing := needed - given.keys():
+        raise InputError(f"the reward {name} takes {', '.join(missing)}, and the rows have {', '.join(given)}")
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         given = {key: values for key, values in given.items() if key in parameters}
-    positional = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [key for key, one in parameters.items() if one.kind in positional and one.default is one.empty]
-    if missing := [key for key in needed if key not in given]:
-        raise InputError(f"the reward {name} takes {', '.join(missing)}, and the rows have {', '.join(columns)}")
     try:
         found: list[Any] = list(function(**given))
     except Exception as error:
-        lines = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-        what = f"{type(error).__name__}: {error}"
-        raise InputError(f"the reward {name} failed at {lines[-1]}, for completions of {rows}: {what}") from error
+        frame, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
+        raise InputError(
+            f"the reward {name} failed at {frame.filename}:{frame.lineno}, for completions of {rows}: {what}"
+        ) from error
     if len(found) != len(where):
         raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions of {rows}")
     for n, value in enumerate(found):
         value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise InputError(
-                f"the reward {name} returned {short(value)} for a completion of {where[n]}, not a finite number or None"
-            )
+            raise InputError(f"the reward {name} returned {short(value)} for {where[n]}, not a finite number or None")
         found[n] = None if value is None else float(value)
     return found
 
 
 def _load(source: str, file: Path, name: str) -> Function:
-    if file.suffix != ".py":
-        raise InputError(f"reward_funcs={source}: expected FILE.py, or FILE.py:function")
-    if not file.is_file():
+    if not source or file.suffix != ".py" or not file.is_file():
         raise InputError(f"reward_funcs={source}: there is no file {file}; give FILE.py, or FILE.py:function")
-    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, "the file ends in .py"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their modules up
     try:
-        spec.loader.exec_module(module)
+        values = runpy.run_path(str(file), run_name=f"reward_{file.stem}")
     except Exception as error:
         raise InputError(
             f"reward_funcs={source}: {file} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    function: Function | None = getattr(module, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+    if not callable(function := values.get(name)):
+        names = [key for key, value in values.items() if inspect.isfunction(value)]
         raise InputError(f"reward_funcs={source}: {file} has no function {name}; it has {', '.join(names) or 'none'}")
-    return function
+    return function  # type: ignore[no-any-return]

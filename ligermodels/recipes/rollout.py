@@ -49,10 +49,10 @@ class RolloutOptions(TrainOptions):
     temperature = 1.0
     num_iterations = 1
     # fmt: off
-    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs=("on_policy",))
-    max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs=("on_policy",))
+    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs="on_policy")
+    max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs="on_policy")
     rollout_rows: int | None = option(
-        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs=("on_policy",),
+        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs="on_policy",
         fixed_on_resume=False)
     # fmt: on
 

@@ -119,7 +119,7 @@ def test_detection_passes_over_bad_rows(write):
     for bad, message in (
         ({"x": 1}, r"jsonl:1: no format has the keys \['x'\]\. .*alpaca: instruction, output"),
         ({"prompt": "a", "completion": None, "label": None, "x": 1},
-         "jsonl:1: completion, label is null; rows in the format 'unpaired' have prompt"),
+         r"jsonl:1: no format has the keys \['prompt', 'x'\] \(completion, label is null\)"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             detect(open_rows(write("b.jsonl", [bad] * 101 + [{"text": "a"}])))
@@ -137,6 +137,8 @@ BAD = [
     (chat(user("a"), {"content": "b"}), r"messages\[1\]\.role: expected a text"),
     (chat(user("a"), said("b") | {"role": "Assistant"}), r"messages\[1\]\.role: expected 'assistant', not 'Assi"),
     (chat(user("a"), said("b") | {"role": "model"}), r"messages\[1\]\.role: expected 'assistant', not 'model'"),
+    (chat(user("a") | {"role": "usr"}, said("b")), r"messages\[0\]\.role: expected 'user', not 'usr'"),
+    (chat(user("a") | {"role": "sytem"}, said("b")), r"messages\[0\]\.role: expected 'system', not 'sytem'"),
     (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content is missing"),
     (chat(user("a"), said(None)), r"messages\[1\]\.content is null"),
     (chat(user(3)), r"messages\[0\]\.content: expected a text, not 3"),
@@ -168,7 +170,7 @@ BAD = [
     ({"input_ids": []}, "input_ids: expected integers"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both are the same"),
     ({"chosen": "b", "rejected": "c"}, "prompt: it is missing"),
-    ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: nothing is left of it"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: it is missing, or nothing is left of it"),
     ({"chosen": "b", "rejected": [said("c")]}, "one is a text, the other a list"),
     ({"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]}, "prompt: it is not what"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "label: expected true or false, not 'good'"),

@@ -156,7 +156,7 @@ def asks(completions, solution): pass
 WRONG = {
     "fails": r"fails failed at .*rewards.py:4, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
     "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
-    "nan": r"the reward nan returned nan for a completion of x.jsonl:1",
+    "nan": r"the reward nan returned nan for x.jsonl:1, not a finite",
     "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
     "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
     "asks": "the reward asks takes solution, and the rows have answer, prompts, completions, completion_ids",
@@ -185,7 +185,7 @@ def test_rewards_of_files(write):
     for source, says in {
         **{f"{file}:{name}": says for name, says in WRONG.items()},
         "no.py": "reward_funcs=no.py: there is no file",
-        "reward": "expected FILE.py, or FILE.py:function",
+        "reward": "there is no file .*; give FILE.py, or FILE.py:function",
         str(broken): "cannot be imported: ModuleNotFoundError",
     }.items():
         with pytest.raises(InputError, match=says):

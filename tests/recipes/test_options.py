@@ -211,7 +211,7 @@ OWN = {
     "cpo": ("beta label_smoothing loss_type sft_weight"),
     "simpo": ("beta label_smoothing sft_weight simpo_gamma"),
     "distill": ("beta hard_weight max_completion_length on_policy prompts rollout_rows teacher temperature"),
-    "medusa": ("head_decay head_layers heads heads_weight train_base"),
+    "medusa": ("head_decay head_layers heads"),
     "grpo": (
         "beta epsilon epsilon_high loss_type mask_truncated_completions max_completion_length num_generations "
         "num_iterations prompts reward_funcs reward_weights rollout_rows scale_rewards temperature"

@@ -59,13 +59,12 @@ def test_all_recipes_are_here():
     assert {recipe for recipe, *_ in RESUMED.values()} == RECIPES.keys()
 
 
-BASE = ("--train-base", "--activations", "block")
 ON_TWO = [
     ("sft", ()), ("dpo", ()), ("distill", ()), ("medusa", ()),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         ("sft", ("--tp", "2")), ("sft", ("--cp", "2")),
         ("sft", ("--lora-r", "4", "--merge")),
-        ("kto", ()), ("orpo", ()), ("medusa", BASE),
+        ("kto", ()), ("orpo", ()), ("medusa", ("--activations", "block")),
         ("distill", ("--lora-r", "4", "--merge", "--hard-weight", "0.3")),
         ("distill", ("--beta", "0.5")),
         ("distill", ("--cp", "2", "--temperature", "2")), ("distill", OWN),

@@ -213,7 +213,7 @@ def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
     (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
     assert train(home, tmp_path / "out", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
     said = capsys.readouterr().err
-    warning = f"warning: rows are cut or left out, such as:\n  {tmp_path / 'some.jsonl'}:6: cut, it has "
+    warning = f"warning: rows are cut at --max-length 64, or left out:\n  {tmp_path / 'some.jsonl'}:6: cut, it has "
     assert said.count("warning: ") == said.count(warning) == 1
     assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "out" / "model" / "README.md").read_text()
 
