@@ -22,12 +22,13 @@ from ligermodels.training.lora import add_lora
 
 
 def find(options: TrainOptions) -> Path:
-    """The folder of MODEL. Raises InputError for a folder of adapters."""
+    """The folder of MODEL. Raises InputError for a folder of adapters, or of weights alone."""
     folder = hub.resolve(options.model, weights=not options.scratch)
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise InputError(
-            f"{options.model} has only adapters; give the model that they are for, or one into which they are merged"
-        )
+    if not (folder / "config.json").is_file():
+        what = "no config.json; copy that of the model that the weights came from into it"
+        if (folder / "adapter_config.json").is_file():
+            what = "only adapters; give the model that they are for, or one into which they are merged"
+        raise InputError(f"{options.model} has {what}")
     return folder
 
 

@@ -168,6 +168,7 @@ MODELS = {
     "turns without an end": (change_template(PLAIN), "none of 16 rows trains a token that stops the model"),
     "weights cut short": (lambda folder: cut(folder / "model.safetensors"), "it is damaged or cut short"),
     "no folder": (shutil.rmtree, "is not there"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json; copy that of the model"),
     "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has only adapters"),
 }  # fmt: skip
 

@@ -81,13 +81,8 @@ def test_the_rate_of_a_recipe():
     assert PretrainOptions(**NEEDED, scratch=True, learning_rate=1e-3).learning_rate == 1e-3
 
 
-REFUSED = [  # recipe, a file of options, what is said; of two processes
-    ("sft", "wieght_decay: 1", "sft has no option wieght_decay; did you mean --weight-decay?"),
-    (
-        "sft",
-        "num_train_epoch: 2\nxyz: 1",
-        "no option num_train_epoch; did you mean --num-train-epochs.\nsft has no option xyz;",
-    ),
+REFUSED = [  # recipe, a file of options, what is said: each kind of value and rule, and what recipes check themselves
+    ("sft", "num_train_epoch: 2\nxyz: 1", "no option num_train_epoch; did you mean --num-train-epochs.\nsft has no option xyz;"),
     ("sft", "recipe: dpo", "is of `train dpo`, and this is `train sft`"),
     ("sft", "learning_rate: fast", "learning_rate='fast': expected a number"),
     ("sft", "learning_rate: 0", "learning_rate=0: expected more than 0"),
@@ -96,14 +91,8 @@ REFUSED = [  # recipe, a file of options, what is said; of two processes
     ("sft", "warmup_steps: -1", "warmup_steps=-1: expected 0 or more"),
     ("sft", "max_steps: 1.5", "max_steps=1.5: expected a whole number"),
     ("sft", "max_steps: 3\nnum_train_epochs: 1", "max_steps=3 and num_train_epochs=1: give one of the two"),
-    ("sft", "eval_data: e\neval_share: 0.1", "eval_data=e and eval_share=0.1: give one of the two"),
     ("sft", "eval_share: 1", "eval_share=1: expected less than 1"),
-    ("sft", "lr_scheduler_type: constant", "did you mean constant_with_warmup?"),
-    (
-        "sft",
-        "lr_scheduler_type: cosin",
-        "expected one of cosine, linear, wsd, constant_with_warmup; did you mean cosine?",
-    ),
+    ("sft", "lr_scheduler_type: constant", "expected one of cosine, linear, wsd, .*; did you mean constant_with_warmup?"),
     ("sft", "lora_r: 8\nlora_target_modules: 7", "lora_target_modules=7: expected a list"),
     ("sft", "merge: 'yes'", "merge='yes': expected true or false"),
     ("sft", "lora_target_modules: [q_proj]", "lora_target_modules=q_proj needs lora_r: add --lora-r"),
@@ -114,34 +103,15 @@ REFUSED = [  # recipe, a file of options, what is said; of two processes
     ("sft", "- learning_rate", "has no options"),
     ("sft", "learning_rate: [", "cannot be read as YAML"),
     ("sft", "model: ''", "model is missing: give MODEL on the command line"),
-    ("sft", "seed: 99999999999999999999", "seed=99999999999999999999: expected less than"),
-    ("sft", "quantize: nf4", "quantize=nf4 needs lora_r: add --lora-r"),
-    ("sft", "lora_r: 8\nquantize: nf4\nmerge: true", "quantize=nf4 and merge=True: give one of the two"),
-    ("sft", "lora_r: 8\ntp: 2", "lora_r=8 and tp=2: give one of the two"),
-    ("dpo", "beta: 0", "expected more than 0"),
     ("dpo", "loss_type: hinge\nlabel_smoothing: 0.1", "not defined for loss_type='hinge'"),
-    ("dpo", "loss_type: aot", "expected one of sigmoid"),
     ("dpo", "max_length: 64\nbatch_tokens: 100", "less than an example, 2 x max_length=64"),
-    ("simpo", "cp: 2", "whole rows on each GPU"),
-    ("medusa", "heads: 0", "heads=0: expected 1"),
-    ("medusa", "lora_r: 4", "lora_r=4: heads are trained"),
-    ("medusa", "cp: 2", "under FSDP alone; leave --cp out"),
-    ("distill", "teacher: ''", "teacher is missing: give --teacher"),
     ("distill", "beta: 1.5", "beta=1.5: expected 1 or less"),
-    ("distill", "temperature: 0", "temperature=0: expected more"),
-    ("distill", "hard_weight: 1.0", "hard_weight=1.0: expected less than 1"),
     ("distill", "tp: 2", "tp=2: a teacher is sharded by FSDP alone; leave --tp out"),
-    ("distill", "on_policy: true\nhard_weight: 0.1", "hard_weight=0.1 and on_policy=True: give one"),
     ("distill", "prompts: 4", "prompts=4 needs on_policy: add --on-policy"),
     ("distill", "on_policy: true\naccumulation: 3", "a step that samples has prompts; give --prompts"),
-    ("distill", "on_policy: true\ncp: 2", "on_policy=True and cp=2: give one of the two"),
     ("grpo", "reward_funcs: []", "reward_funcs is missing: give --reward-funcs"),
     ("grpo", "reward_weights: [1.0, 2.0]", "there are 2 for 1 rewards"),
-    ("grpo", "temperature: 0", "temperature=0: expected more than 0"),
-    ("grpo", "num_generations: 1", "num_generations=1: expected 2 or more"),
-    ("grpo", "accumulation: 3", "give --prompts in its place"),
-    ("grpo", "tp: 2", "does not sample; leave --tp out"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "text", "says"), REFUSED)
@@ -158,18 +128,18 @@ def test_a_list_that_is_given_twice_has_the_items_of_both():
     assert SFTOptions.merged(flags).lora_target_modules == ("q_proj", "v_proj", "o_proj")
 
 
+SAID = {
+    ("--save_step=3",): "sft has no option --save-step; did you mean --save-steps?",
+    ("--stamps", "3", "--deepspeed", "x"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
+    ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
+    ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
+    ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
+    ("other",): "unexpected argument 'other'; only MODEL has no name",
+}
+
+
 def test_an_unknown_flag_says_which_is_meant(capsys):
-    said = {
-        ("--num-epochs", "3"): "sft has no option --num-epochs; did you mean --num-train-epochs?",
-        ("--save_step=3",): "sft has no option --save-step; did you mean --save-steps?",
-        ("--stamps", "3", "--deepspeed", "x"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
-        ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
-        ("--out", "x"): "sft has no option --out; did you mean --output-dir?",
-        ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
-        ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
-        ("other",): "unexpected argument 'other'; only MODEL has no name",
-    }
-    for argv, words in said.items():
+    for argv, words in SAID.items():
         with pytest.raises(SystemExit) as stop:
             of_flags(*argv)
         assert stop.value.code == 2 and words in capsys.readouterr().err, words
