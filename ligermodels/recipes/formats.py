@@ -16,9 +16,9 @@ missing, because `datasets` and CSV files give all rows the same keys.
 """
 
 import re
-from difflib import get_close_matches
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from reprlib import repr as short
 from typing import Any
 
@@ -102,10 +102,9 @@ def format_of(row: Mapping[str, Any]) -> str:
         if present.issuperset(keys) or (name == "sharegpt" and "conversation" in present):
             return name
     null = ", ".join(sorted(map(str, row.keys() - present)))
+    null = f" ({null} is null)" if null else ""
     known = "; ".join(f"{name}: {', '.join(keys)}" for name, (keys, _) in FORMATS.items())
-    raise InputError(
-        f"no format has the keys {short(sorted(present))}{f' ({null} is null)' * bool(null)}. Keys of the formats: {known}"
-    )
+    raise InputError(f"no format has the keys {short(sorted(present))}{null}. Keys of the formats: {known}")
 
 
 def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import ConfigError, InputError
@@ -30,20 +31,15 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class Images:
-    """What the images of an example add to a batch. token: the id that stands for them.
-
-    tensors: of Qwen's models, pixel_values [patches, width] and image_grid_thw [images, 3]; of Llama-3.2-Vision,
-    pixel_values [images, tiles, 3, S, S], aspect_ratio_ids [images] and aspect_ratio_mask [images, tiles].
-    tiles: of the latter, how many each image has; else None.
-    """
+    """The images of an example. token: the id that stands for them. tensors: what they add to a batch, by name."""
 
     token: int
     tensors: dict[str, Tensor]
-    tiles: list[int] | None = None
 
     @property
     def is_alone(self) -> bool:
-        return self.tiles is not None
+        """Whether all tokens of a row attend to its images, as in Llama-3.2-Vision."""
+        return "cross_attention_mask" in self.tensors
 
 
 # ---- of a row ----
@@ -127,32 +123,19 @@ def processor_of(folder: Path) -> "Processor":
 
 
 def add(
-    ids: list[int], mask: Sequence[int], sources: Sequence[Any], processor: "Processor"
-) -> tuple[list[int], list[int], Images]:
+    text: str, mask: Sequence[int], sources: Sequence[Any], processor: "Processor"
+) -> tuple[Any, list[int], Images]:
     """The ids and the mask with the tokens of each image, which are not trained, and the images.
 
-    Raises InputError for an image that cannot be read.
+    text: with a placeholder for each. mask: of its tokens. Raises InputError for an image that cannot be read.
     """
-    token = processor.tokenizer.token_to_id(processor.image_token)
+    inputs = dict(processor(text, list(sources), add_special_tokens=False))
+    ids, token = inputs.pop("input_ids")[0].tolist(), processor.tokenizer.token_to_id(processor.image_token)
     assert token is not None
-    if ids.count(token) != len(sources):
-        raise InputError(
-            f"the text has {ids.count(token)} {processor.image_token}, for {len(sources)} images. Likely cause: the "
-            "token is written in the text, or the chat template has no place for images"
-        )
-    prepare: Any = processor.image_processor
-    if processor.image_token == "<|image|>":
-        tensors, (tiles,) = prepare([sources])
-        images = Images(token, {name: tensor[0] for name, tensor in tensors.items()}, tiles)
-        sizes = [1] * len(sources)
-    else:
-        images = Images(token, prepare(sources, [f"image {n + 1}" for n in range(len(sources))]))
-        sizes = [prepare.num_tokens(grid) for grid in images.tensors["image_grid_thw"]]
-    counts = iter(sizes)
-    # Of each token the id, whether it is trained, and how often it stands there.
-    tokens = [(x, 0, next(counts)) if x == token else (x, bit, 1) for x, bit in zip(ids, mask, strict=True)]
-    ids = [index for index, _, times in tokens for _ in range(times)]
-    return ids, [bit for _, bit, times in tokens for _ in range(times)], images
+    placeholders = processor.tokenizer.encode(text, add_special_tokens=False)
+    rest = iter([bit for x, bit in zip(placeholders, mask, strict=True) if x != token])
+    del inputs["attention_mask"]
+    return ids, [0 if x == token else next(rest) for x in ids], Images(token, inputs)
 
 
 def shorten(text: str, token: str) -> str:
@@ -163,13 +146,9 @@ def shorten(text: str, token: str) -> str:
 # ---- of a batch ----
 
 
-def batch(found: Sequence[Images], input_ids: Tensor) -> dict[str, Tensor]:
-    """What the images of examples, in the order of their tokens, add to a batch with these ids [1, S]."""
-    if not found or found[0].tiles is None:
-        return {name: torch.cat([one.tensors[name] for one in found]) for name in (found[0].tensors if found else ())}
-    from ligermodels.vision.mllama import cross_attention_mask
-
-    (one,) = found
-    joined = {name: tensor[None] for name, tensor in one.tensors.items()}
-    most_tiles = joined["aspect_ratio_mask"].shape[2]
-    return joined | {"cross_attention_mask": cross_attention_mask(input_ids, one.token, [one.tiles or []], most_tiles)}
+def batch(found: Sequence[Images], length: int) -> dict[str, Tensor]:
+    """What the images of examples, in the order of their tokens, add to a batch of so many tokens."""
+    joined = {name: torch.cat([one.tensors[name] for one in found]) for name in (found[0].tensors if found else ())}
+    if (mask := joined.get("cross_attention_mask")) is not None:  # [1, tokens, images, tiles], of the whole text
+        joined["cross_attention_mask"] = F.pad(mask, (0, 0, 0, 0, 0, length - mask.shape[1]))
+    return joined

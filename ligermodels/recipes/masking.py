@@ -145,14 +145,7 @@ def encode(
         return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
     if not isinstance(item, Conversation):
         raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
-    processor = processor_of(tokenizer.files.folder) if item.images else None
-    if processor is not None and template is None:
-        template = processor.chat_template
-    ids, mask = _encode_conversation(item, tokenizer, every_token, template)
-    images = None
-    if processor is not None:
-        ids, mask, images = add(ids, mask, item.images, processor)
-    return _example(ids, mask, tokenizer.chat_stop_ids, images)
+    return _encode_conversation(item, tokenizer, every_token, template)
 
 
 def _example(
@@ -189,28 +182,29 @@ def _tokenise(
 # ---- conversations ----
 
 
-def _encode_conversation(
-    item: Conversation, tokenizer: Tokenizer, every_token: bool, template: str | None
-) -> tuple[list[int], list[int]]:
+def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: bool, template: str | None) -> Example:
+    processor = processor_of(tokenizer.files.folder) if item.images else None
+    if processor is not None and template is None:
+        template = processor.chat_template
     said = [n for n, message in enumerate(item.messages) if message["role"] == "assistant"]
     trained = [n for n in said if item.messages[n].get("train", True)]
     messages = [{key: value for key, value in message.items() if key != "train"} for message in item.messages]
     apply = functools.partial(tokenizer.apply_chat_template, tools=item.tools, chat_template=template)
     render = functools.partial(apply, tokenize=False)
-    if every_token:
-        if trained != said:
-            raise InputError("every token is trained (--no-assistant-only-loss), but a message has train false")
-        ids = apply(messages)
-        return ids, [1] * len(ids)
-    marks = None
-    if _has_marks(tokenizer, template, item.tools is not None):
-        found = apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, marks = found["input_ids"], found["assistant_masks"]
-        if trained == said:
-            return ids, marks
-    text = render(messages)
-    ids, mask = _tokenise(text, _spans(text, messages, trained, render, tokenizer.eos_token or ""), tokenizer)
-    return ids, mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
+    text, marks = render(messages), None
+    if every_token and trained != said:
+        raise InputError("every token is trained (--no-assistant-only-loss), but a message has train false")
+    if not every_token and _has_marks(tokenizer, template, item.tools is not None):
+        marks = apply(messages, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+    spans = [(0, len(text))]
+    if not every_token and (marks is None or trained != said):
+        spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
+    ids, mask = _tokenise(text, spans, tokenizer)
+    mask = mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
+    images = None
+    if processor is not None:
+        ids, mask, images = add(text, mask, item.images, processor)
+    return _example(ids, mask, tokenizer.chat_stop_ids, images)
 
 
 def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:

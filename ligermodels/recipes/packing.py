@@ -55,7 +55,7 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
     found = [example.images for example in examples if example.images is not None]
     if any(one.is_alone for one in found):
         del batch["cu_seqlens"], batch["max_seqlen"]
-    return batch | images.batch(found, input_ids)
+    return batch | images.batch(found, input_ids.shape[1])
 
 
 def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ metrics.jsonl has a line for each step and for each evaluation. A run that is re
 that it is resumed from.
 """
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -11,7 +12,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ _SHOWN = ("reward", "reward_margin", "reward_accuracy")
 """Metrics in a line of progress, beside the loss."""
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class Reporter:
     """Writes the metrics of steps and evaluations, on rank 0.
 
@@ -38,16 +43,15 @@ class Reporter:
         self.steps, self._first = steps, resumed
         self.file = Path(options.output_dir) / "metrics.jsonl"
         self._start, self._shown = time.perf_counter(), 0.0
+        lines = [line for line in self.lines() if line["step"] <= (evaluated if "eval_loss" in line else resumed)]
         with write_errors(self.file.parent):
-            kept = [
-                json.dumps(line) + "\n"
-                for line in self.lines()
-                if line["step"] <= (evaluated if "eval_loss" in line else resumed)
-            ]
             whole = self.file.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
-            whole.write_text("".join(kept), "utf-8")
+            whole.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
             whole.replace(self.file)
-        self._log, self.close = _logger(options, resumed)
+        self._log = _logger(options, resumed)
+
+    def close(self) -> None:
+        self._log(None, {})
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, values)
@@ -72,17 +76,19 @@ class Reporter:
     def lines(self) -> list[dict[str, float]]:
         """The whole lines of metrics.jsonl; a kill may have cut the last."""
         found = []
-        for line in self.file.read_text("utf-8").splitlines() if self.file.is_file() else []:
-            try:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            for line in self.file.read_text("utf-8").splitlines():
                 found.append(json.loads(line))
-            except ValueError:
-                break
         return found
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         self._log(step, values)
+
+
+def _shown(values: Mapping[str, float]) -> str:
+    return "".join(f", {name.replace('_', ' ')} {values[name]:.3f}" for name in _SHOWN if name in values)
 
 
 # ---- before the run ----
@@ -94,22 +100,22 @@ def check_logger(logger: str) -> None:
         raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
 
 
-def _logger(
-    options: TrainOptions, resumed: int
-) -> tuple[Callable[[int, Mapping[str, float]], None], Callable[[], None]]:
-    """log(step, values) and close() of TensorBoard or Weights & Biases, or of neither."""
+def _logger(options: TrainOptions, resumed: int) -> Any:
+    """log(step, values) of TensorBoard or Weights & Biases, or of neither; step None closes it."""
     folder = Path(options.output_dir).resolve()
     if options.report_to == "wandb":
         import wandb
 
         run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
-        return lambda step, values: run.log(dict(values), step=step), run.finish
+        return lambda step, values: run.finish() if step is None else run.log(dict(values), step=step)
     if options.report_to == "none":
-        return lambda step, values: None, lambda: None
+        return lambda step, values: None
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed + 1 if resumed else None)  # type: ignore[no-untyped-call]
-    return lambda step, values: [writer.add_scalar(*item, step) for item in values.items()], writer.close  # type: ignore[return-value]
+    return lambda step, values: (
+        writer.close() if step is None else [writer.add_scalar(*x, step) for x in values.items()]
+    )
 
 
 def make_plan(
@@ -118,27 +124,28 @@ def make_plan(
     """The plan of a run, as lines by name. name: the class of the model. counts: of a pass over the data, or None."""
     need, free, on_gpu = estimate(sizes, o, p), available(p.device), p.device.type == "cuda"
     format, share = data.format[0] if data.format else "prompts", sizes.trained / sizes.parameters
-    plan = {
-        "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
-        "trained": f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them",
-        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
-        "tokens": "not counted, since --max-steps is given",
-        "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each",
-        "precision": f"{o.precision}, activation checkpointing: {o.activations}",
-        "memory": f"{gib(sum(need.values()))} (tensors, estimated): "
-        + ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size),
-    }
+    trained = f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them"
     if o.lora_r:
         targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
-        plan["trained"] = f"LoRA of rank {o.lora_r} on {targets}: {plan['trained']}"
+        trained = f"LoRA of rank {o.lora_r} on {targets}: {trained}"
+    tokens = "not counted, since --max-steps is given"
+    if counts is not None:
+        tokens = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
+    several = f", on {p.size} processes" * (p.size > 1)
+    memory = ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size)
+    if free:
+        memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
+    plan = {
+        "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
+        "trained": trained,
+        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
+        "tokens": tokens,
+        "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each{several}",
+        "precision": f"{o.precision}, activation checkpointing: {o.activations}",
+        "memory": f"{gib(sum(need.values()))} (tensors, estimated): {memory}",
+    }
     if data.eval_rows is not None:
         plan["evaluation"] = f"{len(data.eval_rows):,} rows"
-    if counts is not None:
-        plan["tokens"] = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
-    if p.size > 1:
-        plan["steps"] += f", on {p.size} processes"
-    if free:
-        plan["memory"] += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
     if not fits(need, free):
         plan["warning"] = (
             "this does not fit by the estimate. Less memory: --activations block, --precision bf16, a smaller "
@@ -164,35 +171,22 @@ def left_out(counts: Mapping[str, int]) -> str:
     return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _shown(values: Mapping[str, float]) -> str:
-    return "".join(f", {name.replace('_', ' ')} {values[name]:.3f}" for name in _SHOWN if name in values)
-
-
 # ---- after it ----
 
 
 def write_card(options: TrainOptions, facts: Mapping[str, str], saved: Path) -> None:
     """Writes README.md, as the Hub shows it, in the folder of what was trained. facts: of plan and run, by name."""
-    adapter = saved.name == "adapter"
+    sets = [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]
     head = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "image-text-to-text" if (saved / "preprocessor_config.json").is_file() else "text-generation",
-        "tags": [options.recipe, *["lora"] * bool(options.lora_r), "ligermodels"],
+        "base_model": options.model if _is_repository(options.model) else "",
+        "datasets": sets,
+        "library_name": "peft" if saved.name == "adapter" else "transformers",
+        "tags": [options.recipe, "ligermodels"],
     }
-    if _is_repository(options.model):
-        head |= {"base_model": options.model, "base_model_relation": "adapter" if adapter else "finetune"}
-    if sets := [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]:
-        head["datasets"] = sets
-    use = {
-        "model": f"ligermodels chat {shlex.quote(str(saved))}; it opens in transformers too",
-        "adapter": f"an adapter, as PEFT writes it: ligermodels chat {shlex.quote(str(saved))}",
-        "medusa": f"ligermodels.training.load_medusa(model, {str(saved)!r})",
-    }[saved.name]
-    header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items())
+    use = f"ligermodels chat {shlex.quote(str(saved))}; transformers and PEFT open it too"
+    if saved.name == "medusa":
+        use = f"ligermodels.training.load_medusa(model, {str(saved)!r})"
+    header = "".join(f"{name}: {json.dumps(value)}\n" for name, value in head.items() if value)
     table = "".join(f"| {name} | {text} |\n" for name, text in {**facts, "to use it": use}.items())
     text = (
         f"---\n{header}---\n\n# {saved.resolve().parent.name}\n\n{options.recipe} of {options.model} by `ligermodels "

@@ -212,10 +212,7 @@ class Sampling(Recipe):
                 raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
             if item.messages[-1]["role"] == "assistant":
                 raise InputError("prompt: it ends with what the assistant says, which is for the model to say")
-            text = self.tokenizer.apply_chat_template(
-                item.messages, tools=item.tools, tokenize=False, add_generation_prompt=True
-            )
-            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            ids = self.tokenizer.apply_chat_template(item.messages, tools=item.tools, add_generation_prompt=True)
         if len(ids) + o.max_completion_length > o.max_length:
             raise InputError(
                 f"prompt: it has {len(ids)} tokens, and with max_completion_length={o.max_completion_length} more than "

@@ -161,8 +161,7 @@ class Trainer:
         free = memory.available(p.device)
         free = free if free is None else min(p.gather(free))
         o.precision, o.activations = memory.choose(sizes, o, p, free)
-        self.plan = report.make_plan(o, p, type(sketch).__name__, sizes, self.data, counts, steps)
-        self.plan |= recipe.plan(steps)
+        self.plan = report.make_plan(o, p, type(sketch).__name__, sizes, self.data, counts, steps) | recipe.plan(steps)
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
             print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)

@@ -177,7 +177,7 @@ TOO_LITTLE = {  # sizes, process, length, the error or None
     "stops cut": ([7] * 299 + [6], STOPS, 7, f"none of 100 rows {CUT}"),
     "stops of few cut": ([7] * 8, STOPS, 7, f"none of 8 rows {CUT}"),
     "a stop in a later window": ([7] * 50 + [6] + [7] * 249, STOPS, 7, None),
-    "only bad": ([0, 0], encode, 5, "none of the 2 rows can be read. Next step: without --skip-bad"),
+    "only bad": ([0, 0], encode, 5, "none of the 2 rows can be read; without --skip-bad"),
 }  # fmt: skip
 
 

@@ -56,13 +56,10 @@ WRONG_FILES = [
     ("a.jsonl", b"\n \n\r\n", "has no rows"),
     ("a.jsonl", b"<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved instead of"),
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
-    ("a.json", b"[]", "has no rows"),
     ("a.json", b'[{"a": 1},\n {"b" 2}]', "a.json: not valid JSON .* line 2 column 7"),
-    ("a.csv", b"a,b\n", "has no rows"),
     ("a.csv", b'a\n"x\n', "a.csv: not valid CSV at line 1: unexpected end"),
     ("a.csv", b"a\n\xe9\n", "a.csv: .*codec can't decode"),
     ("a.csv", b"text,text\na,b\n", "a.csv: the headers must be different names"),
-    ("a.txt", b"\xe9", "a.txt: .*codec can't decode"),
     ("a.jsonl.gz", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
 ]
 
@@ -77,9 +74,7 @@ WRONG_ROWS = [
     (b'{"a": "\xe9"}', "codec can't decode byte 0xe9 in position 7"),
     ('{"a": 1}'.encode("utf-16"), "codec can't decode byte 0xff"),
     (b'{"a": "x', "Unterminated string"),
-    (b'{"a": 1', "Expecting .* column 8"),
     (b'{"a": 1} {"a": 2}', "Extra data: line 1 column 10"),
-    (b"{'a': 1}", "Expecting property name"),
     (b'"text"', "a row is a JSON object with keys, not str"),
     (b'{"a":' * 100_000, "not valid JSON"),
 ]

@@ -84,8 +84,8 @@ def test_the_head_of_a_card(tmp_path):
     report.write_card(options, {}, folder)
     head = yaml.safe_load((folder / "README.md").read_text().split("---\n")[1])
     assert head == {
-        "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
-        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "lora", "ligermodels"],
+        "base_model": "someone/base", "datasets": ["someone/chats"], "library_name": "peft",
+        "tags": ["sft", "ligermodels"],
     }  # fmt: skip
 
 
