@@ -25,8 +25,8 @@ from benchmarks.harness import Row, synchronize, timed
 from benchmarks.train_cases import MODELS, changed
 from benchmarks.train_cases import ours as our_model
 from benchmarks.train_cases import theirs as their_model
+from ligermodels.recipes.examples import best_fit
 from ligermodels.recipes.grpo import GRPO, GRPOOptions
-from ligermodels.recipes.packing import best_fit
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from ligermodels.recipes.steps import on_device

@@ -13,11 +13,10 @@ from torch import Tensor
 from ligermodels.arch.inputs import Targets
 from ligermodels.errors import InputError
 from ligermodels.layers.preference import sum_per_sequence
-from ligermodels.recipes import formats, masking
+from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe, decoder_inputs
-from ligermodels.recipes.masking import IGNORED, Comparison, Example
+from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example, encode_answers, show
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rows import Rows
 
 _ACCEPTED = {
@@ -51,7 +50,7 @@ class Preference(Recipe):
         return found, where
 
     def process(self, row: Mapping[str, Any]) -> Comparison:
-        return masking.encode_answers(self.read(row), self.tokenizer)
+        return encode_answers(self.read(row), self.tokenizer)
 
     def collate(self, examples: Sequence[Comparison]) -> Batch:
         padding = Comparison((Example([self.pad_id], [IGNORED]),) * self.options.sequences, True)
@@ -61,7 +60,7 @@ class Preference(Recipe):
 
     def show(self, example: Comparison) -> str:
         names = ("chosen", "rejected") if example.label is None else ("good" if example.label else "not good",)
-        shown = [masking.show(sequence, self.tokenizer) for sequence in example.sequences]
+        shown = [show(sequence, self.tokenizer) for sequence in example.sequences]
         return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
     def reference_logprobs(self, model: Any, batch: Batch, prefix: str = "") -> Tensor:

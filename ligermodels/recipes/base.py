@@ -11,11 +11,11 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.layers import losses
 from ligermodels.processes import Processes
-from ligermodels.recipes import formats, masking
+from ligermodels.recipes import formats
+from ligermodels.recipes.examples import Batch, encode, packed_batch, show
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.recipes.packing import Batch, packed_batch
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches
 from ligermodels.text import Tokenizer
@@ -63,7 +63,7 @@ class Recipe:
 
     def process(self, row: Mapping[str, Any]) -> Any:
         """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
-        return masking.encode(self.read(row), self.tokenizer)
+        return encode(self.read(row), self.tokenizer)
 
     def process_evaluation(self, row: Mapping[str, Any]) -> Any:
         """The same of a row to evaluate on."""
@@ -83,7 +83,7 @@ class Recipe:
 
     def show(self, example: Any) -> str:
         """An example as text, with trained tokens marked."""
-        return masking.show(example, self.tokenizer)
+        return show(example, self.tokenizer)
 
     # ---- the plan ----
 

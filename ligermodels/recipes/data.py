@@ -22,8 +22,8 @@ import torch
 
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError, TokenizerError
+from ligermodels.recipes.examples import Batch, best_fit
 from ligermodels.recipes.formats import format_of
-from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
 from ligermodels.recipes.workers import map_ahead
 from ligermodels.text.chat import TemplateError

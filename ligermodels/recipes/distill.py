@@ -22,10 +22,10 @@ from ligermodels.errors import InputError
 from ligermodels.layers.losses import LinearJSDLoss
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
 from ligermodels.recipes.options import option
-from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.rollout import RolloutOptions, Sampling
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics

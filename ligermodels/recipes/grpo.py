@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
+from ligermodels.recipes.examples import Batch, packed_batch
 from ligermodels.recipes.options import option
-from ligermodels.recipes.packing import Batch, packed_batch
 from ligermodels.recipes.policy import evaluation_loss, policy_inputs, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling

@@ -19,10 +19,10 @@ from torch import Tensor
 from ligermodels.arch.inputs import Targets
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.steps import Metrics
 from ligermodels.training.medusa import add_medusa, save_medusa
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ligermodels.layers import policy
 from ligermodels.recipes.base import decoder_inputs, mean_of, next_token_loss, sum_over_ranks
-from ligermodels.recipes.masking import IGNORED
-from ligermodels.recipes.packing import Batch
+from ligermodels.recipes.examples import IGNORED, Batch
 from ligermodels.recipes.rollout import Completion
 from ligermodels.recipes.steps import Metrics
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ligermodels.layers import preference as losses
 from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
 from ligermodels.recipes.base import mean_of, sum_over_ranks
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.options import option
-from ligermodels.recipes.packing import Batch
 from ligermodels.recipes.steps import Metrics
 
 DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))

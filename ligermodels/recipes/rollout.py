@@ -24,10 +24,9 @@ from ligermodels.generation import generate_many
 from ligermodels.processes import Processes
 from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.masking import IGNORED, Example
+from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.packing import Batch, best_fit
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.recipes import masking
 from ligermodels.recipes.base import Recipe
+from ligermodels.recipes.examples import encode
 from ligermodels.recipes.options import TextOptions, option
 
 
@@ -20,7 +20,7 @@ class SFT(Recipe):
     Options = SFTOptions
 
     def process(self, row: Mapping[str, Any]) -> Any:
-        return masking.encode(self.read(row), self.tokenizer, every_token=not self.options.assistant_only_loss)
+        return encode(self.read(row), self.tokenizer, every_token=not self.options.assistant_only_loss)
 
 
 @dataclass(kw_only=True)

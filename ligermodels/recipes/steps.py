@@ -14,8 +14,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.data import Batches
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.options import TrainOptions
-from ligermodels.recipes.packing import Batch
 
 Metrics = dict[str, tuple[Any, Any]]
 """For the log: by name, a sum over the batch of this rank, and the number of values in it."""

@@ -38,8 +38,8 @@ from ligermodels.recipes import memory, report
 from ligermodels.recipes import model as models
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
+from ligermodels.recipes.examples import Batch, filled_batch
 from ligermodels.recipes.options import TrainOptions, flag
-from ligermodels.recipes.packing import Batch, filled_batch
 from ligermodels.recipes.report import say
 from ligermodels.recipes.steps import (
     Signals,

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from ligermodels.errors import InputError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
-from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.packing import packed_batch
+from ligermodels.recipes.examples import IGNORED, Example, packed_batch
 from ligermodels.recipes.rows import Row, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 

@@ -13,8 +13,8 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.jsd import jsd
 from ligermodels.processes import Processes
 from ligermodels.recipes.distill import OnPolicy, distill_loss
+from ligermodels.recipes.examples import encode
 from ligermodels.recipes.formats import read
-from ligermodels.recipes.masking import encode
 from tests.recipes import losses, runs
 from tests.recipes.runs import SAMPLED, run
 

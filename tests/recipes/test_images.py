@@ -13,9 +13,8 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.recipes import find
 from ligermodels.recipes.data import Batches
+from ligermodels.recipes.examples import IGNORED, best_fit, encode, packed_batch, show
 from ligermodels.recipes.formats import read
-from ligermodels.recipes.masking import IGNORED, encode, show
-from ligermodels.recipes.packing import best_fit, packed_batch
 from ligermodels.recipes.rows import open_rows
 from ligermodels.text import Tokenizer
 from tests.arch.suite import auto_class

@@ -1,4 +1,4 @@
-"""Token ids and labels of training examples: which tokens the loss counts.
+"""Training examples: token ids, labels, which say what the loss counts, and packed batches of them.
 
 A conversation is rendered once, whole, by the tokenizer's chat template, and tokenised once. The assistant's text in it
 is found
@@ -18,18 +18,24 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+
 from ligermodels.errors import InputError
+from ligermodels.recipes import images as of_images
 from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
-from ligermodels.recipes.images import Images, add, processor_of, shorten
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.batch import mask_of
 from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
+Batch = dict[str, Any]
+"""The arguments of a model's forward."""
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
 _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
@@ -45,7 +51,7 @@ class Example:
     ids: list[int]
     labels: list[int]
     stops: tuple[int, ...] | None = None
-    images: Images | None = None
+    images: of_images.Images | None = None
 
     @property
     def size(self) -> int:
@@ -149,7 +155,7 @@ def encode(
 
 
 def _example(
-    ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None, images: Images | None = None
+    ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None, images: of_images.Images | None = None
 ) -> Example:
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
     labels[:1] = [IGNORED] * len(labels[:1])
@@ -183,7 +189,7 @@ def _tokenise(
 
 
 def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: bool, template: str | None) -> Example:
-    processor = processor_of(tokenizer.files.folder) if item.images else None
+    processor = of_images.processor_of(tokenizer.files.folder) if item.images else None
     if processor is not None and template is None:
         template = processor.chat_template
     said = [n for n, message in enumerate(item.messages) if message["role"] == "assistant"]
@@ -201,10 +207,10 @@ def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: 
         spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
     ids, mask = _tokenise(text, spans, tokenizer)
     mask = mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
-    images = None
+    found = None
     if processor is not None:
-        ids, mask, images = add(text, mask, item.images, processor)
-    return _example(ids, mask, tokenizer.chat_stop_ids, images)
+        ids, mask, found = of_images.add(text, mask, item.images, processor)
+    return _example(ids, mask, tokenizer.chat_stop_ids, found)
 
 
 def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:
@@ -268,10 +274,75 @@ def show(example: Example, tokenizer: Tokenizer) -> str:
         shown.append(f"[{piece}]" if trained else piece)
     text = "".join(shown)
     if example.images is not None:
-        text = shorten(text, tokenizer.convert_ids_to_tokens(example.images.token))
+        text = of_images.shorten(text, tokenizer.convert_ids_to_tokens(example.images.token))
     return f"{text}\n({example.trained} of {len(example.ids)} tokens are trained)"
 
 
 def _printable(text: str) -> str:
     """The text with control characters escaped: a terminal would obey them."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+# ---- batches ----
+
+
+def best_fit(lengths: Sequence[float], capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths add up to at most `capacity`, by best fit: longest first, into the fullest bin.
+
+    What is longer than the capacity has a bin of its own.
+    """
+    bins: list[list[int]] = []
+    spaces: list[tuple[float, int]] = []  # (space left, bin) in order, of bins that are not full
+    for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        at = bisect_left(spaces, (lengths[index], -1))
+        if at < len(spaces):
+            space, bin = spaces.pop(at)
+        else:
+            space, bin = float(capacity), len(bins)
+            bins.append([])
+        bins[bin].append(index)
+        if space > lengths[index]:
+            insort(spaces, (space - lengths[index], bin))
+    return bins
+
+
+def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
+
+    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
+    tensors; an example of Llama-3.2-Vision's is alone, a row without bounds.
+    """
+    size = sum(example.size for example in examples)
+    padding = -size % multiple if size else multiple
+    if padding:
+        examples = [*examples, Example([pad_id] * padding, [IGNORED] * padding)]
+    lengths = [example.size for example in examples]
+    input_ids = torch.tensor([[index for example in examples for index in example.ids]])
+    batch = {
+        "input_ids": input_ids,
+        "labels": torch.tensor([[label for example in examples for label in example.labels]]),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "max_seqlen": max(lengths),
+    }
+    found = [example.images for example in examples if example.images is not None]
+    if any(one.is_alone for one in found):
+        del batch["cu_seqlens"], batch["max_seqlen"]
+    return batch | of_images.batch(found, input_ids.shape[1])
+
+
+def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """A packed batch of text, padded to `length` tokens and length + 1 bounds, so that all batches have one shape.
+
+    Each token of padding is a sequence of its own, which no other token attends to. Further bounds are those of empty
+    sequences at the end.
+    """
+    ids, labels, bounds = (batch[name] for name in ("input_ids", "labels", "cu_seqlens"))
+    tokens = ids.shape[1]
+    alone = torch.arange(tokens + 1, length + 1, dtype=bounds.dtype, device=bounds.device)
+    bounds = torch.cat([bounds, alone])
+    return {
+        "input_ids": F.pad(ids, (0, length - tokens)),
+        "labels": F.pad(labels, (0, length - tokens), value=IGNORED),
+        "cu_seqlens": F.pad(bounds, (0, length + 1 - len(bounds)), value=length),
+        "max_seqlen": length,
+    }

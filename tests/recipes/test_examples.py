@@ -1,14 +1,18 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
 import itertools
+import math
 import re
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
+from ligermodels.recipes.examples import IGNORED, Example, best_fit, encode, packed_batch, show
 from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
-from ligermodels.recipes.masking import IGNORED, Example, encode, show
 from ligermodels.text import Tokenizer
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
@@ -180,3 +184,34 @@ def test_show(byte_level):
     fox = byte_level.encode("🦊", add_special_tokens=False)
     assert len(fox) == 4  # bytes: a run may end inside a character
     assert show(Example(fox, [IGNORED, IGNORED, *fox[2:]]), byte_level).startswith("\ufffd[🦊]")
+
+
+# ---- batches ----
+
+
+@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
+def test_best_fit(lengths, more):
+    """As by trying all bins, the longest first; what fits nowhere is alone."""
+    capacity = max(lengths, default=0) + more
+    bins, spaces = best_fit([*lengths, math.inf], capacity), []
+    assert [len(lengths)] in bins and sorted(n for bin in bins for n in bin) == [*range(len(lengths) + 1)]
+    for length in sorted(lengths, reverse=True):
+        best = min((space for space in spaces if space >= length), default=capacity)
+        spaces = [*spaces, best - length]
+        if best in spaces[:-1]:
+            spaces.remove(best)
+    bins.remove([len(lengths)])
+    assert sorted(capacity - sum(lengths[n] for n in bin) for bin in bins) == sorted(spaces)
+
+
+def test_packed_batch():
+    batch = packed_batch([Example([5, 6], [IGNORED, 6]), Example([7], [IGNORED])], pad_id=9, multiple=4)
+    assert {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.items()} == {
+        "input_ids": [[5, 6, 7, 9]],
+        "labels": [[IGNORED, 6, IGNORED, IGNORED]],
+        "cu_seqlens": [0, 2, 3, 4],
+        "max_seqlen": 2,
+    }
+    assert batch["cu_seqlens"].dtype == torch.int32 and batch["input_ids"].dtype == torch.int64
+    empty = packed_batch([], pad_id=9, multiple=3)
+    assert empty["input_ids"].tolist() == [[9, 9, 9]] and empty["cu_seqlens"].tolist() == [0, 3]
