@@ -7,8 +7,8 @@ weights of few bits (QLoRA), or with both.
 What differs from moe.py:
 - Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
   tensor of its size is written.
-- Weights of few bits are saved as they are, and dequantised for each matmul into the buffer of low_bit.py. Where few
-  tokens are decoded, only those of the experts that a token chose are dequantised, one for each of the T k rows.
+- Weights of few bits are saved as they are, and dequantised for each matmul. Where few tokens are decoded, only those
+  of the experts that a token chose are dequantised, one for each of the T k rows.
 - Saved for each of the T k rows: x where A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I numbers;
   with `recompute` only x of each token.
 
@@ -28,7 +28,7 @@ from ligermodels.kernels._triton import accumulator, once_differentiable, use_tr
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 from ligermodels.kernels.linear import linears_reference
-from ligermodels.kernels.low_bit import LowBitWeight, dequantized
+from ligermodels.kernels.low_bit import LowBitWeight
 from ligermodels.kernels.moe import check_experts, moe_experts
 from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check, choose
 
@@ -80,8 +80,8 @@ class _Grouped(torch.autograd.Function):
     def forward(ctx, x, offsets, weight, bits):
         ctx.bits = bits
         ctx.save_for_backward(offsets, weight, x if ctx.needs_input_grad[2] else None)
-        with dequantized([weight if bits is None else bits], x.dtype) as (whole,):
-            return grouped_mm(x, whole.transpose(1, 2), offsets)
+        weight = weight if bits is None else bits.dequantize(x.dtype)
+        return grouped_mm(x, weight.transpose(1, 2), offsets)
 
     @staticmethod
     @once_differentiable
@@ -89,8 +89,7 @@ class _Grouped(torch.autograd.Function):
         (offsets, weight, x), bits, dx, dy = ctx.saved_tensors, ctx.bits, None, dy.contiguous()
         dweight = None if x is None else grouped_mm_outer(dy, x, offsets)
         if ctx.needs_input_grad[0]:
-            with dequantized([weight if bits is None else bits], dy.dtype) as (whole,):
-                dx = grouped_mm(dy, whole, offsets)
+            dx = grouped_mm(dy, weight if bits is None else bits.dequantize(dy.dtype), offsets)
         return dx, None, dweight, None
 
 

@@ -22,10 +22,9 @@ takes one more matmul with the first weight. Element-wise bytes: as in glu.py.
 Source: as glu.py. Recomputation: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.joint import rows_of
 from ligermodels.kernels.linear import Layers, linears_reference
-from ligermodels.kernels.low_bit import Weight, dequantized
+from ligermodels.kernels.low_bit import Weight
 from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.quantized import quantized_glu, quantized_linear
 
@@ -136,50 +135,38 @@ class _MLP(torch.autograd.Function):
             dx = x.new_empty(x.shape) if make_x is None else x  # of each chunk, x is read before dx is written
         if chunks and rows is not None:
             workspace = dy.new_empty(min(rows, len(dy)), width)
-        with _for_chunks(first, last, dy.dtype) if several else contextlib.nullcontext():
-            for chunk in chunks:
-                dy_chunk, inner = dy[chunk], None
-                if x is not None:
-                    x_chunk = x[chunk]
-                if workspace is not None:
-                    z, inner = first.run(x_chunk, out=workspace[: len(dy_chunk)])
-                elif saved_z is not None:
-                    z = saved_z.reshape(-1, width)
-                d_inner = last.inner_gradient(dy_chunk)
-                if need_z:
-                    h = last.input_gradient(dy_chunk, d_inner)  # dh, until the kernel leaves h in its place
-                    dz, _ = glu_backward(h, z, None, gated, activation, emit=need_h, overwrite=overwrite)
-                elif need_h:
-                    h = glu_forward(z, None, gated, activation)
-                if need_h:
-                    last.add_gradients(dy_chunk, h, None, d_inner)
-                if not need_z:
-                    continue
-                del h
-                d_inner = first.inner_gradient(dz)
-                first.add_gradients(dz, x_chunk, inner, d_inner)
-                first.add_bias_gradients(dz)
-                if need_x:
-                    part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
-                    dx = part if dx is None else dx
+        if several:  # once, since to dequantise takes more time than a matmul of 128 tokens
+            first.dequantize(dy.dtype)
+            last.dequantize(dy.dtype)
+        for chunk in chunks:
+            dy_chunk, inner = dy[chunk], None
+            if x is not None:
+                x_chunk = x[chunk]
+            if workspace is not None:
+                z, inner = first.run(x_chunk, out=workspace[: len(dy_chunk)])
+            elif saved_z is not None:
+                z = saved_z.reshape(-1, width)
+            d_inner = last.inner_gradient(dy_chunk)
+            if need_z:
+                h = last.input_gradient(dy_chunk, d_inner)  # dh, until the kernel leaves h in its place
+                dz, _ = glu_backward(h, z, None, gated, activation, emit=need_h, overwrite=overwrite)
+            elif need_h:
+                h = glu_forward(z, None, gated, activation)
+            if need_h:
+                last.add_gradients(dy_chunk, h, None, d_inner)
+            if not need_z:
+                continue
+            del h
+            d_inner = first.inner_gradient(dz)
+            first.add_gradients(dz, x_chunk, inner, d_inner)
+            first.add_bias_gradients(dz)
+            if need_x:
+                part = first.input_gradient(dz, d_inner, None if dx is None else dx[chunk])
+                dx = part if dx is None else dx
         del workspace, z, dz  # before sums of several chunks are rounded, which is a peak
         last.add_bias_gradients(dy)
         dx = None if dx is None else dx.view(*lead, hidden)
         return dx, None, *first.take(dy.dtype), *last.take(dy.dtype)
-
-
-@contextlib.contextmanager
-def _for_chunks(first: Layers, last: Layers, dtype: torch.dtype) -> Iterator[None]:
-    """Dequantises weights of few bits once for several chunks.
-
-    Dequantising costs 2.5 bytes per weight, a matmul of T tokens 2 T operations per weight: on an H200 dequantising
-    takes 200 / T of the matmul's time, 2 % for the default chunks of 9000 tokens of an 8B, and more than 100 % for 128
-    tokens. The weights of such an MLP take 352 MB in 16 bits, less than the workspaces. With a single chunk each weight
-    is dequantised where it is read, into the memory of the previous one.
-    """
-    with dequantized([*first.weights, *last.weights], dtype) as (*w1, w2):
-        first.weights, last.weights, first.has_bits, last.has_bits = w1, [w2], False, False
-        yield
 
 
 def _run(
@@ -216,9 +203,12 @@ def _run(
             outer.run(glu_forward(z.view(-1, z.shape[-1]), None, gated, activation), out)
             return y
         x = x.reshape(-1, x.shape[-1])
-        with _for_chunks(inner, outer, x.dtype) if rows < len(x) else contextlib.nullcontext():  # type: ignore[operator]
-            for chunk in slices(len(x), rows):
-                outer.run(glu_forward(inner.run(x[chunk])[0], None, gated, activation), out[chunk])
+        chunks = slices(len(x), rows)
+        if len(chunks) > 1:
+            inner.dequantize(x.dtype)
+            outer.dequantize(x.dtype)
+        for chunk in chunks:
+            outer.run(glu_forward(inner.run(x[chunk])[0], None, gated, activation), out[chunk])
     return y
 
 

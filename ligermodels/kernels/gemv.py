@@ -9,8 +9,7 @@ program reads x from the cache.
 - Measured on an H200 in bf16 and a CUDA graph: [28672, 4096] takes 55 us (4.26 TB/s; cuBLAS 64 us), [4096, 4096] 9.5 us
   (13.6), [2048, 8192] 9.4 us (13.6). With two rows cuBLAS is as fast, with three faster.
 - Weights of 8 bits (quantized.py) need as many instructions for half the bytes, so the next tiles are copied into
-  shared
-  memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
+  shared memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
 - On Hopper a launch overlaps the end of the kernel before it (`overlaps_launches`): 3 % of the GEMVs of an 8B, 9 % of
   a 1B's.
 - On a CPU with AMX bf16 runs as torch.mv, which gives oneDNN the weight as its left matrix, where F.linear gives it the
@@ -18,12 +17,13 @@ program reads x from the cache.
   With AVX512_BF16 alone torch.mv is slower (52 ms), so other CPUs run F.linear.
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation
+from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
@@ -36,61 +36,39 @@ from ligermodels.kernels._triton import (
 )
 
 
-def gemv_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def gemv_glu_reference(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    return ACTIVATIONS[activation](F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
-
-
 @triton.jit
-def _linear_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, N, K, w_stride,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """BN elements of y [N]. s_ptr: one scale per row of w, or None. EVEN: BK divides K."""
-    wait_for_previous(OVERLAP)
-    at = tl.program_id(0) * BN + tl.arange(0, BN)
-    cols = tl.arange(0, BK)
-    w_ptr += tl.minimum(at, N - 1).to(tl.int64)[:, None] * w_stride + cols[None, :]
-    total = tl.zeros((BN, BK), tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        w = _load(w_ptr + k, (cols < K - k)[None, :], EVEN, PTX)
-        total += w * _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
-    y = _scaled(tl.sum(total, 1), s_ptr, at, N)
-    tl.store(y_ptr + at, add_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
-
-
-@triton.jit
-def _glu_kernel(
-    h_ptr, x_ptr, gate_ptr, up_ptr, gate_s_ptr, up_s_ptr, gate_b_ptr, up_b_ptr, N, K, gate_stride, up_stride,
+def _gemv_kernel(
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, w_stride, up_ptr, up_s_ptr, up_b_ptr, up_stride, N, K,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN elements of h [N]. One loop reads both weights, so that loads of both are in flight."""
+    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), where loads of both are in flight.
+
+    s_ptr: one scale per row of w, or None. EVEN: BK divides K.
+    """
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
     rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
-    gate_ptr += rows * gate_stride + cols[None, :]
-    up_ptr += rows * up_stride + cols[None, :]
-    gate = tl.zeros((BN, BK), tl.float32)
-    up = tl.zeros((BN, BK), tl.float32)
+    w_ptr += rows * w_stride + cols[None, :]
+    total = tl.zeros((BN, BK), tl.float32)
+    if up_ptr is not None:
+        up_ptr += rows * up_stride + cols[None, :]
+        up_total = tl.zeros((BN, BK), tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         mask = (cols < K - k)[None, :]
-        w, v = _load(gate_ptr + k, mask, EVEN, PTX), _load(up_ptr + k, mask, EVEN, PTX)
+        w = _load(w_ptr + k, mask, EVEN, PTX)
+        if up_ptr is not None:
+            v = _load(up_ptr + k, mask, EVEN, PTX)
         x = _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
-        gate += w * x
-        up += v * x
-    gate = add_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
-    h, _ = activation(gate, NAME, h_ptr.dtype.element_ty == tl.float32)
-    h *= add_bias(_scaled(tl.sum(up, 1), up_s_ptr, at, N), up_b_ptr, at, N)
-    tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
+        total += w * x
+        if up_ptr is not None:
+            up_total += v * x
+    y = add_bias(_scaled(tl.sum(total, 1), s_ptr, at, N), b_ptr, at, N)
+    if up_ptr is not None:
+        y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
+        y *= add_bias(_scaled(tl.sum(up_total, 1), up_s_ptr, at, N), up_b_ptr, at, N)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.constexpr_function
@@ -133,25 +111,18 @@ def add_bias(y, b_ptr, at, N):
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """F.linear(x, weight, bias): [..., N] from x [..., K] of one row, weight [N, K] and bias [N] or None.
 
     `kernel_of` has returned "gemv". out: [..., N], contiguous, where the result is written. scale: fp32 [N] of a
     quantised weight, which may have any dtype of Triton's; see quantized.py.
     """
-    n, k = weight.shape
+    y = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
     if not use_triton(x):
-        row, place = x.reshape(-1), None if out is None else out.view(-1)
-        y = torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
-        return y.view(*x.shape[:-1], n) if out is None else out
-    y = x.new_empty(*x.shape[:-1], n) if out is None else out
-    bn, bk, warps, stages = _tile(n, k, weight.itemsize)
-    overlap = overlaps_launches(x)
-    launch(
-        _linear_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, n, k, weight.stride(0),
-        bn, bk, stages, k % bk == 0, has_ptx(x), overlap, num_warps=warps, **overlapping(overlap),
-    )  # fmt: skip
-    return y
+        row, place = x.reshape(-1), y.view(-1)
+        torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
+        return y
+    return _launch(y, x, (weight, scale, bias, weight.stride(0)), (None, None, None, 0), _tile, "")
 
 
 def gemv_glu(
@@ -163,16 +134,21 @@ def gemv_glu(
     gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. The results of gate and up are not rounded in between.
     `choose_mlp` has returned "gemv".
     """
-    n, k = gate.shape
-    h = x.new_empty(*x.shape[:-1], n)
-    bn, bk, warps, stages = _glu_tile(n, k, gate.itemsize)
+    h = x.new_empty(*x.shape[:-1], gate.shape[0])
+    layers = (gate, scales[0], gate_bias, gate.stride(0)), (up, scales[1], up_bias, up.stride(0))
+    return _launch(h, x, *layers, _glu_tile, activation)
+
+
+def _launch(y: Tensor, x: Tensor, layer: tuple, up: tuple, tile: Any, activation: str) -> Tensor:
+    """layer, up: weight, scale, bias and stride."""
+    n, k = layer[0].shape
+    bn, bk, warps, stages = tile(n, k, layer[0].itemsize)
     overlap = overlaps_launches(x)
     launch(
-        _glu_kernel, (cdiv(n, bn),), h, x.contiguous(), gate, up, *scales, gate_bias, up_bias, n, k, gate.stride(0),
-        up.stride(0), bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
-        **overlapping(overlap),
+        _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), *layer, *up, n, k, bn, bk, stages, k % bk == 0, has_ptx(x),
+        activation, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
-    return h
+    return y
 
 
 _RESIDENT = 528

@@ -243,13 +243,16 @@ class Layers:
             y = quantized_linear(x.reshape(-1, x.shape[-1]), weights, self.biases, out)
             y = y.view(*x.shape[:-1], y.shape[1])
         elif self.has_bits:
-            with dequantized(weights, x.dtype) as tensors:
-                y, _ = _dense(x, tensors, self.biases, out, _by_torch)
+            y, _ = _dense(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
         else:
             y, self.whole = _dense(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+
+    def dequantize(self, dtype: torch.dtype) -> None:
+        """Dequantises weights of few bits once for several calls."""
+        self.weights, self.has_bits = dequantized(self.weights, dtype), False
 
     def inner_gradient(self, dy: Tensor) -> Tensor | None:
         """dH, from dy [T, sum N_i]."""
@@ -259,8 +262,8 @@ class Layers:
         """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
         weights: Any = self.weights
         if self.has_bits:
-            with dequantized(weights, dy.dtype) as tensors:
-                dx = _input_gradient(dy, tensors, as_one(tensors), out)
+            weights = dequantized(weights, dy.dtype)
+            dx = _input_gradient(dy, weights, as_one(weights), out)
         else:
             whole = self.whole if is_still(self.whole, weights) else as_one(weights)
             dx = _input_gradient(dy, weights, whole, out)

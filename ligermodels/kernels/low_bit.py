@@ -1,14 +1,12 @@
-"""Frozen weights of 4 or 8 bits: what ops need of them, and the buffer into which they are dequantised.
+"""Frozen weights of 4 or 8 bits: what ops need of them.
 
 nf4.py and quantized.py have the formats, as subclasses of `LowBitWeight`. A weight is dequantised before each matmul,
 which cuBLAS computes; between two matmuls no dequantised weight exists. Weights of one input are dequantised side by
-side, so that one matmul reads all of them. Each stream of a GPU has one buffer, as large as its largest matmul needed,
-until `release_buffers()`.
+side, so that one matmul reads all of them.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -17,7 +15,6 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels._triton import is_capturing
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -147,55 +144,14 @@ def check_quantizable(weight: Tensor, kind: str) -> None:
         raise InputError(f"quantize: the weight has NaN or infinity, which {kind} cannot represent")
 
 
-# ---- The buffer ----
-
-_FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""(device, stream) -> byte buffers that are not in use."""
-
-
-def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """`with dequantized(weights, x.dtype) as tensors:` the weights as tensors, those of few bits dequantised.
-
-    The dequantised ones are `joint`, without autograd, and valid inside the block: other weights overwrite them later.
-    Nested blocks have buffers of their own. So have streams, hence kernels that the block launched have read the buffer
-    before the next kernel of the stream writes it. During CUDA graph capture, and on devices other than the CPU and
-    CUDA, the block allocates its memory.
-    """
-    return _dequantized(weights, dtype) if has_bits(weights) else contextlib.nullcontext(weights)
-
-
-@contextlib.contextmanager
-def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    sizes = [math.prod(weight.shape) for weight in weights if isinstance(weight, LowBitWeight)]
-    with _buffer(dtype.itemsize * sum(sizes), weights[0].device) as buffer:
-        parts = iter(buffer.view(dtype).split(sizes))
-        yield [
-            weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
-            for weight in weights
-        ]
-
-
-@contextlib.contextmanager
-def _buffer(size: int, device: torch.device) -> Iterator[Tensor]:
-    """`size` bytes for the time of a block."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and is_capturing()):
-        yield torch.empty(size, dtype=torch.uint8, device=device)
-        return
-    free = _FREE.setdefault((device, stream), [])
-    try:
-        buffer = free.pop()  # atomic: the backward runs in threads of its own
-    except IndexError:
-        buffer = None
-    if buffer is None or buffer.numel() < size:
-        del buffer  # before the larger one is allocated
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    try:
-        yield buffer[:size]
-    finally:
-        free.append(buffer)
-
-
-def release_buffers() -> None:
-    """Frees the buffers of `dequantized`; the next matmul allocates one again."""
-    _FREE.clear()
+def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Sequence[Any]:
+    """The weights as tensors, those of few bits dequantised, and `joint`; without autograd."""
+    found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
+    if not found:
+        return weights
+    sizes = [math.prod(weight.shape) for weight in found]
+    parts = iter(torch.empty(sum(sizes), dtype=dtype, device=found[0].device).split(sizes))
+    return [
+        weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, LowBitWeight) else weight
+        for weight in weights
+    ]
