@@ -127,7 +127,7 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
         return gemv.gemv_glu(x, *weights, activation="silu") if glu else gemv.gemv(x, weights[0])
     if len(weights) > 1:
         return quantized.quantized_glu(x, *weights, None, None, activation="silu")
-    return quantized.quantized_linear(x, weights, [None])
+    return quantized.quantized_linear(x, *weights)
 
 
 def timed(x: Tensor, weights: Sequence[Any]) -> Row:

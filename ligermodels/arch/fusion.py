@@ -136,13 +136,13 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
         return part, (one if not why else f"one op, a matmul for each{each}") + _parts(operands), True, why
-    plain = [name for name in inputs if name not in reasons]
-    runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
+    joint_inputs = output and len(inputs) > 1 and not reasons.keys() & set(inputs)
+    runs = f"one op of {' | '.join(inputs)}" if joint_inputs else "each by itself" if len(names) > 1 else "by itself"
     by_text: dict[str, list[str]] = {}
     for name, text in reasons.items():
         by_text.setdefault(text, []).append(name)
     why = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
-    return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
+    return part, runs, False, why
 
 
 def _parts(operands: Sequence[LinearOperand]) -> str:

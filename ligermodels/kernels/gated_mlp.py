@@ -256,7 +256,7 @@ def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, act
     (gate, gate_bias, _), (up, up_bias, _) = first if len(first) == 2 else _halves(first[0])
     if not isinstance(gate, Tensor):
         h = quantized_glu(x, gate, up, gate_bias, up_bias, activation=activation)
-        return quantized_linear(h.view(1, -1), [last.weight], [last.bias]).view(*x.shape[:-1], -1)
+        return quantized_linear(h.view(1, -1), last.weight, last.bias).view(*x.shape[:-1], -1)
     if use_triton(x):
         h = gemv_glu(x, gate, up, gate_bias, up_bias, activation=activation)
     else:

@@ -90,18 +90,19 @@ def _is_foreign(x: Tensor) -> bool:
     return x.is_shared() or not x.untyped_storage().resizable()
 
 
-def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """`joint`, or the tensor itself, of any layout, where there is only one."""
-    return tensors[0] if len(tensors) == 1 else joint(tensors)
-
-
 def rows_of(weights: Sequence[Any]) -> list[int]:
     return [w.shape[0] for w in weights]
 
 
-def as_one_layer(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None
-) -> tuple[Tensor, Tensor | None] | None:
+def as_one(weights: Sequence[Any]) -> Any:
+    """The weights, tensors or quantised ones, as one where they are joint, or there is only one; else None."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    return joint(weights) if isinstance(first, Tensor) else first.joint(weights)
+
+
+def as_one_layer(weights: Sequence[Any], biases: Sequence[Tensor | None] | None) -> tuple[Any, Tensor | None] | None:
     """(weight, bias) of one linear layer equal to all of these; None where the weights are not joint."""
     weight = as_one(weights)
     if weight is None or biases is None:

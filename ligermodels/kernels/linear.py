@@ -88,7 +88,7 @@ def matmul(x: Tensor, weights: Sequence[Weight], biases: Biases = None, out: Ten
     return Layers(weights, biases, None, has_bits(weights)).run(x, out)[0]
 
 
-def _dense(
+def _side_by_side(
     x: Tensor, weights: Sequence[Any], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """(the outputs side by side, the weights as one or None): `run` once where the weights are joint, else for each."""
@@ -240,12 +240,12 @@ class Layers:
         if not kernel and (self.has_bits or x.numel() == x.shape[-1]):
             kernel = kernel_of(x, weights, self.biases)
         if kernel == "bits":
-            y = quantized_linear(x.reshape(-1, x.shape[-1]), weights, self.biases, out)
+            y, _ = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)
             y = y.view(*x.shape[:-1], y.shape[1])
         elif self.has_bits:
-            y, _ = _dense(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
+            y, _ = _side_by_side(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
         else:
-            y, self.whole = _dense(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
+            y, self.whole = _side_by_side(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
@@ -337,16 +337,6 @@ class _Linear(torch.autograd.Function):
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
         return dx, None, *layers.take(dy.dtype)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, weight, bias) that does not save an x that a norm of this package computed.
-
-    x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N].
-    The backward recomputes x if the weight needs a gradient and x has not changed since the norm returned it. Under
-    autocast and torch.compile, and for tensor subclasses, this is F.linear.
-    """
-    return linears(x, [LinearOperand(weight, bias)])
 
 
 def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:

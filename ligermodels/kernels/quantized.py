@@ -45,9 +45,8 @@ from ligermodels.kernels._triton import (
 )
 from ligermodels.kernels.fp8 import convert
 from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
-from ligermodels.kernels.joint import as_one_layer, joint
+from ligermodels.kernels.joint import joint
 from ligermodels.kernels.low_bit import LowBitWeight, check_quantizable
-from ligermodels.kernels.operand import Biases
 
 GROUP = 128
 """Columns of an int4 weight that share a scale."""
@@ -84,6 +83,15 @@ class QuantizedWeight(LowBitWeight):
     tensor_names = row_names = ("packed", "scale")
 
     scale: Tensor
+
+    @staticmethod
+    def joint(weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight | None":
+        """The weights as one over the same memory; None where they are of several kinds, or not `joint`."""
+        (kind, (_, columns), dtype, block), parts = weights[0].options, [weight.kind for weight in weights]
+        packed, scale = (joint([getattr(weight, name) for weight in weights]) for name in ("packed", "scale"))
+        if packed is None or scale is None or parts.count(kind) < len(parts):
+            return None
+        return QuantizedWeight(kind, (packed.shape[0], columns), dtype, block, packed, scale)
 
     def _dequantize_into(self, out: Tensor) -> None:
         if not use_triton(out) or out.dtype == torch.float64:
@@ -378,53 +386,9 @@ def _rows_kernel(
 
 
 def quantized_linear(
-    x: Tensor, weights: Sequence[QuantizedWeight], biases: Biases = None, out: Tensor | None = None
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """Linear layers of rows x [T, K], side by side: [T, sum N_i], into `out` where given, without autograd.
-
-    One launch where the weights are `joint`. `kernel_of` has returned "bits".
-    """
-    whole = _as_one(weights, biases)
-    if whole is not None:
-        return _linear(x, *whole, out)
-    sizes = [weight.shape[0] for weight in weights]
-    out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
-    biases = biases or [None] * len(sizes)
-    for weight, bias, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
-        _linear(x, weight, bias, columns)
-    return out
-
-
-def quantized_glu(
-    x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
-    activation: str,
-) -> Tensor:  # fmt: skip
-    """`gemv_glu` for quantised weights of one kind. `choose_mlp` has returned "bits"."""
-    if gate.kind != "int4":
-        scales = gate.scale, up.scale
-        return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
-    h = x.new_empty(*x.shape[:-1], gate.shape[0])
-    _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
-    return h
-
-
-def _as_one(
-    weights: Sequence[QuantizedWeight], biases: Biases
-) -> tuple[QuantizedWeight, Tensor | None] | None:  # fmt: skip
-    """`as_one_layer` for quantised weights."""
-    first = weights[0]
-    if len(weights) == 1:
-        return first, biases[0] if biases else None
-    if any(weight.kind != first.kind for weight in weights):
-        return None
-    layer, scale = as_one_layer([w.packed for w in weights], biases), joint([w.scale for w in weights])
-    if layer is None or scale is None:
-        return None
-    rows, columns = layer[0].shape[0], first.shape[1]
-    return QuantizedWeight(first.kind, (rows, columns), first.dtype, 0, layer[0], scale), layer[1]
-
-
-def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias) of rows x [T, K]: [T, N], into `out` where given. `kernel_of` has returned "bits"."""
     rows, (n, k), int4 = x.shape[0], weight.shape, weight.kind == "int4"
     if rows == 1 and not int4:
         return gemv(x, weight.packed, bias, out, scale=weight.scale)
@@ -443,6 +407,19 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
         num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return y
+
+
+def quantized_glu(
+    x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """`gemv_glu` for quantised weights of one kind. `choose_mlp` has returned "bits"."""
+    if gate.kind != "int4":
+        scales = gate.scale, up.scale
+        return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
+    h = x.new_empty(*x.shape[:-1], gate.shape[0])
+    _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
+    return h
 
 
 def _tile(rows: int, itemsize: int) -> tuple[int, int, int, int]:

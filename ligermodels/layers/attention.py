@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import (
     JointProjections,
-    apply_joint,
     apply_linears,
     operands_of,
     run_linear,
@@ -131,12 +131,12 @@ class Attention(JointProjections):
         """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None."""
         inputs = self.joint_modules
         separate = torch.compiler.is_compiling() and len(inputs) > 1  # the compiler fuses what follows each
-        joint = None if separate else apply_joint(inputs, x)
-        fused = joint is not None
+        operands = None if separate else operands_of(inputs)
+        fused = operands is not None
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
-        if fused or len(inputs) == 1:
-            qkv = inputs[0](x) if joint is None else joint
+        if operands is not None or len(inputs) == 1:
+            qkv = inputs[0](x) if operands is None else linears(x, operands)
             if tables is not None and self.q_norm is None and not self.output_gate:
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
                 options: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, inplace=fused)

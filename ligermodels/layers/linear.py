@@ -40,14 +40,13 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
     for module in modules:
         if _touched(module):
             return None
+        operand = None
         if type(module) is nn.Linear:  # here, and not in `_operand_of`, for the host's time
             parameters = module._parameters  # whose items take a fifth of the host time of module.weight
-            weight = parameters.get("weight")
-            if type(weight) is not nn.Parameter:
-                return None
-            found.append(LinearOperand(weight, parameters["bias"]))
-            continue
-        operand = _operand_of(module)
+            if type(parameters.get("weight")) is nn.Parameter:
+                operand = LinearOperand(parameters["weight"], parameters["bias"])
+        else:
+            operand = _operand_of(module)
         if operand is None:
             return None
         found.append(operand)
@@ -161,34 +160,25 @@ def warns(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
 
 
-def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x). For a fusable module the backward recomputes an x that a norm has just made, which is not saved."""
-    return run_linear(module, x, operands_of([module]))
-
-
 def run_linear(module: nn.Module, x: Tensor, operands: Sequence[LinearOperand] | None) -> Tensor:
-    """module(x), as one op of `operands` where there are some."""
+    """module(x), as an op of its operands where there are some.
+
+    The backward then recomputes an x that a norm has just made, which is not saved.
+    """
     return module(x) if operands is None else linears(x, operands)
 
 
-def apply_joint(modules: Sequence[nn.Module], x: Tensor) -> Tensor | None:
-    """The outputs of modules side by side, from one op; None if one of them is not fusable.
-
-    The caller may overwrite them if there are several.
-    """
-    operands = operands_of(modules)
-    return None if operands is None else linears(x, operands)
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x), as one op where it is fusable."""
+    return run_linear(module, x, operands_of([module]))
 
 
-def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """[module(x) for module in modules]; the fusable ones are one op."""
-    found = [operands_of([module]) for module in modules]
-    operands = [one[0] for one in found if one is not None]
-    if len(operands) < 2 or torch.compiler.is_compiling():
-        outputs = zip(modules, found, strict=True)
-        return [run_linear(module, x, one) for module, one in outputs]
-    parts = iter(linears(x, operands).split([one.weight.shape[0] for one in operands], dim=-1))
-    return [module(x) if one is None else next(parts) for module, one in zip(modules, found, strict=True)]
+def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
+    """[module(x) for module in modules], as one op where all are fusable."""
+    operands = None if torch.compiler.is_compiling() else operands_of(modules)
+    if operands is None:
+        return [apply_linear(module, x) for module in modules]
+    return linears(x, operands).split([one.weight.shape[0] for one in operands], dim=-1)
 
 
 class JointProjections(nn.Module):
@@ -213,7 +203,7 @@ class JointProjections(nn.Module):
         """Moves the weights of the modules of one input into one storage, and likewise biases and scales."""
         found: dict[str, list[Tensor]] = {}
         for module in self.joint_modules:
-            for name, tensor in _tensors_to_join(module):
+            for name, tensor in _tensors_to_join(module).items():
                 found.setdefault(name, []).append(tensor)
         for tensors in found.values():
             if len(tensors) > 1:
@@ -239,16 +229,16 @@ class JointProjections(nn.Module):
         self.join_weights()
 
 
-def _tensors_to_join(module: Any) -> Iterable[tuple[str, Any]]:
-    """(name, tensor) of those that may lie beside the ones of other modules; of NF4 they are joint once dequantised."""
-    kind, parameters = type(module), {name: p for name, p in module._parameters.items() if p is not None}
-    if kind is ShardedLinear and module.may_be_joint:
-        return [(name, parameter._local_tensor) for name, parameter in parameters.items()]  # to_local returns a view
-    if kind is QuantizedLinear and module.kind != "nf4":
-        parameters |= {"scale": module.scale}
-    elif kind not in (nn.Linear, LoRALinear):
-        return []
-    return parameters.items() if is_untouched(module) else []
+def _tensors_to_join(module: Any) -> dict[str, Any]:
+    """Those that may lie beside the ones of other modules; of NF4 they are joint once they are dequantised."""
+    found = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if type(module) is ShardedLinear and module.may_be_joint:
+        return {name: parameter._local_tensor for name, parameter in found.items()}  # of which to_local returns a view
+    if type(module) is QuantizedLinear and module.kind != "nf4":
+        found["scale"] = module.scale
+    elif type(module) not in (nn.Linear, LoRALinear):
+        return {}
+    return found if is_untouched(module) else {}
 
 
 def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

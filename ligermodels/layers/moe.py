@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.experts import experts_of
-from ligermodels.kernels.linear import linear
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.moe import route
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.layers.lora import Factor, scale_of
@@ -127,7 +127,7 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, replicated(self.weight, self.tp))
+        return linears(x, [LinearOperand(replicated(self.weight, self.tp))])
 
 
 class MoE(nn.Module):

@@ -8,7 +8,8 @@ import torch
 
 from ligermodels.kernels import attention, attention_reference
 from ligermodels.kernels._recompute import attach_to_view, handle_of
-from ligermodels.kernels.linear import linear
+from ligermodels.kernels.linear import linears
+from ligermodels.kernels.operand import LinearOperand
 from tests.kernels.ops.attention import our_attention
 
 
@@ -155,7 +156,7 @@ def test_head_chunks_change_nothing(device, monkeypatch):
         out = attention(q, k, v, head_chunks=head_chunks)
         joined = attach_to_view(out, out.flatten(2))
         assert (handle_of(out) is not None) is (handle_of(joined) is not None) is head_chunks
-        y = linear(joined, weight)
+        y = linears(joined, [LinearOperand(weight)])
         results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole)

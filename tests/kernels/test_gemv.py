@@ -8,9 +8,8 @@ import ligermodels.kernels.gemv as gemv_file
 from ligermodels.kernels import gated_mlp, operand
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels.gemv import gemv, gemv_glu
-from ligermodels.kernels.linear import linear
 from ligermodels.kernels.operand import kernel_of
-from tests.kernels.ops.mlp import joint_linear
+from tests.kernels.ops.mlp import joint_linear, linear
 from tests.kernels.seen import Seen
 
 

@@ -8,9 +8,8 @@ from torch import nn
 import ligermodels.layers as L
 from ligermodels.arch import ARCHS
 from ligermodels.kernels.joint import joint, make_joint
-from ligermodels.kernels.linear import linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
-from tests.kernels.ops.mlp import joint_linear, one_by_one
+from tests.kernels.ops.mlp import joint_linear, linear, one_by_one
 from tests.kernels.seen import Seen, adding_in_place, saved_by
 
 WIDTH, COLUMNS = 12, (5, 3, 4)

@@ -9,7 +9,9 @@ from ligermodels.experimental.int2_matmul import int2_matmul, pack_int2
 from ligermodels.kernels.adamw import adamw
 from ligermodels.kernels.argmax import argmax
 from ligermodels.kernels.gemv import gemv, gemv_glu
+from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import quantize_nf4
+from ligermodels.kernels.operand import LinearOperand
 from ligermodels.kernels.quantized import FORMATS, quantize, quantized_glu, quantized_linear
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.test_linear import joint_linear, several
@@ -52,8 +54,8 @@ def of_few_bits(dtype, kind):
     gate, up, back = (quantize(random(*shape, scale=0.05), kind) for shape in ((512, 1024), (512, 1024), (1024, 512)))
 
     def op(x, several):
-        h = quantized_linear(quantized_glu(x, gate, up, None, None, activation="silu"), [back], [None])
-        return h, quantized_linear(several, [gate, up], [None, None])
+        h = quantized_linear(quantized_glu(x, gate, up, None, None, activation="silu"), back)
+        return h, linears(several, [LinearOperand(gate), LinearOperand(up)])
 
     return op, [random(1, 1024), random(7, 1024)], []
 

@@ -69,7 +69,7 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
     for biases in ((None, None), (b1, b2)):
         exact_biases = [None if b is None else b.double() for b in biases]
         y = [F.linear(x.double(), exact(w), b) for w, b in zip((gate, up), exact_biases, strict=True)]
-        assert_close(quantized_linear(x, [gate], biases[:1]), y[0], dtype, device)
+        assert_close(quantized_linear(x, gate, biases[0]), y[0], dtype, device)
         h = quantized_glu(x, gate, up, *biases, activation="silu")
         assert_close(h, ACTIVATIONS["silu"](y[0]) * y[1], dtype, device)
 
@@ -82,7 +82,7 @@ def test_tiles_of_int4_agree(device, monkeypatch, rows, tile, k):
     (weight,) = weights(device, "int4", [41], k)
     x = torch.randn(rows, k, device=device)
     monkeypatch.setattr(quantized, "_one_row_tile" if rows == 1 else "_int4_tile", lambda *_: tile)
-    assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, torch.float32, device)
+    assert_close(quantized_linear(x, weight), x.double() @ exact(weight).T, torch.float32, device)
 
 
 @pytest.mark.parametrize(("rows", "k"), [(2, 512), (17, 300), (17, 512)])
@@ -92,10 +92,10 @@ def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows, k):
     (weight,) = weights(device, kind, [n], k)
     bias = torch.randn(n, device=device)
     x = torch.randn(rows, 2 * k, device=device)[:, ::2]
-    assert_close(quantized_linear(x, [weight], [bias]), x.double() @ exact(weight).T + bias, torch.float32, device)
+    assert_close(quantized_linear(x, weight, bias), x.double() @ exact(weight).T + bias, torch.float32, device)
     low = x.to(torch.bfloat16 if device == "cuda" else torch.float16)  # the interpreter has no bf16 dot
     wanted = low.double() @ exact(weight).T
-    found = quantized_linear(low, [weight], [None])
+    found = quantized_linear(low, weight)
     assert found.dtype == low.dtype
     assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
 
@@ -162,5 +162,5 @@ def test_sizes_of_models(kind, rows, n, k):
     (weight,) = weights("cuda", kind, [n], k)
     x = torch.randn(rows, k, device="cuda").bfloat16()
     wanted = x.double() @ exact(weight).T
-    error = (quantized_linear(x, [weight], [None]).double() - wanted).abs()
+    error = (quantized_linear(x, weight).double() - wanted).abs()
     assert (error <= 2**-8 * (wanted.abs() + 0.1)).all()

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels import kernels
-from ligermodels.kernels.linear import linear
 from tests.kernels.cases import HALF, Case, Maker, Op, drawn
 from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
 from tests.kernels.ops.delta import causal_conv_op, delta_gates_op, gated_delta_rule_op, gated_norm_op
@@ -33,6 +32,7 @@ from tests.kernels.ops.mlp import (
     eager_glu,
     exact_linear_after_norm,
     joint_linear,
+    linear,
     linear_after,
     linear_after_norm,
     linear_op,

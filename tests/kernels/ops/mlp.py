@@ -220,6 +220,10 @@ def three_layers(op):
     return call
 
 
+def linear(x, weight, bias=None):
+    return linears(x, [LinearOperand(weight, bias)])
+
+
 def joint_linear(x, weights, biases=None):
     return linears(x, list(map(LinearOperand, weights, biases or [None] * len(weights))))
 
