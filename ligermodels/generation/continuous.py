@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.graphs import Step
-from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
+from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.state import Cache, RecurrentState
 
 REFILL_FRACTION = 8
@@ -49,13 +49,14 @@ class ContinuousEngine(Engine):
         self.prompts, self.limits, self.copies = prompts, limits, request.options.num_return_sequences
         self.capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         self.left = len(prompts) * self.copies  # continuations that have no row yet
-        super().__init__(request, min(batch_size, self.left), 2 * self.capacity)
+        rows = min(batch_size, self.left)
+        super().__init__(request, rows)
+        self.ids = torch.zeros(rows, 2 * self.capacity, dtype=torch.int64, device=self.device)
         self.length = self.capacity
         self.waiting = deque(
             sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         )  # similar lengths run together
         self.prefilled: _Prefilled | None = None
-        self.captured: Step | None = None
 
     def continuations(self) -> Iterator[tuple[int, Tensor]]:
         """(index in the result, new ids) of each continuation as it ends."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
-from ligermodels.generation.processors import to_device
 from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.argmax import argmax
+from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graphs
 from ligermodels.generation.graphs import Step
-from ligermodels.generation.processors import draw, make_processors, to_device
+from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
-from ligermodels.layers.async_copy import AsyncToHost
+from ligermodels.layers.async_copy import AsyncToHost, to_device
 from ligermodels.layers.state import TransformersCache, as_cache
 
 
@@ -56,17 +56,18 @@ class Engine:
     """Acts on the rows that ended in the last turn; returns whether any row decodes."""
     step: Callable[[], None]
     """Sets `logits` to those after the last token of each row."""
+    ids: Tensor
 
-    def __init__(self, request: Request, rows: int, columns: int, mask: Tensor | None = None):
+    def __init__(self, request: Request, rows: int, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
         self.runs_ahead = True
         self.rows: list[Row | None] = [None] * rows
-        self.ids = torch.zeros(rows, columns, dtype=torch.int64, device=self.device)
         self.length = self.first = 0
         self.logits = torch.empty(0)
         self.cache: Any = None
         self.kept: Any = None  # an entry of `KeptCaches.take`, for the next call
+        self.captured: Step | None = None  # the step, where it has begun and nothing else ran since
         keeps = options.return_dict_in_generate
         self.scores: list[Tensor] | None = [] if keeps and options.output_scores else None
         self.raw_logits: list[Tensor] | None = [] if keeps and options.output_logits else None
@@ -175,28 +176,25 @@ class PaddedEngine(Engine):
 
     def __init__(self, request: Request):
         prompt, copies = request.input_ids, request.options.num_return_sequences
-        rows, self.start = len(prompt) * copies, prompt.shape[1]
-        self.end = self.start + request.max_new_tokens
-        self.mask: Tensor | None = None  # [B, end]
-        if request.mask is not None:
-            self.mask = F.pad(request.mask.repeat_interleave(copies, 0), (0, request.max_new_tokens), value=True)
-        super().__init__(request, rows, self.end, self.mask)
-        self.ids[:, : self.start] = prompt.repeat_interleave(copies, 0)
-        self.length, self.first = self.start, request.without_ids
-        recent = (
-            self.ids[:, max(self.first, self.start - 8) : self.start].tolist()
-            if self.options.stop_strings
-            else [[]] * rows
-        )
-        self.rows[:] = [self.new_row(self.start, ids, request.max_new_tokens) for ids in recent]
-        self.done, self.capacity = [False] * rows, self.end
+        new, mask, all_rows = request.max_new_tokens, request.mask, None
+        self.mask = None if mask is None else F.pad(mask, (0, new), value=True)  # [B, end]
+        if self.mask is not None:
+            all_rows = self.mask.repeat_interleave(copies, 0)
+        super().__init__(request, len(prompt) * copies, all_rows)
+        self.ids, self.embeds = F.pad(prompt.long(), (0, new)), request.embeds
+        self.first, self.start = request.without_ids, prompt.shape[1]
+        self.length, self.end = self.start, self.start + new
+        recent: list[list[int]] = [[]] * len(prompt)
+        if self.options.stop_strings:
+            recent = prompt[:, max(self.first, self.start - 8) :].tolist()
+        self.rows[:] = [self.new_row(self.start, ids, new) for ids in recent for _ in range(copies)]
+        self.done, self.capacity = [False] * len(self.rows), self.end
         self.use_cache = self.options.use_cache is not False
         self.call: Callable[..., Any] = self.model
         # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
         self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
         self.cache = request.cache
         self.virtual = 0  # the number of virtual tokens
-        self.captured: Step | None = None  # the step, where it has begun and nothing else ran since
 
     @property
     def past(self) -> int:
@@ -204,20 +202,34 @@ class PaddedEngine(Engine):
         return 0 if self.cache is None else self.cache.length - self.virtual
 
     def prefill(self) -> None:
+        model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
         self.captures = self.runs_ahead = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
             self.is_adapted and ADAPTED,
             isinstance(self.cache, TransformersCache)
             and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
             not self.request.pads_left and "attention_mask has gaps between tokens",
         )  # fmt: skip
-        kind = self.options.kv_cache_dtype
         if self.use_cache and self.cache is None and not self.is_adapted:
             if self.captures:
-                self.kept = self.model.kept_caches.take(self.model, len(self.rows), self.capacity, kind)
+                self.kept = model.kept_caches.take(model, len(self.rows), self.capacity, kind)
+            if self.captures and rows == len(self.rows):
                 self.cache = self.kept[1]
-            else:  # its rows are multiplied with those of the prompt
-                self.cache = self.model.new_cache(len(self.request.input_ids), self.capacity, kv_cache_dtype=kind)
+            else:
+                length = self.start if self.captures else self.capacity
+                self.cache = model.new_cache(rows, length, kv_cache_dtype=kind, whole=self.captures)
         self.step()
+        if rows < len(self.rows):
+            self.copy_rows(torch.arange(rows, device=self.device).repeat_interleave(len(self.rows) // rows))
+
+    def copy_rows(self, rows: Tensor) -> None:
+        """Row i becomes a copy of the prompt rows[i]."""
+        self.ids, self.logits = self.ids[rows], self.logits[rows]
+        self.mask, self.embeds = (None if x is None else x[rows] for x in (self.mask, self.embeds))
+        if self.kept is not None:
+            prompts, self.cache = self.cache, self.kept[1]
+            self.cache.take(prompts, rows)
+        elif self.cache is not None:
+            self.cache.reorder(rows)
 
     def admit(self) -> bool:
         done = [row.done for row in self.rows if row is not None]
@@ -255,56 +267,36 @@ class PaddedEngine(Engine):
 
     def forward(self) -> None:
         """Runs the columns that are not cached."""
-        request, model, length, past, cache = self.request, self.model, self.length, self.past, self.cache
-        is_prompt, self.captured = length == self.start, None
-        copies = (
-            self.options.num_return_sequences if self.use_cache and is_prompt else 1
-        )  # a prompt runs once for all its copies
-        if copies > 1 and self.kept is not None:
-            kind = self.options.kv_cache_dtype
-            cache = model.new_cache(len(request.input_ids), length, kv_cache_dtype=kind, whole=True)
-        ids, mask = self.ids[::copies, :length], None if self.mask is None else self.mask[::copies, :length]
+        model, length, past, self.captured = self.model, self.length, self.past, None
+        ids, mask = self.ids[:, :length], None if self.mask is None else self.mask[:, :length]
         # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp_(min=0)
-        embeds = request.embeds if past < self.start else None
+        embeds = self.embeds if past < self.start else None
         if embeds is not None:
             new = model.get_input_embeddings()(ids[:, self.start :]).to(embeds.dtype)
-            embeds = torch.cat([embeds.repeat_interleave(self.options.num_return_sequences // copies, 0), new], 1)
-
-        def run(begin: int, end: int, **options: Any) -> Any:
-            """The output of the model for the columns from `begin` to `end`."""
-            own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
-            inputs = self.prepare(
-                ids[:, begin:end],
-                attention_mask=None if mask is None else mask[:, :end],
-                position_ids=None if positions is None else positions[:, begin:end],
-                past_key_values=cache,
-                use_cache=self.use_cache,
-                **own,
-                **options,
-            )
-            if own and inputs.get("inputs_embeds") is not own["inputs_embeds"]:
-                raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
-            return self.call(**inputs | {"input_ids": None} if own else inputs)
-
-        begin, chunk = past, self.options.prefill_chunk_size or length
-        extra = request.inputs if is_prompt or past == 0 else {}
+            embeds = torch.cat([embeds, new], 1)
+        last = {"logits_to_keep": 1, **(self.request.inputs if length == self.start or past == 0 else {})}
+        chunk = self.options.prefill_chunk_size or length
         with model.decoder.rotary_emb.of_length(self.longest):
-            while length - begin > chunk:
-                run(begin, begin + chunk, return_logits=False)
-                begin += chunk
-            output = run(begin, length, logits_to_keep=1, **extra)
-        if self.use_cache and cache is None:
+            for begin in range(past, length, chunk):
+                end = min(begin + chunk, length)
+                own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+                inputs = self.prepare(
+                    ids[:, begin:end],
+                    attention_mask=None if mask is None else mask[:, :end],
+                    position_ids=None if positions is None else positions[:, begin:end],
+                    past_key_values=self.cache,
+                    use_cache=self.use_cache,
+                    **own,
+                    **(last if end == length else {"return_logits": False}),
+                )
+                if own and inputs.get("inputs_embeds") is not own["inputs_embeds"]:
+                    raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
+                output = self.call(**inputs | {"input_ids": None} if own else inputs)
+        if self.use_cache and self.cache is None:
             self.cache = as_cache(output.past_key_values, model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length
         self.logits = output.logits[:, -1]
-        if copies > 1:
-            copied = torch.arange(len(request.input_ids), device=ids.device).repeat_interleave(copies)
-            if self.kept is not None:
-                self.cache.take(cache, copied)
-            else:
-                self.cache.reorder(copied)
-            self.logits = self.logits[copied]
 
     def close(self) -> None:
         if self.past > self.length - 1:  # the loop was left while a step ran ahead

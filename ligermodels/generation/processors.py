@@ -15,6 +15,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.options import SAMPLING_OFF
 from ligermodels.generation.request import LogitsProcessor, Request
+from ligermodels.layers.async_copy import to_device
 
 
 def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) -> list[LogitsProcessor]:
@@ -107,11 +108,3 @@ def _checked(ids: Tensor, logits: Tensor, processor: LogitsProcessor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.shape != shape:
         raise InputError(f"logits_processor must return logits of shape {list(shape)}")
     return logits
-
-
-def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A tensor of host values, copied without waiting for the device."""
-    on_host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda":
-        on_host = on_host.pin_memory()
-    return on_host.to(device, non_blocking=True)

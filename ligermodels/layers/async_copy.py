@@ -1,4 +1,7 @@
-"""Copies of small tensors to the host that nobody waits for until they are read."""
+"""Copies between host and device that nobody waits for until they are read."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,3 +23,11 @@ class AsyncToHost:
             return self._values.cpu()
         self._copied.synchronize()
         return self._values.clone()  # in memory that is not pinned
+
+
+def to_device(values: Sequence[Any] | Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor of host values, copied without waiting for the device."""
+    on_host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
