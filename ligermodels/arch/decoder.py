@@ -21,7 +21,7 @@ from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.multimodal import DeepStack
 from ligermodels.layers.parallel import MeshGroup
-from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, TransformersCache
+from ligermodels.layers.state import KV_CACHE_DTYPES, Cache
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
@@ -194,7 +194,7 @@ class Decoder(BaseModel):
         if cache is not None:
             if inputs.step is None:
                 cache.advance(inputs.tokens.shape[1])
-            output["past_key_values"] = cache.cache if isinstance(cache, TransformersCache) else cache
+            output["past_key_values"] = cache if cache.foreign is None else cache.foreign
         if hidden_states is not None:
             output["hidden_states"] = (*hidden_states, output["last_hidden_state"])
         if router_logits is not None:

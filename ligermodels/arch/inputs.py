@@ -19,7 +19,7 @@ from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
-from ligermodels.layers.state import Cache, TransformersCache, as_cache
+from ligermodels.layers.state import Cache, as_cache
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
@@ -56,9 +56,9 @@ class TextInputs(MovableInputs):
 
     def check_own_cache(self) -> None:
         """Raises InputError for a cache of transformers, which cannot store the state of a model with images."""
-        if isinstance(self.cache, TransformersCache):
+        if self.cache is not None and self.cache.foreign is not None:
             raise InputError(
-                f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a Cache, "
+                f"past_key_values is a {type(self.cache.foreign).__name__}; a model that reads images needs a Cache, "
                 "as model.new_cache makes"
             )
 

@@ -1,7 +1,7 @@
 """`generate`, `generate_iter`, `generate_many` and `generate_many_iter`: front ends of the engines."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from ligermodels.generation.drafters import DraftingEngine
 from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.options import DRAFTERS, Attributes
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
-from ligermodels.layers.state import TransformersCache
 
 _OF_ONE_BATCH = frozenset("""
     attention_mask generation_config input_ids inputs inputs_embeds logits_processor medusa output_logits output_scores
@@ -111,22 +110,22 @@ def generate(
             the vocabulary; NaN logits.
     """
     request = Request(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
-    engine, first = _engine(request), request.without_ids
+    engine = _engine(request)
     if streamer is not None:
-        streamer.put(engine.ids[:, first : engine.length].cpu())
+        streamer.put(engine.ids[:, engine.first : engine.length].cpu())
     for new in engine.decode():
         if streamer is not None:
             streamer.put(new)
     if streamer is not None:
         streamer.end()
-    ids = engine.ids[:, first : engine.length].clone()  # the buffer is longer if rows stopped early
+    ids = engine.ids[:, engine.first : engine.length].clone()  # the buffer is longer if rows stopped early
     if not request.options.return_dict_in_generate:
         return ids
-    cache = engine.cache.cache if isinstance(engine.cache, TransformersCache) else engine.cache
-    found = {"scores": engine.scores, "logits": engine.raw_logits, "past_key_values": cache}
-    return GenerateOutput(sequences=ids, **{
-        name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if value is not None
-    })  # fmt: skip
+    scores = None if engine.scores is None else tuple(engine.scores)
+    logits = None if engine.raw_logits is None else tuple(engine.raw_logits)
+    cache = engine.cache if engine.cache is None or engine.cache.foreign is None else engine.cache.foreign
+    found = dict(scores=scores, logits=logits, past_key_values=cache)
+    return GenerateOutput(sequences=ids, **{name: value for name, value in found.items() if value is not None})
 
 
 def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
@@ -179,24 +178,25 @@ def generate_many_iter(
     texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
-    if not hasattr(type(model), "new_cache"):
+    if not hasattr(type(model), "new_cache") or is_adapted(model):
         raise InputError(
-            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one: pass the model "
-            "inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
+            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one, nor one in an "
+            "adapter: pass the model inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
         )
-    if is_adapted(model):
-        raise InputError("generate_many cannot run under an adapter that prepares the inputs of each step")
-    options = {name: value for name, value in options.items() if value is not None or name not in _OF_ONE_BATCH}
-    _refuse(options)
+    for name in sorted(_OF_ONE_BATCH & options.keys()):
+        if options[name] is not None and options[name] is not False:
+            raise InputError(
+                f"generate_many does not take {name}: prompts and results are lists of ids; use `generate`"
+            )
+    if options.get("use_cache") is False:
+        raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
     if not texts:
         return iter(())
     checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
     longest = max(texts, key=len)[None].to(model.device)
-    # A row that has finished is not filled up: no pad id is needed.
-    request = Request(model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options})
-    _refuse(vars(request.options))  # the checkpoint's generation_config.json may set them
-    if request.options.use_cache is False:
-        raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
+    # A row that has finished is not filled up: no pad id is needed. What a checkpoint sets for one batch is off.
+    own = dict.fromkeys(_OF_ONE_BATCH) | {"attention_mask": torch.ones_like(longest), "use_cache": True}
+    request = Request(model, **{"pad_token_id": 0, **options, **own, "input_ids": longest})
     if request.inputs:
         raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
     with warnings.catch_warnings():
@@ -214,23 +214,12 @@ def generate_many_iter(
     return engine.continuations()
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
-    for name in sorted(_OF_ONE_BATCH & options.keys()):
-        if options[name] is not None and options[name] is not False:
-            raise InputError(
-                f"generate_many does not take {name}: its prompts are lists of ids in a batch of its own, and its "
-                "results ids; use `generate`"
-            )
-
-
 def _as_ids(index: int, prompt: Any) -> Tensor:
     try:
         ids = torch.as_tensor(prompt).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"prompt {index} is a {type(prompt).__name__}; it must be a list of token ids") from error
     if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(
-            f"prompt {index} is {list(ids.shape)} of {ids.dtype}; it must be a list of token ids or a tensor [S] of "
-            "torch.int64, and have at least one token (the bos token, say)"
-        )
+        found = f"prompt {index} is {list(ids.shape)} of {ids.dtype}"
+        raise InputError(f"{found}; it must be a list of at least one token id, or such a tensor [S] of torch.int64")
     return ids.long()

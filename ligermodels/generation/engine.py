@@ -21,7 +21,7 @@ from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost, to_device
-from ligermodels.layers.state import TransformersCache, as_cache
+from ligermodels.layers.state import as_cache
 
 
 @dataclass
@@ -205,7 +205,7 @@ class PaddedEngine(Engine):
         model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
         self.captures = self.runs_ahead = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
             self.is_adapted and ADAPTED,
-            isinstance(self.cache, TransformersCache)
+            self.cache is not None and self.cache.foreign is not None
             and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
             not self.request.pads_left and "attention_mask has gaps between tokens",
         )  # fmt: skip

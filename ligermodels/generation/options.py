@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,8 +141,7 @@ class Options:
         ignored = [name for name in SAMPLING_OFF if name in explicit and name not in set_off]
         if ignored and not options.do_sample:
             warnings.warn(
-                f"{', '.join(ignored)} changes nothing in greedy decoding, which always takes the likeliest token; "
-                "pass do_sample=True to draw tokens, or temperature above 0",
+                f"{', '.join(ignored)} changes nothing in greedy decoding; pass do_sample=True to draw tokens",
                 stacklevel=4,
             )
         return options, set(explicit)
@@ -149,10 +149,7 @@ class Options:
     def __post_init__(self):
         if self.temperature == 0:
             if self.do_sample:
-                raise InputError(
-                    "do_sample=True and temperature=0 contradict each other: pass do_sample=False for greedy decoding, "
-                    "or a temperature above 0"
-                )
+                raise InputError("do_sample=True and temperature=0 contradict: pass do_sample=False, or a temperature")
             self.temperature = 1.0
         for option in dataclasses.fields(self):
             name, value, rule = option.name, getattr(self, option.name), option.metadata
@@ -172,10 +169,8 @@ class Options:
         if self.kv_cache_dtype not in (None, "auto", "fp8"):
             raise InputError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto', the dtype of the model, or 'fp8'")
         if not self.do_sample and self.num_return_sequences > 1:
-            raise InputError(
-                f"num_return_sequences={self.num_return_sequences} needs do_sample=True: greedy decoding would give "
-                "the same sequence each time"
-            )
+            number = f"num_return_sequences={self.num_return_sequences}"
+            raise InputError(f"{number} needs do_sample=True: greedy decoding gives the same sequence each time")
 
     def new_tokens(self, prompt_length: int, positions: int | None) -> int:
         """The maximum number of tokens after a prompt of `prompt_length` columns; of two limits max_new_tokens counts.
@@ -186,18 +181,15 @@ class Options:
             return int(self.max_new_tokens)
         end = self.max_length
         if end is None:
-            end = prompt_length + DEFAULT_NEW_TOKENS
-            end = end if positions is None else min(end, positions)
+            end = min(prompt_length + DEFAULT_NEW_TOKENS, positions or sys.maxsize)
             warnings.warn(
                 f"neither the call nor the checkpoint sets max_new_tokens or max_length: at most {DEFAULT_NEW_TOKENS} "
                 "tokens are added; pass max_new_tokens",
                 stacklevel=4,
             )
         if end <= prompt_length:
-            raise InputError(
-                f"the prompt has {prompt_length} tokens, padding included, and max_length={end} leaves none for new "
-                "tokens; pass max_new_tokens, which counts those alone"
-            )
+            number = f"the prompt has {prompt_length} tokens, padding included"
+            raise InputError(f"{number}, and max_length={end} leaves none for new ones; pass max_new_tokens")
         return int(end) - prompt_length
 
 
@@ -207,18 +199,16 @@ KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED | IGNORED
 
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
     for name in sorted(UNSUPPORTED):
-        value = explicit.get(name, inherited.get(name))
-        off = 1 if name in _OFF_IS_ONE else 0
+        value, off = explicit.get(name, inherited.get(name)), 1 if name in _OFF_IS_ONE else 0
         if value is None or value is False or (isinstance(value, Real) and value == off):
             continue
-        instead = (
-            f"pass {BY_TRANSFORMERS[name]}(...) of transformers" if name in BY_TRANSFORMERS else f"leave {name} out"
-        )
-        message = f"{name}={repr(value).splitlines()[0]:.80} is not supported by generate; {instead}"
+        source, instead = "", f"leave {name} out"
         if name not in explicit:
-            off_value = off if name in _OFF_IS_ONE else None
-            message = f"model.generation_config sets {message}, and {name}={off_value!r}, which switches it off"
-        raise InputError(message)
+            source, instead = "model.generation_config sets ", f"pass {name}={off or None}, which switches it off"
+        if name in BY_TRANSFORMERS:
+            instead += f", and pass {BY_TRANSFORMERS[name]}(...) of transformers"
+        value = repr(value).splitlines()[0]
+        raise InputError(f"{source}{name}={value:.80} is not supported by generate; {instead}")
 
 
 def _entries(config: Any, name: str, of_model: Any = None) -> dict[str, Any]:

@@ -9,23 +9,12 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
-from ligermodels.layers.state import TransformersCache, as_cache
+from ligermodels.layers.state import as_cache
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """(ids [B, S] so far, logits [B, V] fp32) -> logits."""
 
 ADAPTED = "another object, such as a PEFT model, prepares the inputs of each step"
-_CONTRADICTIONS = {
-    "no cache": ("chunks", "fp8", "past", *DRAFTERS, "images"),
-    "images": ("chunks", "embeds"),
-    "chunks": ("adapter",),
-    "fp8": ("adapter",),
-    "past": ("adapter",),
-} | {
-    name: (*DRAFTERS[i + 1 :], "embeds", "padding", "batch", "foreign", "cross", "adapter")
-    for i, name in enumerate(DRAFTERS)
-}  # fmt: skip
-"""{what a call may have: what it cannot have with it}, by the names in `Request._check_combinations`."""
 
 
 class Request:
@@ -49,10 +38,12 @@ class Request:
         self.processors, self.criteria = _as_list(logits_processor), _as_list(stopping_criteria)
         self.inputs = {name: value for name, value in keywords.items() if value is not None}
         for name in sorted(self.inputs.keys() - model.extra_inputs):
-            raise InputError(
-                f"{name}: neither an option of generate nor an input of {type(model).__name__}"
-                + did_you_mean(name, [*OPTION_NAMES, *model.extra_inputs, "attention_mask", "input_ids"])
-            )
+            near = did_you_mean(name, [*OPTION_NAMES, *model.extra_inputs, "attention_mask", "input_ids"])
+            raise InputError(f"{name}: neither an option of generate nor an input of {type(model).__name__}{near}")
+        if options.stop_strings and not callable(getattr(tokenizer, "decode", None)):
+            kind = type(tokenizer).__name__
+            raise InputError(f"stop_strings need a tokenizer with a method `decode`, not a {kind}: pass tokenizer=")
+
         config = model.config.get_text_config()
         vocabulary, positions = range(config.vocab_size), getattr(config, "max_position_embeddings", None)
         self.vocab_size = len(vocabulary)
@@ -61,17 +52,10 @@ class Request:
         self.eos_ids = tuple(i for i in eos_ids if "eos_token_id" in explicit or i in vocabulary)
         pad_id = next((i for i in _token_ids(options.pad_token_id) if i in vocabulary), None)
         if "pad_token_id" in explicit and options.pad_token_id not in vocabulary:
-            raise InputError(
-                f"pad_token_id={options.pad_token_id!r:.80} is outside the vocabulary (0 to {len(vocabulary) - 1})"
-            )
-        if options.stop_strings and not callable(getattr(tokenizer, "decode", None)):
-            raise InputError(
-                f"stop_strings are searched in the text, and tokenizer is a {type(tokenizer).__name__}: pass "
-                "tokenizer=Tokenizer.from_hub(...), or another one with a decode method"
-            )
+            raise InputError(f"pad_token_id={options.pad_token_id!r:.80} is outside the vocabulary, {vocabulary}")
+
         if inputs is not None and input_ids is not None:
             raise InputError("inputs and input_ids are two names for the prompt; pass one of them")
-
         prompt: Any = input_ids if inputs is None else inputs
         self.without_ids, pad_in_prompt = 0, None if pad_id in self.eos_ids else pad_id
         if inputs_embeds is not None:
@@ -87,20 +71,18 @@ class Request:
         self.input_ids = prompt
         self.mask, self.longest, self.pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
         self.max_new_tokens = options.new_tokens(prompt.shape[1], positions)
-        if positions is not None and self.longest + self.max_new_tokens > positions:
+        most = self.longest + self.max_new_tokens
+        if positions is not None and most > positions:
             warnings.warn(
-                f"prompt and new tokens may reach {self.longest + self.max_new_tokens} positions, and the model is "
-                f"made for {positions} (max_position_embeddings): text beyond them tends to be poor; shorten prompt or "
-                "max_new_tokens",
+                f"prompt and new tokens may reach {most} positions, and the model is made for {positions} "
+                "(max_position_embeddings), beyond which text tends to be poor; shorten prompt or max_new_tokens",
                 stacklevel=3,
             )
+
         pad_id = next((i for i in (pad_id, *self.eos_ids) if i is not None and i in vocabulary), None)
         ends_early = options.stop_strings or self.eos_ids or self.criteria
         if pad_id is None and ends_early and len(prompt) * options.num_return_sequences > 1:
-            raise InputError(
-                "a row that stops before the others is filled with the pad id, and this checkpoint has none in its "
-                "vocabulary: pass pad_token_id"
-            )
+            raise InputError("the checkpoint has no pad id for rows that end before the others: pass pad_token_id")
         self.pad_id = pad_id or 0
         self.cache = None if past_key_values is None else as_cache(past_key_values, config.num_hidden_layers)
         self._check_combinations()
@@ -108,34 +90,33 @@ class Request:
     def _check_combinations(self) -> None:
         """Raises InputError for arguments that do not go together."""
         options, cache, kind = self.options, self.cache, self.options.kv_cache_dtype
-        rows, length = self.input_ids.shape
-        batch = rows * options.num_return_sequences
-        named: dict[str, Any] = {
-            "no cache": options.use_cache is False and "use_cache=False",
-            "chunks": options.prefill_chunk_size and "prefill_chunk_size",
-            "fp8": kind == "fp8" and "kv_cache_dtype='fp8'",
-            "past": cache is not None and "past_key_values",
-            "foreign": isinstance(cache, TransformersCache)
-            and "a cache of transformers (model.new_cache makes one of ours)",
-            "embeds": self.embeds is not None and "inputs_embeds",
-            "images": ", ".join(sorted(self.inputs)),
-            "padding": self.mask is not None and "padding in the prompt",
-            "batch": batch > 1 and f"a batch of {batch} rows (call generate for each row)",
-            "cross": getattr(self.model.decoder.config, "cross_attention_layers", ())
-            and "a model with cross-attention",
-            "adapter": is_adapted(self.model) and f"an adapter: {ADAPTED}; call generate of the model inside (PEFT's "
-            "`get_base_model()`, whose layers keep their LoRA)",
-        } | {name: getattr(options, name) not in (None, False) and name for name in DRAFTERS}  # fmt: skip
-        for one, others in _CONTRADICTIONS.items():
-            for other in others:
-                if named[one] and named[other]:
-                    raise InputError(f"{named[one]} contradicts {named[other]}; leave one of them out")
+        (rows, length), copies = self.input_ids.shape, options.num_return_sequences
+        drafters = [name for name in DRAFTERS if getattr(options, name) not in (None, False)]
+        chunks = ["prefill_chunk_size"] * (options.prefill_chunk_size is not None)
+        fp8, past = ["kv_cache_dtype='fp8'"] * (kind == "fp8"), ["past_key_values"] * (cache is not None)
+        images, embeds = sorted(self.inputs), ["inputs_embeds"] * (self.embeds is not None)
+        adapter = f"an adapter: {ADAPTED}; call generate of the model inside, such as PEFT's `get_base_model()`"
+        several = {
+            "padding in the prompt": self.mask is not None,
+            f"a batch of {rows * copies} rows (call generate for each row)": rows * copies > 1,
+            "a cache of transformers (model.new_cache makes one of ours)": cache is not None
+            and cache.foreign is not None,
+            "a model with cross-attention": getattr(self.model.decoder.config, "cross_attention_layers", ()),
+        }
+        for some, others in (
+            (["use_cache=False"] * (options.use_cache is False), chunks + fp8 + past + drafters + images),
+            (images, chunks + embeds),
+            (chunks + fp8 + past + drafters, [adapter] * is_adapted(self.model)),
+            (drafters, drafters[1:] + embeds + [name for name, there in several.items() if there]),
+        ):
+            if some and others:
+                raise InputError(f"{some[0]} contradicts {others[0]}; leave one of them out")
         if cache is None:
             return
         if kind not in (None, cache.kv_cache_dtype):
             raise InputError(
-                f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave "
-                f"one of them out, or make the cache with model.new_cache(..., kv_cache_dtype={kind!r})"
+                f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave it "
+                f"out, or make the cache by model.new_cache(..., kv_cache_dtype={kind!r})"
             )
         if cache.length >= length:
             raise InputError(
@@ -168,12 +149,12 @@ def _check_embeds(model: Any, embeds: Any, prompt: Any) -> None:
     """Raises InputError for embeddings that are no prompt. The model's forward checks their dtype."""
     size = model.config.get_text_config().hidden_size
     if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[2] != size or not embeds.numel():
-        found = f"of shape {list(embeds.shape)}" if isinstance(embeds, Tensor) else f"a {type(embeds).__name__}"
+        found = list(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
         raise InputError(f"inputs_embeds is {found}; it must be a tensor [batch, length of at least 1, {size}]")
     if isinstance(prompt, Tensor) and prompt.shape != embeds.shape[:2]:
         raise InputError(
-            f"input_ids has shape {list(prompt.shape)} and inputs_embeds {list(embeds.shape)}: input_ids must be the "
-            "ids of the same tokens, or be left out"
+            f"input_ids has shape {list(prompt.shape)} and inputs_embeds {list(embeds.shape)}; they must be of the "
+            "same tokens, or input_ids be left out"
         )
     check_device(model, inputs_embeds=embeds)
 
@@ -200,15 +181,18 @@ def checked_prompt(
             raise InputError(f"{name} has shape {list(x.shape)}, input_ids {list(input_ids.shape)}; they must be equal")
     check_device(model, **given)
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
-        hint = "; pass input_ids[None] for one prompt" if input_ids.dim() == 1 else ""
         raise InputError(
-            f"input_ids are {list(input_ids.shape)} of {input_ids.dtype}; token ids must be torch.int64 or torch.int32 "
-            f"[batch, length], and an empty prompt has nothing to continue: start with the bos token{hint}"
+            f"input_ids are {input_ids.dtype} {list(input_ids.shape)}; they must be torch.int64 or torch.int32 [batch, "
+            "length of at least 1]: pass input_ids[None] for one prompt, and the bos token for an empty one"
         )
-    mask = input_ids != (-1 if pad_id is None else pad_id) if attention_mask is None else attention_mask != 0
+    source, padded = "attention_mask", attention_mask
+    if padded is None:
+        source = f"input_ids (pad_token_id={pad_id}, and no attention_mask)"
+        padded = input_ids != (-1 if pad_id is None else pad_id)
+    mask = padded != 0
     low, high, shortest, longest, ends_in_token, is_binary, pads_left = torch.stack([
-        *input_ids.aminmax(), *mask.sum(1).aminmax(), mask[:, -1].all(),
-        (mask == (mask if attention_mask is None else attention_mask)).all(), (mask[:, 1:] >= mask[:, :-1]).all(),
+        *input_ids.aminmax(), *mask.sum(1).aminmax(), mask[:, -1].all(), (mask == padded).all(),
+        (mask[:, 1:] >= mask[:, :-1]).all(),
     ]).tolist()  # fmt: skip
     rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for images
     if low < 0 or high >= rows:
@@ -219,12 +203,8 @@ def checked_prompt(
     if not is_binary:
         raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it has other values")
     if not ends_in_token:
-        source = (
-            f"input_ids (pad_token_id={pad_id}, and no attention_mask)" if attention_mask is None else "attention_mask"
-        )
         raise InputError(
-            f"row {int((~mask[:, -1]).nonzero()[0])} of {source} ends in padding, which would separate the "
-            "continuation from its prompt: pad on the left (zeros first in attention_mask), as a tokenizer does with "
-            "padding_side='left'"
+            f"row {int((~mask[:, -1]).nonzero()[0])} of {source} ends in padding, which would come between the prompt "
+            "and its continuation: pad on the left (zeros first in attention_mask; a tokenizer's padding_side='left')"
         )
     return None if shortest == mask.shape[1] else mask, longest, bool(pads_left)

@@ -342,6 +342,7 @@ class Cache:
     length: tokens of the longest row. rows: sequences. values: what else a model remembers of these tokens, by name;
     its tensors have a row for each sequence. farthest: the largest length since the last reset. last_pass: the tokens
     of the last pass, 0 where something has changed since. Lengths are on the host: nothing here synchronises.
+    foreign: the cache of transformers that has the keys and values, or None.
     """
 
     def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
@@ -349,6 +350,7 @@ class Cache:
         self.rows = rows
         self.kv_cache_dtype = kv_cache_dtype
         self.length = 0
+        self.foreign: Any = None
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
         self.farthest = self.last_pass = 0
@@ -438,50 +440,16 @@ def _select(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
     return {name: x.index_select(0, rows) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
-class TransformersCache(Cache):
-    """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `Cache`.
+class TransformersState(State):
+    """One layer of a cache of transformers, a `DynamicCache` by duck typing, with what attention uses of `KeyValues`.
 
     Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
     the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
-    copies the past, which `Cache` avoids.
-
-    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
-    positions look like tokens.
+    copies the past, which `KeyValues` avoids.
     """
 
-    def __init__(self, cache: Any, num_layers: int):
-        is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
-        if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
-            raise InputError(
-                f"past_key_values is a {type(cache).__name__}; it must be a Cache, as model.new_cache makes, or a "
-                "DynamicCache of transformers, and not a cache of a fixed size"
-            )
-        if len(cache.layers) > num_layers:
-            raise InputError(
-                f"past_key_values has {len(cache.layers)} layers, the model {num_layers}; "
-                "was it made for another model?"
-            )
-        length = cache.get_seq_length()
-        super().__init__([_TransformersState(cache, i) for i in range(num_layers)], 0)  # type: ignore[misc]
-        self.cache = cache
-        self.rows = cache.layers[0].keys.shape[0] if length else 0
-        self.length = self.farthest = length
-
-    def reset(self) -> None:
-        raise InputError(
-            f"a {type(self.cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need at "
-            "their original length; leave past_key_values out"
-        )
-
-    def reorder(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
-        self.rows = len(rows)
-
-
-class _TransformersState:
-    """One layer of a `TransformersCache`, with the members of `KeyValues` that attention uses."""
-
     def __init__(self, cache: Any, layer: int):
+        super().__init__()
         self._cache, self._layer = cache, layer
 
     @property
@@ -494,7 +462,34 @@ class _TransformersState:
         keys, values = self._cache.update(k.transpose(1, 2), v.transpose(1, 2), self._layer)
         return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
 
+    def reset(self) -> None:
+        raise InputError(
+            f"a {type(self._cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need "
+            "at their original length; leave past_key_values out"
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        self._cache.layers[self._layer].batch_select_indices(rows)
+
 
 def as_cache(cache: Any, num_layers: int) -> Cache:
-    """`cache` itself, or a `TransformersCache` around one of transformers. Raises InputError for anything else."""
-    return cache if isinstance(cache, Cache) else TransformersCache(cache, num_layers)
+    """`cache` itself, or a `Cache` over one of transformers.
+
+    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
+    positions look like tokens.
+    """
+    if isinstance(cache, Cache):
+        return cache
+    is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
+    if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__}; it must be a Cache, as model.new_cache makes, or a "
+            "DynamicCache of transformers, and not a cache of a fixed size"
+        )
+    if len(cache.layers) > num_layers:
+        raise InputError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}: is it another's?")
+    length = cache.get_seq_length()
+    found = Cache([TransformersState(cache, i) for i in range(num_layers)], len(cache.layers[0].keys) if length else 0)
+    found.foreign = cache
+    found.advance(length)
+    return found
