@@ -203,15 +203,14 @@ def generate_many_iter(
         warnings.simplefilter("ignore")  # the longest prompt has caused them already
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limits = [request.options.new_tokens(len(text), positions) for text in texts]
-    engine, rotary = ContinuousEngine(request, texts, limits, batch_size), model.decoder.rotary_emb
+    rotary, most = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
-    if rotary.rope_type in ("dynamic", "longrope") and engine.capacity > rotary.original_length and not always_long:
+    if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
         raise InputError(
             f"generate_many: rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch, and "
-            f"{engine.capacity} tokens exceed its original length, {rotary.original_length}; call `generate` for each "
-            "prompt, or shorten prompts or max_new_tokens"
+            f"{most} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
         )
-    return engine.continuations()
+    return ContinuousEngine(request, texts, limits, batch_size).continuations()
 
 
 def _as_ids(index: int, prompt: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """The engine of `generate_many`: continuous batching. Many prompts of unequal length share the rows of one batch.
 
-In the cache each row begins in the first column, and the device knows where it ends. A finished row is free at any
-step: the next prompt runs on a cache of its own, from which it is copied into the row. The host reads a token while the
-model computes the next logits, so that a finished row computes one token more, which is dropped.
+In the cache the device knows where each row begins and ends. A finished row is free at any step: the next prompts run
+on a cache of their own, padded on the left to one length, and each is copied into a row. The host reads a token while
+the model computes the next logits, so that a finished row computes one token more, which is dropped.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from ligermodels.generation.graphs import Step
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
 from ligermodels.layers.async_copy import to_device
-from ligermodels.layers.state import Cache, RecurrentState
+from ligermodels.layers.state import Cache
 
 REFILL_FRACTION = 8
 """Prompts run when one in REFILL_FRACTION rows is free: a prefill takes as long as several steps, for one prompt or for
@@ -36,7 +36,6 @@ _EMPTY_ID = 2**40
 class _Prefilled:
     """Prompts that ran, and their continuations that have no row yet."""
 
-    lengths: Tensor  # [N]
     logits: Tensor  # [N, V] fp32, after the last token
     cache: Cache
     waiting: deque[tuple[int, int]]  # row of the above, index of the continuation in the result
@@ -47,7 +46,7 @@ class ContinuousEngine(Engine):
 
     def __init__(self, request: Request, prompts: Sequence[Tensor], limits: Sequence[int], batch_size: int):
         self.prompts, self.limits, self.copies = prompts, limits, request.options.num_return_sequences
-        self.capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        self.capacity = max(map(len, prompts)) + max(limits)
         self.left = len(prompts) * self.copies  # continuations that have no row yet
         rows = min(batch_size, self.left)
         super().__init__(request, rows)
@@ -89,9 +88,10 @@ class ContinuousEngine(Engine):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache
                 self.captured = Step.of(self.model, self.cache, self.capacity, by_host=self.by_host)
             # A free row begins again, so that it stays shorter than the others.
-            ends = [0 if row is None else row.prompt + len(row.ids) for row in self.rows]
+            starts = [0 if row is None else row.start for row in self.rows]
+            ends = [0 if row is None else row.start + row.prompt + len(row.ids) for row in self.rows]
             self.cache.length = max(ends)
-            self.captured.place(0, to_device(ends, self.device, torch.int32))
+            self.captured.place(*to_device([starts, ends], self.device, torch.int32))
         return bool(texts)
 
     def step(self) -> None:
@@ -115,10 +115,11 @@ class ContinuousEngine(Engine):
             sources, indices = zip(*(ready.waiting.popleft() for _ in into), strict=True)
             prompts = [self.prompts[index // self.copies] for index in indices]
             for b, index, prompt in zip(into, indices, prompts, strict=True):
-                self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), self.limits[index // self.copies], index)
+                most, start = self.limits[index // self.copies], ready.cache.length - len(prompt)
+                self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), most, index, start)
             self.left -= count
             taken, rows = to_device(sources, self.device), to_device(into, self.device)
-            self.cache.put(ready.cache, taken, rows, ready.lengths[taken])
+            self.cache.put(ready.cache, taken, rows)
             ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
             self.ids[rows] = _EMPTY_ID
             self.ids[rows, self.length - ids.shape[1] : self.length] = ids
@@ -127,27 +128,13 @@ class ContinuousEngine(Engine):
                 self.prefilled = None
 
     def _run_prompts(self, count: int) -> _Prefilled:
-        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allows, padded on the right to one length."""
+        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allows, padded to the longest."""
         width = len(self.prompts[self.waiting[0]])
-        count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
-        chosen = [self.waiting.popleft() for _ in range(count)]
+        chosen = [self.waiting.popleft() for _ in range(min(count, len(self.waiting), max(1, PREFILL_TOKENS // width)))]
         prompts = [self.prompts[i] for i in chosen]
-        ids = to_device(pad_sequence(prompts, True), self.device)
-        lengths = to_device([len(prompt) for prompt in prompts], self.device)
-        cache = self.model.new_cache(count, width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
-        hidden, chunk = torch.empty(0), self.options.prefill_chunk_size or width
-        mask = None
-        if any(isinstance(state, RecurrentState) for state in cache):  # attention is causal, and needs no mask
-            mask = torch.arange(width, device=self.device) < lengths[:, None]
-        with self.model.decoder.rotary_emb.of_length(width):
-            for begin in range(0, width, chunk):
-                output = self.model(
-                    input_ids=ids[:, begin : begin + chunk], past_key_values=cache, use_cache=True, return_logits=False,
-                    attention_mask=None if mask is None else mask[:, : begin + chunk],
-                )  # fmt: skip
-                x, last = output.last_hidden_state, lengths - 1 - begin
-                found = x[torch.arange(count, device=self.device), last.clamp(0, x.shape[1] - 1)]
-                hidden = torch.where((last >= 0)[:, None], found, hidden) if begin else found
-        logits = self.model.logits_of(hidden).float()
+        ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
+        mask = None if len(prompts[-1]) == width else ids != _EMPTY_ID
+        cache = self.model.new_cache(len(chosen), width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
+        output = self.run(ids if mask is None else ids * mask, cache, width, mask=mask)
         waiting = deque((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))
-        return _Prefilled(lengths, logits, cache, waiting)
+        return _Prefilled(output.logits[:, -1].float(), cache, waiting)

@@ -5,7 +5,7 @@ one small tensor a turn; where steps are graphs, while the model computes the ne
 it runs, continuous.py the engine of `generate_many`, drafters.py the one that verifies proposed tokens.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,16 @@ from ligermodels.layers.state import as_cache
 class Row:
     """A row in flight: one continuation of a prompt, as the host knows it.
 
-    prompt: the length of the prompt. most: the maximum number of new tokens. text: searches for stop strings. index: of
-    the continuation in the result of `generate_many`. new: the number of tokens sampled. ids: those of them that the
-    host has read.
+    prompt: the tokens of the prompt. most: the maximum number of new ones. text: searches for stop strings. index: of
+    the continuation in the result of `generate_many`. start: its first column in the cache. new: the number of tokens
+    sampled. ids: those of them that the host has read.
     """
 
     prompt: int
     most: int
     text: StopText | None = None
     index: int = 0
+    start: int = 0
     new: int = 0
     done: bool = False
     ids: list[int] = field(default_factory=list)
@@ -63,6 +64,9 @@ class Engine:
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
         self.runs_ahead = True
         self.rows: list[Row | None] = [None] * rows
+        self.call: Callable[..., Any] = self.model
+        # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
+        self.prepare = self.model.prepare_inputs_for_generation
         self.length = self.first = 0
         self.logits = torch.empty(0)
         self.cache: Any = None
@@ -93,11 +97,41 @@ class Engine:
         finally:
             self.close()
 
-    def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0) -> Row:
+    def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0, start: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
         strings = self.options.stop_strings
         text = StopText(self.request.tokenizer, strings, recent) if strings else None
-        return Row(prompt, most, text, index)
+        return Row(prompt, most, text, index, start)
+
+    def run(
+        self, ids: Tensor, cache: Any, longest: int, *, past: int = 0, mask: Tensor | None = None,
+        embeds: Tensor | None = None, inputs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        """The output of the model for the columns of `ids` [B, S] from `past` on, in chunks; `cache` then has them.
+
+        mask [B, S], embeds [B, S, H] in place of the ids: or None. longest: the tokens of the longest row.
+        """
+        # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp_(min=0)
+        length = ids.shape[1]
+        chunk = self.options.prefill_chunk_size or length
+        with self.model.decoder.rotary_emb.of_length(longest):
+            for begin in range(past, length, chunk):
+                end = min(begin + chunk, length)
+                own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+                given = self.prepare(
+                    ids[:, begin:end],
+                    attention_mask=None if mask is None else mask[:, :end],
+                    position_ids=None if positions is None else positions[:, begin:end],
+                    past_key_values=cache,
+                    use_cache=self.options.use_cache is not False,
+                    **own,
+                    **({"logits_to_keep": 1, **(inputs or {})} if end == length else {"return_logits": False}),
+                )
+                if own and given.get("inputs_embeds") is not own["inputs_embeds"]:
+                    raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
+                output = self.call(**given | {"input_ids": None} if own else given)
+        return output
 
     @property
     def goes_on(self) -> bool:
@@ -190,10 +224,7 @@ class PaddedEngine(Engine):
         self.rows[:] = [self.new_row(self.start, ids, new) for ids in recent for _ in range(copies)]
         self.done, self.capacity = [False] * len(self.rows), self.end
         self.use_cache = self.options.use_cache is not False
-        self.call: Callable[..., Any] = self.model
-        # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
-        self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
-        self.cache = request.cache
+        self.cache, self.is_adapted = request.cache, is_adapted(self.model)
         self.virtual = 0  # the number of virtual tokens
 
     @property
@@ -267,34 +298,16 @@ class PaddedEngine(Engine):
 
     def forward(self) -> None:
         """Runs the columns that are not cached."""
-        model, length, past, self.captured = self.model, self.length, self.past, None
+        length, past, self.captured = self.length, self.past, None
         ids, mask = self.ids[:, :length], None if self.mask is None else self.mask[:, :length]
-        # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
-        positions = None if mask is None else (mask.cumsum(1) - 1).clamp_(min=0)
         embeds = self.embeds if past < self.start else None
         if embeds is not None:
-            new = model.get_input_embeddings()(ids[:, self.start :]).to(embeds.dtype)
+            new = self.model.get_input_embeddings()(ids[:, self.start :]).to(embeds.dtype)
             embeds = torch.cat([embeds, new], 1)
-        last = {"logits_to_keep": 1, **(self.request.inputs if length == self.start or past == 0 else {})}
-        chunk = self.options.prefill_chunk_size or length
-        with model.decoder.rotary_emb.of_length(self.longest):
-            for begin in range(past, length, chunk):
-                end = min(begin + chunk, length)
-                own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
-                inputs = self.prepare(
-                    ids[:, begin:end],
-                    attention_mask=None if mask is None else mask[:, :end],
-                    position_ids=None if positions is None else positions[:, begin:end],
-                    past_key_values=self.cache,
-                    use_cache=self.use_cache,
-                    **own,
-                    **(last if end == length else {"return_logits": False}),
-                )
-                if own and inputs.get("inputs_embeds") is not own["inputs_embeds"]:
-                    raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
-                output = self.call(**inputs | {"input_ids": None} if own else inputs)
+        inputs = self.request.inputs if length == self.start or past == 0 else None
+        output = self.run(ids, self.cache, self.longest, past=past, mask=mask, embeds=embeds, inputs=inputs)
         if self.use_cache and self.cache is None:
-            self.cache = as_cache(output.past_key_values, model.config.get_text_config().num_hidden_layers)
+            self.cache = as_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length
         self.logits = output.logits[:, -1]
 

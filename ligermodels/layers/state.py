@@ -52,8 +52,8 @@ class State:
         """Row i becomes the old row rows[i]."""
         self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
-    def put(self, other: Any, rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """Row into[i] becomes row rows[i] of `other`, whose tokens after the first lengths[i] are padding."""
+    def put(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
+        """Row into[i] becomes row rows[i] of `other`, which has `length` tokens."""
         self.move(other.buffers[0])
         for mine, its in zip(self.buffers, other.buffers, strict=True):
             mine[into] = its[rows]
@@ -166,15 +166,14 @@ class KeyValues(State):
         """Columns from `length` on are written again before they are read."""
         return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
 
-    def put(self, other: "KeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """`other` has a column for every token. A column gets the last of the tokens that belong in it."""
+    def put(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
+        """`other` has a column for every token; of more tokens than columns this takes the last."""
         self.move(other.buffers[0])
         self.dtype = other.dtype
-        columns = torch.arange(min(self.capacity, other.capacity), device=lengths.device)
-        last = lengths[:, None] - 1
-        positions = (last - (last - columns) % self.capacity).clamp_(min=0)
+        begin = max(0, length - self.capacity)
+        columns = torch.arange(begin, length, device=rows.device) % self.capacity
         for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into, : len(columns)] = its[rows[:, None], positions]
+            mine[into[:, None], columns] = its[rows, begin:length]
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, self.counters]
@@ -268,7 +267,7 @@ class ImageKeyValues(State):
     def reset(self) -> None:
         self.buffers = []
 
-    def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
+    def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, length: int) -> None:
         """All rows at once, in order."""
         if self.buffers:
             raise InputError("rows with images cannot come and go in a batch; use `generate`")
@@ -418,17 +417,17 @@ class Cache:
         rows: int64 [self.rows].
         """
         self.reserve(other.length)
-        self.put(other, rows, torch.arange(self.rows, device=rows.device), torch.full_like(rows, other.length))
+        self.put(other, rows, torch.arange(self.rows, device=rows.device))
         self.values = _select(other.values, rows)
         self.advance(other.length)
 
-    def put(self, other: "Cache", rows: Tensor, into: Tensor, lengths: Tensor) -> None:
-        """Row into[i] becomes the first lengths[i] tokens of row rows[i] of `other`, made with `whole=True`.
+    def put(self, other: "Cache", rows: Tensor, into: Tensor) -> None:
+        """Row into[i] becomes row rows[i] of `other`, made with `whole=True`; rows, into: int64 [N].
 
-        rows, into, lengths: int64 [N]. For rows of unequal length, whose ends the device has: `length` is the caller's.
+        For rows of unequal length, whose ends the device has: `length` is the caller's.
         """
         for mine, state in zip(self.states, other.states, strict=True):
-            mine.put(state, rows, into, lengths)
+            mine.put(state, rows, into, other.length)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""

@@ -104,7 +104,7 @@ def test_a_prompt_runs_once_for_all_its_continuations(device, monkeypatch):
     )
     options = dict(max_new_tokens=9, do_sample=True, num_return_sequences=5, seed=3, eos_token_id=())
     found = generate_many(model, texts, batch_size=4, **options)
-    assert len(found) == 15 and sum(len(x.lengths) for x in ran) == 3
+    assert len(found) == 15 and sum(len(x.logits) for x in ran) == 3
     greedy = generate_many(model, texts, batch_size=4, **{**options, "top_k": 1})
     assert_equal(greedy, [ids for ids in alone(model, texts, max_new_tokens=9, eos_token_id=()) for _ in range(5)])
 

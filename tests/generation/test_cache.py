@@ -90,7 +90,7 @@ def test_it_is_one_tensor_whatever_is_done(seed, poison):
         elif what == "put":
             other, new = make(cache.length, [None] * 4, 1, **options), [torch.zeros(2, 1, 0, 3, 4) for _ in WINDOWS]
             append(other, new, cache.length, stored)
-            cache.put(other, torch.tensor([0]), rows[:1], torch.tensor([cache.length]))
+            cache.put(other, torch.tensor([0]), rows[:1])
             histories = [x.index_copy(1, rows[:1], row) for x, row in zip(histories, new, strict=True)]
         elif what == "take":
             other, new = make(cache.length, [None] * 4, **options), [torch.zeros(2, 2, 0, 3, 4) for _ in WINDOWS]
@@ -134,20 +134,23 @@ def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window,
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
 @pytest.mark.parametrize("lengths", [[7, 3], [1, 6]], ids=str)
-def test_rows_that_come_begin_at_the_left(window, lengths, poison):
-    """The rows of a padded batch are those of each prompt alone, for the steps that follow."""
-    cache, batch, history = make(24, [window]), make(7, [None]), [torch.zeros(2, 2, 0, 3, 4)]
-    append(batch, history, 7)
-    cache.put(batch, torch.tensor([1, 0]), torch.tensor([0, 1]), torch.tensor(lengths))
+def test_rows_that_come_are_those_of_each_prompt_alone(window, lengths, poison):
+    """Of two batches, padded on the left, in the steps that follow."""
+    cache, alone = make(24, [window]), []
+    for row, length in enumerate(lengths):
+        batch, history = make(9, [None]), [torch.zeros(2, 2, 0, 3, 4)]
+        append(batch, history, length + row)  # the second has padding
+        cache.put(batch, torch.tensor([1]), torch.tensor([row]))
+        alone.append(history[0][:, 1:, row:])
     cache.reserve(24)
-    alone = [history[0][:, row : row + 1, :length] for row, length in zip([1, 0], lengths, strict=True)]
+    starts = torch.arange(2, dtype=torch.int32)
     for step in range(12):
         (k, v), q, no_angles = tokens(1), torch.randn(2, 1, 6, 4), (torch.ones(2, 1, 2), torch.zeros(2, 1, 2))
         ends, options = (
-            torch.tensor(lengths, dtype=torch.int32) + step + 1,
+            starts + torch.tensor(lengths, dtype=torch.int32) + step + 1,
             dict(window=window, softcap=None, scale=None),
         )
-        token = NextToken(starts=torch.zeros_like(ends), ends=ends)
+        token = NextToken(starts=starts, ends=ends)
         found = cache[0].attend(q.clone(), k, v, token, no_angles, **options)
         for row, new in enumerate(torch.stack([k, v]).unbind(1)):
             alone[row] = torch.cat([alone[row], new[:, None]], 2)

@@ -18,11 +18,10 @@ from tests.generation.models import config, padded, prompt, with_large_weights
 
 
 class RecurrentState:
-    """h [rows, H] after the last token. whole: also after each token, since `put` asks for those of shorter rows."""
+    """h [rows, H] after the last token."""
 
-    def __init__(self, rows, size, whole, dtype, device):
+    def __init__(self, rows, size, dtype, device):
         self.h = torch.zeros(rows, size, dtype=dtype, device=device)
-        self.every = [] if whole else None
 
     def reset(self):
         self.h.zero_()
@@ -39,8 +38,8 @@ class RecurrentState:
     def reorder(self, rows):
         self.h = self.h[rows]
 
-    def put(self, other, rows, into, lengths):
-        self.h[into] = torch.cat(other.every, 1)[rows, lengths - 1]
+    def put(self, other, rows, into, length):
+        self.h[into] = other.h[rows]
 
     def tensors(self):
         return [self.h]
@@ -52,7 +51,7 @@ class Recurrent(nn.Module):
         self.size, self.a, self.in_proj = size, a, nn.Linear(size, size, bias=False)
 
     def new_state(self, rows, max_length, *, whole, kv_cache_dtype, dtype, device):
-        return RecurrentState(rows, self.size, whole, dtype, device)
+        return RecurrentState(rows, self.size, dtype, device)
 
     def forward(self, x, batch, state=None):
         x, mask = self.in_proj(x), batch.key_mask
@@ -67,8 +66,6 @@ class Recurrent(nn.Module):
         out = torch.stack(found, 1)
         if state is not None:
             state.h.copy_(h)
-            if state.every is not None:
-                state.every.append(out)
         return out.transpose(0, 1) if consecutive else out
 
 
