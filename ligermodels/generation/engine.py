@@ -258,7 +258,7 @@ class PaddedEngine(Engine):
         self.mask, self.embeds = (None if x is None else x[rows] for x in (self.mask, self.embeds))
         if self.kept is not None:
             prompts, self.cache = self.cache, self.kept[1]
-            self.cache.take(prompts, rows)
+            self.cache.put(prompts, rows)
         elif self.cache is not None:
             self.cache.reorder(rows)
 

@@ -153,13 +153,13 @@ def _numbers(owner: Any) -> list[tuple[str, Any]]:
 
 
 class KeptCaches:
-    """The caches that a model keeps for its next call of `generate`, each with its steps."""
+    """The caches that a model keeps for its next call of `generate`, each with its steps: entries (key, cache)."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[tuple, Cache]] = []
 
     def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
-        """An empty cache for `rows` sequences of up to `length` tokens, with its key: an entry for `keep`."""
+        """An empty cache for `rows` sequences of up to `length` tokens: an entry for `keep`."""
         length = cdiv(length, BUCKET) * BUCKET
         key = rows, length, model.decoder.compute_dtype, model.device, _autocast(model), kv_cache_dtype
         for i, (its_key, cache) in enumerate(self.entries):

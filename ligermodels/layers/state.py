@@ -214,9 +214,7 @@ class KeyValues(State):
             return [k, v]
         _check_fp8(k.device)
         if k.requires_grad or v.requires_grad:
-            raise InputError(
-                "a KV cache in fp8 has no gradients: run under torch.no_grad(), or make it without kv_cache_dtype"
-            )
+            raise InputError("a KV cache in fp8 has no gradients: use torch.no_grad(), or another kv_cache_dtype")
         (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
         return [k.view(torch.uint8), v.view(torch.uint8), k_scales, v_scales]
 
@@ -411,23 +409,20 @@ class Cache:
         self.values = _select(self.values, rows)
         self.rows, self.last_pass = len(rows), 0
 
-    def take(self, other: "Cache", rows: Tensor) -> None:
-        """Row i becomes row rows[i] of `other`, as by `put`, in the memory of this cache, which is empty.
-
-        rows: int64 [self.rows].
-        """
-        self.reserve(other.length)
-        self.put(other, rows, torch.arange(self.rows, device=rows.device))
-        self.values = _select(other.values, rows)
-        self.advance(other.length)
-
-    def put(self, other: "Cache", rows: Tensor, into: Tensor) -> None:
+    def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
         """Row into[i] becomes row rows[i] of `other`, made with `whole=True`; rows, into: int64 [N].
 
-        For rows of unequal length, whose ends the device has: `length` is the caller's.
+        The length of rows that come and go is the caller's, and the device has their ends. Without `into` they are all
+        rows of an empty cache, which then has length and values of `other`.
         """
+        places = torch.arange(self.rows, device=rows.device) if into is None else into
+        if into is None:
+            self.reserve(other.length)
         for mine, state in zip(self.states, other.states, strict=True):
-            mine.put(state, rows, into, other.length)
+            mine.put(state, rows, places, other.length)
+        if into is None:
+            self.values = _select(other.values, rows)
+            self.advance(other.length)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""

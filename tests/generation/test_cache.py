@@ -97,7 +97,7 @@ def test_it_is_one_tensor_whatever_is_done(seed, poison):
             append(other, new, cache.length, stored)
             rows = rows % 2
             cache = make(r.choice([3, 90]), WINDOWS, len(rows), **options)
-            cache.take(other, rows)
+            cache.put(other, rows)
             histories, starts = [x[:, rows] for x in new], torch.tensor([0, 4])[rows]
         else:
             cache.reorder(rows)
