@@ -59,13 +59,15 @@ class State:
             mine[into] = its[rows]
 
     def move(self, like: Tensor) -> None:
-        """Moves an empty state to the device of `like`, and its `computed` buffers to the dtype.
+        """Gives an empty state the device of `like`, and its `computed` buffers the dtype.
 
         accelerate offloads or spreads models, and autocast and fp32 embeddings compute in another dtype than the
         model's: the first tokens decide.
         """
         for i, x in enumerate(self.buffers):
-            self.buffers[i] = x.to(like.device, like.dtype if i < self.computed else x.dtype)
+            dtype = like.dtype if i < self.computed else x.dtype
+            if (x.device, x.dtype) != (like.device, dtype):
+                self.buffers[i] = torch.zeros_like(x, device=like.device, dtype=dtype)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a captured step reads or writes."""
@@ -299,8 +301,8 @@ class RecurrentState(State):
 
     def move(self, like: Tensor) -> None:
         super().move(like)
-        # There are none before `reserve`.
-        self._snapshots = [x.to(y.device, y.dtype) for x, y in zip(self._snapshots, self.buffers, strict=False)]
+        if self._snapshots and (self._snapshots[0].device, self._snapshots[0].dtype) != (like.device, like.dtype):
+            self._snapshots = []  # `reserve` makes them
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         old = self._snapshots or [x.new_empty(0, *x.shape) for x in self.buffers]
