@@ -26,6 +26,7 @@ class StreamDecoder:
     Text that was returned stays, even where later ids would change it: for one bad byte transformers' tokenizers turn
     a whole run of byte tokens into U+FFFD. tokenizers' DecodeStream raises there, and has no flush.
 
+    unfinished: the text that is withheld until its last character is complete.
     tokenizer: a `Tokenizer`, or any object with `decode(ids, skip_special_tokens=...)`.
     after: the ids before the stream, whose text is not returned: "world" after "Hello" becomes " world" for Llama 2.
     Raises InputError.
@@ -36,7 +37,7 @@ class StreamDecoder:
             raise InputError(f"a {type(tokenizer).__name__} has no decode(ids, skip_special_tokens=...).")
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         # The window, the number of its ids whose text was returned, and that text.
-        self._ids, self._given, self._text = [_checked(index) for index in after], 0, ""
+        self._ids, self._given, self._text, self.unfinished = [_checked(index) for index in after], 0, "", ""
         # An unfinished character has up to three tokens.
         for given in range(len(self._ids), max(0, len(self._ids) - 4), -1):
             self._given, self._text = given, self._decode(self._ids[:given])
@@ -47,7 +48,8 @@ class StreamDecoder:
         """The text that the token `index` completes; "" while a character is incomplete."""
         self._ids.append(_checked(index))
         text = self._decode(self._ids)
-        return "" if text.endswith(_BROKEN) else self._new(text)
+        self.unfinished = text[len(self._text) :] if text.endswith(_BROKEN) else ""
+        return "" if self.unfinished else self._new(text)
 
     def flush(self) -> str:
         """The rest of the text after the last id; an incomplete character becomes U+FFFD."""

@@ -136,7 +136,7 @@ def test_draws_have_the_distribution_and_the_seed_repeats_them(device):
     dict(min_new_tokens=2, max_new_tokens=None, max_length=24, eos_token_id=list(range(3, 80))),
     dict(top_k=1, do_sample=True),
     dict(max_new_tokens=1),
-    dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))),
+    dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))),
 ], ids=lambda options: next(iter(options)))  # fmt: skip
 def test_options_count_each_rows_own_tokens(options, device):
     model, texts = models.llama((None, 5)).to(device), prompts()

@@ -17,7 +17,7 @@ from tests.text import families, folders
 class Letters:
     """A tokenizer whose ids are letters, so that stop strings fall across tokens where a test says so."""
 
-    def decode(self, ids):
+    def decode(self, ids, **options):
         return "".join(chr(33 + i) for i in ids)
 
 
@@ -60,7 +60,7 @@ def test_stop_strings_with_the_tokenizers_of_anyone(checkpoint):
             of_theirs,
             ligermodels.Tokenizer.from_hub(checkpoint),
             tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json")),
-            SimpleNamespace(decode=lambda ids: of_theirs.decode(ids)),
+            SimpleNamespace(decode=lambda ids, **options: of_theirs.decode(ids, **options)),
         ):
             found = model.generate(
                 ids, stop_strings=stop, tokenizer=tokenizer, logits_processor=processors, seed=0, **options
@@ -74,7 +74,7 @@ def test_a_stop_string_is_seen_with_the_token_that_completes_it(make, tmp_path):
     tokenizer = ligermodels.Tokenizer.from_folder(make(tmp_path / "tokenizer"))
     decoded, total = [], 0
 
-    def decode(ids):
+    def decode(ids, **options):
         decoded.append(len(ids))
         return tokenizer.decode(ids)
 
