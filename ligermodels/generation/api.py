@@ -66,7 +66,7 @@ def generate(
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: an object such as transformers' TextStreamer, which gets put(the prompt [B, S]), put(ids [B]) in each
             step, end(). Tensors are on the CPU.
-        tokenizer: for stop_strings; anything with `decode`.
+        tokenizer: for stop_strings; anything with `decode(ids, skip_special_tokens=)`.
 
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with

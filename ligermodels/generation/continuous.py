@@ -9,7 +9,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +94,8 @@ class ContinuousEngine(Engine):
         return bool(texts)
 
     def step(self) -> None:
-        step: Any = self.captured
-        step.ids.copy_(self.ids[:, self.length - 1 : self.length])
-        step.run(self.model, self.cache)
-        self.logits = step.logits.float()
+        self.run_captured()
+        self.logits = self.logits.float()
 
     def close(self) -> None:
         if self.kept is not None:

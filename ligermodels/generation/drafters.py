@@ -17,7 +17,6 @@ from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.argmax import argmax
-from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
@@ -153,13 +152,9 @@ class DraftStep(Step):
 
     def read(self, ids: list[int], states: Tensor) -> None:
         """Takes the states [N, H] of the next N tokens, and the id after each."""
-        past = self.cache.length
-        padded = ids + ids[-1:] * (self.tokens - len(ids))
-        numbers = [*padded, *range(past, past + self.tokens), len(ids) - 1]
-        sent = to_device(numbers, self.ids.device, torch.int64)
-        self.ids.copy_(sent[: self.tokens, None])
-        self.place(0, sent[self.tokens : -1])
-        self.last.copy_(sent[-1:])
+        past, count = self.cache.length, self.tokens
+        self.write(ids + ids[-1:] * (count - len(ids)), [0] * count, range(past, past + count))
+        self.last.fill_(len(ids) - 1)
         self.states[: len(ids), 0].copy_(states)
 
     def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
@@ -242,9 +237,7 @@ class DraftingEngine(PaddedEngine):
         past = self.cache.length
         repeated = [max(0, i + 1 - len(self.tokens)) for i in range(step.tokens)]
         tokens = [self.tokens[i - n] for i, n in enumerate(repeated)]
-        ids, starts, ends = to_device([tokens, repeated, list(range(past, past + step.tokens))], self.device)
-        step.ids.copy_(ids[:, None])
-        step.place(starts, ends)
+        step.write(tokens, repeated, range(past, past + step.tokens))
 
     def _run(self, **inputs: Any) -> Any:
         """The output of the model for tokens of the text."""

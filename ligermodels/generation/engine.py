@@ -97,6 +97,13 @@ class Engine:
         finally:
             self.close()
 
+    def run_captured(self) -> None:
+        """`step`, by the captured one."""
+        step: Any = self.captured
+        step.ids.copy_(self.ids[:, self.length - 1 : self.length])
+        step.run(self.model, self.cache)
+        self.logits = step.logits
+
     def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0, start: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
         strings = self.options.stop_strings
@@ -170,9 +177,8 @@ class Engine:
         values, is_broken, asked = new.tolist(), broken.tolist(), [False] * len(new)
         if any(is_broken[b] for b, _ in going):
             raise InputError(
-                "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or "
-                "damaged weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the "
-                "logits_processor"
+                "the logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
+                "weights: load with dtype=torch.bfloat16, and check the weight files and the logits_processor"
             )
         if self.request.criteria:
             seen = None if self.scores is None else tuple(self.scores)
@@ -277,9 +283,7 @@ class PaddedEngine(Engine):
         if self.captured is None:
             self.captured = Step.of(self.model, self.cache, self.capacity)
             self.captured.place(0 if self.mask is None else self.mask[:, : self.past].int().argmax(1), self.past)
-        self.captured.ids.copy_(self.ids[:, self.length - 1 : self.length])
-        self.captured.run(self.model, self.cache)
-        self.logits = self.captured.logits
+        self.run_captured()
 
     @property
     def longest(self) -> int:

@@ -10,6 +10,7 @@ where anything has changed that the capture read (`Step.begin`).
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ligermodels.kernels._triton import as_if_capturing, cdiv
+from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.state import Cache, RecurrentState
 
@@ -69,6 +71,12 @@ class Step:
         state = _state(model, cache)
         if state != self._captured:
             self._graph, self._captured = None, state
+
+    def write(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Sets `ids`, `starts` and `ends` to numbers of the host."""
+        sent = to_device([ids, starts, ends], self.ids.device)
+        self.ids.copy_(sent[0, :, None])
+        self.place(sent[1], sent[2])
 
     def place(self, starts: Tensor | int, ends: Tensor | int) -> None:
         """Sets `starts` and `ends`: numbers, or tensors [N] of any device."""

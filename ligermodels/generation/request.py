@@ -59,7 +59,14 @@ class Request:
         prompt: Any = input_ids if inputs is None else inputs
         self.without_ids, pad_in_prompt = 0, None if pad_id in self.eos_ids else pad_id
         if inputs_embeds is not None:
-            _check_embeds(model, inputs_embeds, prompt)
+            shape = getattr(inputs_embeds, "shape", (type(inputs_embeds).__name__,))
+            wanted = *getattr(prompt, "shape", shape[:2]), config.hidden_size
+            if tuple(shape) != wanted or len(shape) != 3 or 0 in shape:
+                raise InputError(
+                    f"inputs_embeds is {list(shape)}; it must be a tensor [batch, length of at least 1, "
+                    f"{config.hidden_size}], of the same tokens as input_ids where both are given"
+                )
+            check_device(model, inputs_embeds=inputs_embeds)
             if prompt is None:
                 prompt = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
                 self.without_ids, pad_in_prompt = prompt.shape[1], None
@@ -143,20 +150,6 @@ def _token_ids(value: Any) -> list[int]:
         return torch.as_tensor([] if value is None else value).flatten().tolist()
     except (TypeError, ValueError) as error:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
-
-
-def _check_embeds(model: Any, embeds: Any, prompt: Any) -> None:
-    """Raises InputError for embeddings that are no prompt. The model's forward checks their dtype."""
-    size = model.config.get_text_config().hidden_size
-    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[2] != size or not embeds.numel():
-        found = list(embeds.shape) if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise InputError(f"inputs_embeds is {found}; it must be a tensor [batch, length of at least 1, {size}]")
-    if isinstance(prompt, Tensor) and prompt.shape != embeds.shape[:2]:
-        raise InputError(
-            f"input_ids has shape {list(prompt.shape)} and inputs_embeds {list(embeds.shape)}; they must be of the "
-            "same tokens, or input_ids be left out"
-        )
-    check_device(model, inputs_embeds=embeds)
 
 
 def check_device(model: Any, **given: Tensor) -> None:

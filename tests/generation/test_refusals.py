@@ -56,7 +56,7 @@ def filled(rows):
     (None, {}, "pass input_ids"),
     (TWO + VOCAB, {}, "the vocabulary from 0"),
     (TWO[:, :0], {}, "the bos token for an empty one"),
-    (TWO, embeds(2, 4, 32), r"input_ids has shape \[2, 5\] and inputs_embeds \[2, 4, 32\]"),
+    (TWO, embeds(2, 4, 32), r"inputs_embeds is \[2, 4, 32\]; it must be .*of the same tokens as input_ids"),
     (None, embeds(2, 4, 31), r"must be a tensor \[batch, length of at least 1, 32\]"),
     (None, embeds(1, 4, 32) | LOOKUP, "prompt_lookup_num_tokens contradicts inputs_embeds"),
     (TWO, LOOKUP, r"a batch of 2 rows \(call generate for each"),
