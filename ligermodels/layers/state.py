@@ -41,12 +41,9 @@ class State:
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
 
-    def can_crop(self, length: int, cache: "Cache") -> bool:
-        """Whether the state after the first `length` tokens is known."""
+    def crop(self, length: int, cache: "Cache") -> bool:
+        """Goes back to the first `length` tokens of those that `cache` counts; False where that state is lost."""
         return True
-
-    def crop(self, length: int, cache: "Cache") -> None:
-        """Returns to the state after the first `length` tokens; the cache counts those before the call."""
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
@@ -164,7 +161,7 @@ class KeyValues(State):
     def reset(self) -> None:
         self._dropped = 0
 
-    def can_crop(self, length: int, cache: "Cache") -> bool:
+    def crop(self, length: int, cache: "Cache") -> bool:
         """Columns from `length` on are written again before they are read."""
         return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
 
@@ -279,7 +276,7 @@ class RecurrentState(State):
 
     A state of one row that has reserved memory for passes of several tokens keeps a snapshot after each token of such a
     pass: `crop` then returns to any of them, as speculation does where a proposed token was wrong. Otherwise the state
-    before the last token is gone, and `can_crop` is False for anything shorter. The mixer writes `buffers`.
+    before the last token is gone. The mixer writes `buffers`.
     """
 
     def __init__(self, *buffers: Tensor, computed: int):
@@ -305,26 +302,21 @@ class RecurrentState(State):
             self._snapshots = []  # `reserve` makes them
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        old = self._snapshots or [x.new_empty(0, *x.shape) for x in self.buffers]
-        if self.rows == 1 and tokens > max(1, len(old[0])):
+        if self.rows == 1 and tokens > (len(self._snapshots[0]) if self._snapshots else 1):
             with torch.inference_mode(False):  # they outlive the call
-                self._snapshots = [x.new_empty(tokens, *x.shape[1:]) for x in old]
-            for new, x in zip(self._snapshots, old, strict=True):
-                new[: len(x)].copy_(x)
+                self._snapshots = [x.new_empty(tokens, *x.shape) for x in self.buffers]
 
     def reset(self) -> None:
         for x in self.buffers:
             x.zero_()
 
-    def can_crop(self, length: int, cache: "Cache") -> bool:
+    def crop(self, length: int, cache: "Cache") -> bool:
         dropped = cache.length - length
         written = cache.last_pass if self._snapshots and cache.last_pass <= len(self._snapshots[0]) else 0
-        return dropped == 0 or dropped < written
-
-    def crop(self, length: int, cache: "Cache") -> None:
-        if length < cache.length:
+        if 0 < dropped < written:
             for x, snapshots in zip(self.buffers, self._snapshots, strict=True):
-                x.copy_(snapshots[cache.last_pass - 1 - (cache.length - length)])
+                x.copy_(snapshots[written - 1 - dropped])
+        return dropped == 0 or dropped < written
 
     def reorder(self, rows: Tensor) -> None:
         if len(rows) != self.rows:
@@ -382,6 +374,7 @@ class Cache:
 
     def reserve(self, length: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
+        self.last_pass = 0  # new snapshots know nothing of it
         for state in self.states:
             state.reserve(length, self.length, tokens)
 
@@ -397,9 +390,7 @@ class Cache:
 
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
-        if length and length <= self.length and all(state.can_crop(length, self) for state in self.states):
-            for state in self.states:
-                state.crop(length, self)
+        if length and length <= self.length and all([state.crop(length, self) for state in self.states]):
             self.length, self.last_pass = length, 0
         else:
             self.reset()

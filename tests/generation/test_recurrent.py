@@ -29,11 +29,8 @@ class RecurrentState:
     def reserve(self, length, past, tokens=1):
         pass
 
-    def can_crop(self, length, cache):
-        return length == cache.length
-
     def crop(self, length, cache):
-        pass
+        return length == cache.length
 
     def reorder(self, rows):
         self.h = self.h[rows]
@@ -216,6 +213,7 @@ def test_a_state_returns_to_its_snapshots_and_no_further():
         lambda cache: cache.reserve(12, 3),  # less than the pass
         lambda cache: (cache.reserve(12, 4), run(cache, 4, 8, token_mask=mask)),
         lambda cache: (cache.reserve(12, 4), run(cache, 4, 8), cache.reorder(torch.tensor([0]))),
+        lambda cache: (run(cache, 4, 8), cache.reserve(12, 4)),  # too late
     ):
         cache = Cache([make()], 1)
         run(cache, 0, 4)
