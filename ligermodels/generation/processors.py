@@ -6,14 +6,14 @@ None of them synchronises with the host. What is rarer (no_repeat_ngram_size, ba
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import SAMPLING_OFF
+from ligermodels.generation.options import Options
 from ligermodels.generation.request import LogitsProcessor, Request
 from ligermodels.layers.async_copy import to_device
 
@@ -36,8 +36,7 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
         made.append(functools.partial(ban_early, rows=rows, banned=banned, least=options.min_new_tokens))
     made += [functools.partial(_checked, processor=processor) for processor in request.processors]
     if options.do_sample:
-        values = {name: getattr(options, name) for name in _CUTS}
-        made += [functools.partial(_CUTS[n], value=x) for n, x in values.items() if x != SAMPLING_OFF[n]]
+        made.append(functools.partial(cut, options=options))
     return made
 
 
@@ -63,34 +62,26 @@ def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, 
     return without if all(early) else torch.where(to_device(early, ids.device, torch.bool)[:, None], without, logits)
 
 
-def by_temperature(ids: Tensor, logits: Tensor, value: float) -> Tensor:
-    return logits / value
+def cut(ids: Tensor, logits: Tensor, options: Options) -> Tensor:
+    """The cuts of sampling in the order of transformers, each of what the one before left; -inf where it drops a token.
 
-
-def keep_top_k(ids: Tensor, logits: Tensor, value: int) -> Tensor:
-    """Sets all logits below the `value`-th largest of their row to -inf."""
-    kth = logits.topk(min(value, logits.shape[-1]), dim=-1).values[..., -1:]
-    return logits.masked_fill(logits < kth, -math.inf)
-
-
-def keep_top_p(ids: Tensor, logits: Tensor, value: float) -> Tensor:
-    """Keeps the fewest largest logits whose probabilities sum to `value` or more; sets the others to -inf."""
-    ordered, order = logits.sort(dim=-1)  # of equally likely tokens, the cut leaves those that transformers leaves
-    drop = ordered.softmax(-1).cumsum(-1) <= 1 - value
-    drop[:, -1] = False
-    return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
-
-
-def keep_min_p(ids: Tensor, logits: Tensor, value: float) -> Tensor:
-    """Sets the logits of tokens less than `value` times as likely as the likeliest of their row to -inf."""
-    probabilities = logits.softmax(-1)
-    return logits.masked_fill(probabilities < value * probabilities.amax(-1, keepdim=True), -math.inf)
-
-
-_CUTS: dict[str, Callable[..., Tensor]] = {
-    "temperature": by_temperature, "top_k": keep_top_k, "top_p": keep_top_p, "min_p": keep_min_p,
-}  # fmt: skip
-"""{option: function}, in the order of transformers."""
+    Logits are divided by the temperature. top_k drops those below the k-th largest of their row. top_p keeps the fewest
+    largest whose probabilities sum to it. min_p drops tokens less than min_p times as likely as the likeliest.
+    """
+    if options.temperature != 1:
+        logits = logits / options.temperature
+    if options.top_k:
+        kth = logits.topk(min(options.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if options.top_p < 1:
+        ordered, order = logits.sort(dim=-1)  # of equally likely tokens, the cut leaves those that transformers leaves
+        drop = ordered.softmax(-1).cumsum(-1) <= 1 - options.top_p
+        drop[:, -1] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
+    if options.min_p:
+        probabilities = logits.softmax(-1)
+        logits = logits.masked_fill(probabilities < options.min_p * probabilities.amax(-1, keepdim=True), -math.inf)
+    return logits
 
 
 def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -4,26 +4,29 @@ import pytest
 import torch
 
 from ligermodels.generation import generate
-from ligermodels.generation.processors import keep_min_p, keep_top_k, keep_top_p
+from ligermodels.generation.options import Options
+from ligermodels.generation.processors import cut
 from tests.generation.models import llama, prompt
 
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("ours, theirs, values", [
-    (keep_top_k, transformers.TopKLogitsWarper, [1, 2, 50, 200, 999]),
-    (keep_top_p, transformers.TopPLogitsWarper, [1e-6, 0.1, 0.5, 0.9, 0.999]),
-    (keep_min_p, transformers.MinPLogitsWarper, [0.0, 0.05, 0.5, 1.0]),
-], ids=["top_k", "top_p", "min_p"])  # fmt: skip
+@pytest.mark.parametrize("name, theirs, values", [
+    ("temperature", transformers.TemperatureLogitsWarper, [0.3, 7.0]),
+    ("top_k", transformers.TopKLogitsWarper, [1, 2, 50, 200, 999]),
+    ("top_p", transformers.TopPLogitsWarper, [1e-6, 0.1, 0.5, 0.9, 0.999]),
+    ("min_p", transformers.MinPLogitsWarper, [0.0, 0.05, 0.5, 1.0]),
+])  # fmt: skip
 @pytest.mark.parametrize("spread", [0.01, 3.0, 30.0])
-def test_cuts_are_those_of_transformers(ours, theirs, values, spread):
+def test_cuts_are_those_of_transformers(name, theirs, values, spread):
     logits = torch.randn(8, 200) * spread
     logits = logits.round(decimals=2)  # ties
     logits[:, 3:9] = -torch.inf  # banned before
     exact = torch.zeros(1, 256)  # probabilities whose sums have no rounding, and meet the cuts
     for value in values:
         for given in (logits, exact):
-            assert torch.equal(ours(None, given, value), theirs(value)(None, given))
+            options = Options(**{"do_sample": True, "top_k": 0, name: value})
+            assert torch.equal(cut(None, given, options), theirs(value)(None, given))
 
 
 def test_a_seed_repeats_and_leaves_the_global_generator_alone():
