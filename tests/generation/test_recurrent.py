@@ -224,6 +224,17 @@ def test_a_state_returns_to_its_snapshots_and_no_further():
         assert cache.length == 0
 
 
+def test_an_empty_state_takes_the_dtype_of_the_first_tokens():
+    """As under autocast, with or without snapshots; the matrices stay in fp32."""
+    layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
+    for tokens in (1, 4):
+        state = layer.new_state(1, 12, dtype=torch.float32, device="cpu")
+        state.reserve(12, 0, tokens)
+        state.move(torch.zeros(1, dtype=torch.bfloat16))
+        assert [x.dtype for x in state.buffers] == [torch.bfloat16, torch.float32]
+        assert not any(x.any() for x in state.buffers) and state.snapshots(1, exact=True) is None
+
+
 def test_what_cannot_go_back_is_computed_again(model):
     """After a stream that was left: the states are empty, the text is right."""
     ids = prompt(1, 4).repeat(1, 3)

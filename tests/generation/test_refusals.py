@@ -109,10 +109,12 @@ def test_what_belongs_to_another_model():
         fp8[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), fp8.length)
 
 
-def test_speculation_does_not_capture_cross_attention():
+def test_models_with_images():
     model = ligermodels.LlamaVision.from_config(llama_vision.tiny())
     with pytest.raises(InputError, match="prompt_lookup_num_tokens contradicts a model with cross-attention"):
         generate(model, ONE, max_new_tokens=3, **LOOKUP)
+    with pytest.raises(InputError, match="pixel_values contradicts prefill_chunk_size"):
+        generate(model, ONE, max_new_tokens=3, pixel_values=torch.zeros(1), prefill_chunk_size=2)
 
 
 def test_what_a_checkpoint_sets():
@@ -121,6 +123,9 @@ def test_what_a_checkpoint_sets():
         model.generation_config = type(model.generation_config)({name: value})
         with pytest.raises(InputError, match=f"^model.generation_config sets {name}="):
             generate(model, ONE, max_new_tokens=2)
+    own = dict(use_cache=False, return_dict_in_generate=True, output_logits=True, prompt_lookup_num_tokens=2)
+    model.generation_config = type(model.generation_config)(own)  # of one batch
+    assert len(list(generate_many_iter(model, [[3], [4, 5]], max_new_tokens=3))) == 2
 
 
 def test_every_option_of_transformers_is_known():
