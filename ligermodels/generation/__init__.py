@@ -11,13 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligermodels.generation.api import (
-        GenerateOutput,
-        generate,
-        generate_iter,
-        generate_many,
-        generate_many_iter,
-    )
+    from ligermodels.generation.api import GenerateOutput, generate, generate_iter, generate_many, generate_many_iter
 
 __all__ = ["GenerateOutput", "generate", "generate_iter", "generate_many", "generate_many_iter"]
 

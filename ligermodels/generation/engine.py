@@ -126,15 +126,12 @@ class Engine:
             for begin in range(past, length, chunk):
                 end = min(begin + chunk, length)
                 own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+                rest = {"logits_to_keep": 1, **(inputs or {})} if end == length else {"return_logits": False}
                 given = self.prepare(
-                    ids[:, begin:end],
-                    attention_mask=None if mask is None else mask[:, :end],
-                    position_ids=None if positions is None else positions[:, begin:end],
-                    past_key_values=cache,
-                    use_cache=self.options.use_cache is not False,
-                    **own,
-                    **({"logits_to_keep": 1, **(inputs or {})} if end == length else {"return_logits": False}),
-                )
+                    ids[:, begin:end], attention_mask=None if mask is None else mask[:, :end],
+                    position_ids=None if positions is None else positions[:, begin:end], past_key_values=cache,
+                    use_cache=self.options.use_cache is not False, **own, **rest,
+                )  # fmt: skip
                 if own and given.get("inputs_embeds") is not own["inputs_embeds"]:
                     raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
                 output = self.call(**given | {"input_ids": None} if own else given)
@@ -155,6 +152,8 @@ class Engine:
             self.raw_logits.append(logits)
         for process in self.processors:
             logits = process(self.ids[:, self.first : self.length], logits)
+            if getattr(logits, "shape", None) != self.logits.shape:
+                raise InputError(f"logits_processor must return logits of shape {list(self.logits.shape)}")
         if self.scores is not None:
             self.scores.append(logits)
         chosen = argmax(logits)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.generation.options import Options
 from ligermodels.generation.request import LogitsProcessor, Request
 from ligermodels.layers.async_copy import to_device
@@ -34,7 +33,7 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
     if stop_ids and options.min_new_tokens:
         banned = torch.tensor(stop_ids, device=request.model.device)
         made.append(functools.partial(ban_early, rows=rows, banned=banned, least=options.min_new_tokens))
-    made += [functools.partial(_checked, processor=processor) for processor in request.processors]
+    made += request.processors
     if options.do_sample:
         made.append(functools.partial(cut, options=options))
     return made
@@ -91,11 +90,3 @@ def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     argmax p / E with E exponential is argmax logits - log E.
     """
     return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
-
-
-def _checked(ids: Tensor, logits: Tensor, processor: LogitsProcessor) -> Tensor:
-    shape = logits.shape
-    logits = processor(ids, logits)
-    if not isinstance(logits, Tensor) or logits.shape != shape:
-        raise InputError(f"logits_processor must return logits of shape {list(shape)}")
-    return logits

@@ -94,6 +94,8 @@ def test_nan_logits_are_an_error_and_not_token_zero(model):
 
     with pytest.raises(InputError, match="all -inf"):
         generate(model, prompt(), max_new_tokens=3, logits_processor=no_token)
+    with pytest.raises(InputError, match=rf"logits_processor must return logits of shape \[1, {VOCAB}\]"):
+        generate(model, prompt(), max_new_tokens=3, logits_processor=lambda ids, logits: logits[:, :9])
     model.lm_head.weight[3] = torch.nan
     for call in (generate, lambda *args, **options: list(generate_iter(*args, **options))):
         with pytest.raises(InputError, match="float16 overflow"):
