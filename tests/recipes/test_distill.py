@@ -113,23 +113,20 @@ def test_what_is_asked_and_what_an_evaluation_reads(home, tokenizer, write, name
         assert evaluated == encode(read(row), tokenizer) and evaluated.ids[: len(ids)] == ids
 
 
-def test_what_a_step_trains_on(home, tokenizer, write):
-    """Samples at their temperature."""
-    rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
-    data = data_of(tokenizer, home, write, *rows)
-    prompts = [next(data.train)[0] for _ in rows]
-    model = losses.model(vocab_size=600).float()
+def test_what_a_step_samples(home, tokenizer, write):
+    """By the seed, the rollout and the temperature."""
+    data = data_of(tokenizer, home, write, {"messages": ASKED + SAID})
+    prompt, model = next(data.train)[0], losses.model(vocab_size=600).float()
 
-    def steps(**options):
-        recipe = OnPolicy(dataclasses.replace(data.options, **options), data.recipe.tokenizer)
-        recipe.chat, recipe.processes = True, Processes(torch.device("cpu"))
-        recipe.model = model
-        return [recipe.roll_out(prompts, n) for n in range(2)]
+    def drawn(rollout=0, **options):
+        recipe = OnPolicy(dataclasses.replace(data.options, **options), tokenizer)
+        recipe.chat, recipe.processes, recipe.model = True, Processes(torch.device("cpu")), model
+        (found,) = recipe.roll_out([prompt], rollout)
+        assert found.example.ids == prompt.ids + found.ids and len(found.ids) <= 9
+        return found.ids
 
-    drawn = steps()
-    assert drawn[0] != drawn[1] and drawn == steps() != steps(seed=1) != steps(seed=1, temperature=0.5)
-    assert all(len(one.ids) <= 9 for one in drawn[0])
-    assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
+    others = [drawn(1), drawn(seed=1), drawn(temperature=0.5)]
+    assert drawn() == drawn() and drawn() not in others
 
 
 def test_rows_that_cannot_be_asked_are_named(home, tokenizer, write):

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
 import yaml
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -23,7 +22,6 @@ from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
 from tests.recipes.runs import (
-    CHATS,
     LEARN,
     check_answers,
     check_same,
@@ -58,17 +56,6 @@ def test_sft_learns_what_the_assistant_says(tuned):
         assert words in card
     saved = SFTOptions.load(folder / "options.yaml")
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
-
-
-def test_transformers_opens_the_tuned_model(tuned):
-    folder = tuned[0] / "model"
-    tokenizer, text = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_hub(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    asked = text.apply_chat_template(CHATS[0][:1], add_generation_prompt=True)
-    assert asked == tokenizer.apply_chat_template(CHATS[0][:1], add_generation_prompt=True, return_dict=False)
-    with torch.no_grad():
-        expected, found = (model(torch.tensor([asked])).logits for model in (theirs, ligermodels.load(folder)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
 def test_files_have_the_mode_of_new_ones(tuned, tmp_path):
@@ -205,17 +192,6 @@ def test_torchrun_shows_the_error_of_a_process(home, tmp_path, monkeypatch, caps
         assert said.startswith("error: there is no file or folder") and slept == waits
         failure = ProcessFailure(local_rank=rank, pid=7, exitcode=3, error_file=str(file))
         assert f"traceback : {said}" in str(ChildFailedError("ligermodels", {rank: failure}))
-
-
-def test_rows_that_are_cut_are_named_and_counted(home, tmp_path, capsys):
-    rows = (home / "chats.jsonl").read_text().splitlines()
-    long = json.dumps({"messages": [CHATS[0][0], {"role": "assistant", "content": "a" * 99}]})
-    (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], long, *rows[5:]]))
-    assert train(home, tmp_path / "out", *FEW, data=tmp_path / "some.jsonl") == 0  # nothing is counted before the run
-    said = capsys.readouterr().err
-    warning = f"warning: rows are cut at --max-length 64, or left out:\n  {tmp_path / 'some.jsonl'}:6: cut, it has "
-    assert said.count("warning: ") == said.count(warning) == 1
-    assert "were trained; 2 rows cut at --max-length |" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

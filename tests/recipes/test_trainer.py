@@ -4,7 +4,6 @@ import os
 import re
 import resource
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes import memory
 from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.model import load_model, make_optimizer
-from ligermodels.recipes.steps import StepBatches, forwards_per_step, learning_rate, shard_batches
-from ligermodels.recipes.trainer import Progress
+from ligermodels.recipes.steps import check_ids, forwards_per_step, learning_rate, shard_batches
 from tests.processes import Child
 from tests.recipes import losses
 from tests.recipes.runs import metrics, options_of, reached, train, weights
@@ -39,49 +37,8 @@ def test_the_learning_rate_of_each_step():
     assert rates("cosine", warmup_steps=0)[0] == 1.0
 
 
-class Numbers:
-    """Batches of one example, the number of the batch; also a recipe of four a step."""
-
-    options = SimpleNamespace(accumulation=4)
-
-    at = 0
-
-    def __next__(self):
-        self.at += 1
-        return [self.at]
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-    def collate(self, examples):
-        return {"input_ids": torch.full((1, 3), *examples), "labels": torch.full((1, 3), *examples)}
-
-
-def taken(feed):
-    return [int(batch["input_ids"][0, 0]) for batch in feed.take()]
-
-
-def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
-    ranks = [Processes(torch.device("cpu"), rank, 2) for rank in range(2)]
-    feeds = [StepBatches(Numbers(), Numbers(), rank, 100) for rank in ranks]
-    assert [taken(feed) for feed in feeds] == [[1, 3], [2, 4]]
-    for feed in feeds:
-        feed.prefetch()
-    assert [feed.state_dict() for feed in feeds] == [{"at": 4}, {"at": 4}]
-    again = StepBatches(Numbers(), Numbers(), Processes(torch.device("cpu")), 100)
-    again.prefetch()
-    again.load_state_dict(feeds[0].state_dict())
-    assert taken(again) == [5, 6, 7, 8]
-    with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
-        again.vocab_size = 9
-        again.take()
-
-
 def test_ranks_share_the_evaluation_and_none_counts_twice():
-    batches = [Numbers().collate([n]) for n in range(1, 6)]
+    batches = [{"labels": torch.full((1, 3), n)} for n in range(1, 6)]
     parts = [shard_batches(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
@@ -95,10 +52,11 @@ def test_the_forwards_of_a_step():
         forwards_per_step(7, 3, None)
 
 
-def test_progress_goes_on_but_for_the_length_of_the_run():
-    found = Progress(20)
-    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4).state_dict())
-    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4)
+def test_ids_that_the_model_has_no_row_for_are_refused():
+    batch = {"input_ids": torch.tensor([[3, 8]])}
+    assert check_ids(batch, 9) is batch
+    with pytest.raises(InputError, match="gave the id 8, and the model has 8 ids"):
+        check_ids(batch, 8)
 
 
 def test_norms_have_no_weight_decay():
