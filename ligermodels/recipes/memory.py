@@ -158,10 +158,10 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     }
 
 
-def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tuple[str, str]:
+def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int) -> tuple[str, str]:
     """Precision and activations, each "auto" replaced: the most exact weights that fit, and the least recomputation.
 
-    free: bytes, or None where they are not known: then everything fits. Where nothing fits, the smallest.
+    free: bytes. Where nothing fits, the smallest.
     """
     exact = ("fp32",) if p.device.type == "cpu" else ("bf16-masters", "bf16")
     precisions = exact if o.precision == "auto" else (o.precision,)
@@ -170,18 +170,15 @@ def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int | None) -> tup
     return next((pair for pair in pairs if fits(estimate(sizes, o, p, *pair), free)), pairs[-1])
 
 
-def fits(need: dict[str, int], free: int | None) -> bool:
-    return free is None or sum(need.values()) <= MARGIN * free
+def fits(need: dict[str, int], free: int) -> bool:
+    return sum(need.values()) <= MARGIN * free
 
 
-def available(device: torch.device) -> int | None:
-    """The free bytes of the GPU, or the bytes of the host's memory; None if the system does not report them."""
+def available(device: torch.device) -> int:
+    """The free bytes of the GPU, or the bytes of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows
-        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def gib(size: float) -> str:

@@ -7,6 +7,7 @@ The command line wins over the file, and the file over the defaults. Nothing her
 import argparse
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -36,15 +37,19 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
 
+free_option = functools.partial(option, fixed_on_resume=False)
+"""A field that a run which is resumed may change."""
+
+
 # fmt: off
 @dataclass(kw_only=True)
 class ModelOptions:
     group: ClassVar[str] = "model"
     model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True)
-    output_dir: str = option("", "a new folder for all that the run writes", required=True, fixed_on_resume=False)
+    output_dir: str = free_option("", "a new folder for all that the run writes", required=True)
     text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
     chat_template: str | None = option(None, "a file, in place of the model's own; saved with what is tuned")
-    merge: bool = option(False, "also write the model with its adapters", needs="lora_r", fixed_on_resume=False)
+    merge: bool = free_option(False, "also write the model with its adapters", needs="lora_r")
 
 
 @dataclass(kw_only=True)
@@ -58,17 +63,16 @@ class DataOptions:
     eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
-    skip_bad: bool = option(False, "leave out rows that cannot be read, and count them", fixed_on_resume=False)
-    show: int = option(1, "number of examples to print, with what is trained marked", least=0, fixed_on_resume=False)
+    skip_bad: bool = free_option(False, "leave out rows that cannot be read, and count them")
+    show: int = free_option(1, "number of examples to print, with what is trained marked", least=0)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
 
 
 @dataclass(kw_only=True)
 class LengthOptions:
     group: ClassVar[str] = "length of the run"
-    num_train_epochs: float | None = option(None, "passes over the data (default 1)", above=0, fixed_on_resume=False)
-    max_steps: int | None = option(
-        None, "optimizer steps", least=1, excludes=("num_train_epochs",), fixed_on_resume=False)
+    num_train_epochs: float | None = free_option(None, "passes over the data (default 1)", above=0)
+    max_steps: int | None = free_option(None, "optimizer steps", least=1, excludes=("num_train_epochs",))
     batch_tokens: int | None = option(None, "tokens of a forward pass on one GPU (default: --max-length)", least=2)
     accumulation: int | None = option(
         None, "forward passes per step, over all GPUs (default 8, or fewer for runs of under 20 steps)", least=1)
@@ -77,18 +81,16 @@ class LengthOptions:
 @dataclass(kw_only=True)
 class OptimizerOptions:
     group: ClassVar[str] = "optimizer"
-    learning_rate: float | None = option(
-        None, "peak learning rate (default {:g}, with --lora-r {:g})", above=0, fixed_on_resume=False)
-    lr_scheduler_type: str = option(
-        "cosine", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant_with_warmup"),
-        fixed_on_resume=False)
-    warmup_steps: float = option(0.03, "steps, or a fraction of all steps if below 1", least=0, fixed_on_resume=False)
-    decay: float = option(0.2, "wsd: steps of the decay, or a fraction if below 1", least=0, fixed_on_resume=False)
-    final_lr: float = option(0.0, "final learning rate, as a fraction of the peak", least=0, fixed_on_resume=False)
+    learning_rate: float | None = free_option(None, "peak learning rate (default {:g}, with --lora-r {:g})", above=0)
+    lr_scheduler_type: str = free_option(
+        "cosine", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant_with_warmup"))
+    warmup_steps: float = free_option(0.03, "steps, or a fraction of all steps if below 1", least=0)
+    decay: float = free_option(0.2, "wsd: steps of the decay, or a fraction if below 1", least=0)
+    final_lr: float = free_option(0.0, "final learning rate, as a fraction of the peak", least=0)
     weight_decay: float = option(0.0, "weight decay of matrices; norms and biases have none", least=0)
     adam_beta1: float = option(0.9, "beta1 of AdamW", least=0, below=1)
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
-    max_grad_norm: float = option(1.0, "maximum gradient norm; 0: no limit", least=0, fixed_on_resume=False)
+    max_grad_norm: float = free_option(1.0, "maximum gradient norm; 0: no limit", least=0)
 
 
 @dataclass(kw_only=True)
@@ -97,9 +99,9 @@ class MemoryOptions:
     precision: str = option(
         "auto", "of the weights, docs/training.md; auto: bf16-masters on GPUs, bf16 where that does not fit",
         choices=("auto", "fp32", "bf16-masters", "bf16"))
-    activations: str = option(
+    activations: str = free_option(
         "auto", "what the backward recomputes (gradient checkpointing); auto: the least that fits",
-        choices=("auto", "none", "mlp", "block"), fixed_on_resume=False)
+        choices=("auto", "none", "mlp", "block"))
     lora_r: int = option(0, "train LoRA adapters of this rank; 0: all weights", least=0, excludes=("tp",))
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs="lora_r")
@@ -117,21 +119,20 @@ class MemoryOptions:
 @dataclass(kw_only=True)
 class ParallelOptions:
     group: ClassVar[str] = "parallel"
-    dp_replicate: int = option(1, "replicas of the sharded model (HSDP)", least=1, fixed_on_resume=False)
-    cp: int = option(1, "context-parallel degree: GPUs that share each row", least=1, fixed_on_resume=False)
-    tp: int = option(1, "tensor-parallel degree: GPUs that share each layer", least=1, fixed_on_resume=False)
+    dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1)
+    cp: int = free_option(1, "context-parallel degree: GPUs that share each row", least=1)
+    tp: int = free_option(1, "tensor-parallel degree: GPUs that share each layer", least=1)
 
 
 @dataclass(kw_only=True)
 class LoggingOptions:
     group: ClassVar[str] = "checkpoints and logs"
-    save_steps: int = option(100, "steps between checkpoints; 0: only at the end", least=0, fixed_on_resume=False)
-    save_total_limit: int = option(2, "number of newest checkpoints to keep", least=1, fixed_on_resume=False)
-    eval_steps: int = option(100, "steps between evaluations; 0: only at the end", least=0, fixed_on_resume=False)
-    resume: bool = option(False, "continue the run in --output-dir", fixed_on_resume=False)
-    report_to: str = option(
-        "none", "beside metrics.jsonl", choices=("none", "tensorboard", "wandb"), fixed_on_resume=False)
-    dry_run: bool = option(False, "print the plan and the options, and stop", fixed_on_resume=False)
+    save_steps: int = free_option(100, "steps between checkpoints; 0: only at the end", least=0)
+    save_total_limit: int = free_option(2, "number of newest checkpoints to keep", least=1)
+    eval_steps: int = free_option(100, "steps between evaluations; 0: only at the end", least=0)
+    resume: bool = free_option(False, "continue the run in --output-dir")
+    report_to: str = free_option("none", "beside metrics.jsonl", choices=("none", "tensorboard", "wandb"))
+    dry_run: bool = free_option(False, "print the plan and the options, and stop")
 # fmt: on
 
 
@@ -237,9 +238,9 @@ class TextOptions(TrainOptions):
 
     group: ClassVar[str] = "CUDA graphs and multi-token prediction"
     # fmt: off
-    capture: bool = option(  # type: ignore[misc]
+    capture: bool = free_option(  # type: ignore[misc]
         False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or "
-        "the model so small, that the host is the limit", fixed_on_resume=False)
+        "the model so small, that the host is the limit")
     mtp_loss_weight: float = option(  # type: ignore[misc]
         0.0, "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, "
         "such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.checkpoint.files import write_errors
+from ligermodels.checkpoint.saving import replacing
 from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.data import Data
@@ -44,10 +45,8 @@ class Reporter:
         self.file = Path(options.output_dir) / "metrics.jsonl"
         self._start, self._shown = time.perf_counter(), 0.0
         lines = [line for line in self.lines() if line["step"] <= (evaluated if "eval_loss" in line else resumed)]
-        with write_errors(self.file.parent):
-            whole = self.file.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
-            whole.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-            whole.replace(self.file)
+        with write_errors(self.file), replacing(self.file, 0, is_file=True) as new:  # a kill loses no step before
+            (new / self.file.name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         self._log = _logger(options, resumed)
 
     def close(self) -> None:
@@ -133,8 +132,7 @@ def make_plan(
         tokens = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
     several = f", on {p.size} processes" * (p.size > 1)
     memory = ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size)
-    if free:
-        memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
+    memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
     plan = {
         "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
         "trained": trained,

@@ -26,7 +26,7 @@ from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions, option
+from ligermodels.recipes.options import TrainOptions, free_option, option
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
@@ -50,9 +50,8 @@ class RolloutOptions(TrainOptions):
     # fmt: off
     prompts: int = option(8, "prompts per step, over all ranks", least=1, needs="on_policy")
     max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs="on_policy")
-    rollout_rows: int | None = option(
-        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs="on_policy",
-        fixed_on_resume=False)
+    rollout_rows: int | None = free_option(
+        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs="on_policy")
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import resource
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -174,8 +175,4 @@ def peak_memory(device: torch.device) -> float:
     """The peak so far in GiB, of tensors on the GPU or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -14,6 +14,7 @@ DIR/model/             the tuned model, with plan and results in README.md; adap
 
 import contextlib
 import dataclasses
+import fcntl
 import math
 import os
 import shlex
@@ -158,9 +159,7 @@ class Trainer:
         # The plan
         self.progress = Progress(steps)
         sizes = recipe.memory(memory.Sizes.of(sketch, o), sketch)
-        free = memory.available(p.device)
-        free = free if free is None else min(p.gather(free))
-        o.precision, o.activations = memory.choose(sizes, o, p, free)
+        o.precision, o.activations = memory.choose(sizes, o, p, min(p.gather(memory.available(p.device))))
         self.plan = report.make_plan(o, p, type(sketch).__name__, sizes, self.data, counts, steps) | recipe.plan(steps)
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
@@ -224,10 +223,6 @@ class Trainer:
         """Makes the folder and locks it. Raises InputError if another run has locked it."""
         with write_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return
         lock = os.open(self.out, os.O_RDONLY)  # the system closes it when the process ends, however it ends
         self.stack.callback(os.close, lock)
         try:

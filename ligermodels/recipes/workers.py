@@ -1,8 +1,8 @@
 """Work that is done ahead of its use, in a thread or in worker processes.
 
 Worker processes are no forks of the run, whose threads (of tokenizers, torch, CUDA) do not survive in a fork, but of a
-server that multiprocessing starts (forkserver; "spawn" on Windows): as everywhere in multiprocessing, what is sent must
-be picklable, and a script must start its work under `if __name__ == "__main__":`. Each process has a pipe of its own,
+server that multiprocessing starts (forkserver): as everywhere in multiprocessing, what is sent must be picklable, and a
+script must start its work under `if __name__ == "__main__":`. Each process has a pipe of its own,
 whose end both sides notice. The processes of a DataLoader or a ProcessPoolExecutor share a pipe, so that a run waits
 forever for one that is killed while it writes (torch 2.13, Python 3.11, both seen in a test).
 """
@@ -55,10 +55,8 @@ def map_ahead(work: Work, items: Iterator[Any], ahead: int, processes: int) -> G
 
 def _in_process(work: Work) -> Work:
     """`work` in a process of its own, which ends with this function."""
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all
     pipe, other = context.Pipe()
     process = context.Process(target=_serve, args=(work, other), daemon=True)
     process.start()

@@ -16,7 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.examples import IGNORED, Example, packed_batch
-from ligermodels.recipes.rows import Row, open_rows, open_sources
+from ligermodels.recipes.rows import Rows, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:rows are cut")
@@ -31,20 +31,9 @@ def any_share():
         yield
 
 
-class Lengths:
+def rows_of(lengths):
     """Rows of given lengths. Row n has n + 1 as all of its ids; 0 is padding."""
-
-    def __init__(self, lengths):
-        self.lengths = lengths
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return Row({"id": index + 1, "length": self.lengths[index]}, self.where(index))
-
-    def where(self, index):
-        return f"lengths:{index + 1}"
+    return Rows([{"id": n, "length": length} for n, length in enumerate(lengths, 1)], "lengths:", None)
 
 
 def encode(row, first=1, end=None):
@@ -61,7 +50,7 @@ def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, ski
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
         capacity=lambda evaluates: length * per_batch,
     )  # fmt: skip
-    return Batches(recipe, Lengths(lengths), **how)
+    return Batches(recipe, rows_of(lengths), **how)
 
 
 def lengths(number, low=1, high=12, seed=0):

@@ -35,28 +35,21 @@ def logprobs(model, one, temperature):
 
 
 def plain(model, reference, completions, o, shifts):
-    """The loss of completions one by one. shifts: what the log probabilities were higher by when they were sampled."""
-    per_token, lengths = [], []
-    for one, shift in zip(completions, shifts, strict=True):
-        if one.truncated:
-            per_token.append(torch.zeros(1, dtype=torch.float64))
-            lengths.append(0)
-            continue
-        logp, a = logprobs(model, one, o.temperature), one.advantage
-        ref = logprobs(reference, one, o.temperature).detach()
-        r = logp - logp.detach() - shift
-        r = r.mean().exp() if o.loss_type == "gspo" else r.exp()
-        if o.loss_type == "cispo":
-            loss = -torch.clamp(r, max=o.clip["high"]).detach() * a * logp
-        else:
-            loss = torch.max(-r * a, -torch.clamp(r, 1 - o.clip["low"], 1 + o.clip["high"]) * a)
-        kl = (ref - logp).exp() - (ref - logp) - 1
-        per_token.append((loss + o.beta * r * kl).expand(len(one.ids)))
-        lengths.append(len(one.ids))
-    if o.loss_type in ("grpo", "gspo"):
-        return sum(part.mean() for part in per_token) / len(completions)
-    divisor = len(completions) * o.max_completion_length if o.loss_type == "dr_grpo" else sum(lengths)
-    return sum(part.sum() for part in per_token) / divisor
+    """The loss by layers.policy, of log probabilities one by one. shifts: what those of the sampling were higher by."""
+    shape = len(completions), max(len(one.ids) for one in completions)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    logp, ref, old = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
+    for n, (one, shift) in enumerate(zip(completions, shifts, strict=True)):
+        at = n, slice(len(one.ids))
+        mask[at] = not one.truncated
+        logp[at], ref[at] = logprobs(model, one, o.temperature), logprobs(reference, one, o.temperature).detach()
+        old[at] = logp[at].detach() + shift
+    ratio = policy.ratios(o.loss_type, logp, old, mask)
+    advantages = torch.tensor([one.advantage for one in completions])
+    each = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
+    each = each + o.beta * policy.kl_losses(logp, ref, ratio)
+    counts = policy.Counts(mask.sum(), torch.tensor(len(completions)), torch.tensor(1.0))
+    return policy.reduce_losses(o.loss_type, each, mask, counts, o.max_completion_length)
 
 
 def options_of(**given):
