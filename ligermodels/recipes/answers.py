@@ -70,34 +70,27 @@ class Preference(Recipe):
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of N sequences, [N] each: the sum over the tokens of the answer, and the number of tokens.
+    """Log probabilities of N sequences, [N] each: the sum over the tokens of the answer, and over all that are scored.
 
-    nll, nll_lengths: the same over the tokens of the cross entropy. aux_loss: the balancing loss of a mixture of
-    experts, weighted, or 0.
+    aux_loss: the balancing loss of a mixture of experts, weighted, or 0.
     """
 
     sums: Tensor
-    lengths: Tensor
-    nll: Tensor
-    nll_lengths: Tensor
+    scored: Tensor
     aux_loss: Tensor | float
 
 
 def logprobs(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) -> Logprobs:
     """The log probabilities of the batch's answers.
 
-    prefix: of the names in the batch. prompts: the cross entropy counts the prompts of chosen answers too.
+    prefix: of the names in the batch. prompts: the prompts of chosen answers are scored too.
     """
     inputs = decoder_inputs(batch, prefix)
     labels, bounds = inputs.pop("labels"), inputs["cu_seqlens"]
-    scored = with_prompts(batch) if prompts else labels
-    answers, every = (Targets(one, bounds).labels != IGNORED for one in (labels, scored))
-    output = model(**inputs, labels=scored, return_logprobs=True)
-    tokens = output.logprobs
-    values = (torch.where(answers, tokens, 0), answers, tokens, every)
+    output = model(**inputs, labels=with_prompts(batch) if prompts else labels, return_logprobs=True)
     aux_loss = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
-    sums, lengths, nll, nll_lengths = (sum_per_sequence(x, bounds) for x in values)
-    return Logprobs(sums, lengths, nll, nll_lengths, aux_loss)
+    answers = torch.where(Targets(labels, bounds).labels != IGNORED, output.logprobs, 0)
+    return Logprobs(sum_per_sequence(answers, bounds), sum_per_sequence(output.logprobs, bounds), aux_loss)
 
 
 def with_prompts(batch: Batch) -> Tensor:

@@ -70,7 +70,7 @@ class KTO(Preference):
             own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type, desirable_weight=o.desirable_weight,
             undesirable_weight=o.undesirable_weight,
         )  # fmt: skip
-        counted, rewards = own.lengths > 0, o.beta * (own.sums - before)
+        counted, rewards = answer_lengths(batch) > 0, o.beta * (own.sums - before)
         loss = torch.where(counted, losses, 0).sum() / count[1]
         metrics: Metrics = {
             "reward_chosen": mean_of(rewards, counted & desirable),

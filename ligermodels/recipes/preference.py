@@ -88,7 +88,7 @@ class DPO(Preference):
         o = self.options
         before = self.reference_logprobs(model, batch) if o.compares else torch.zeros(())
         own = logprobs(model, batch, prompts=self.nll_prompts)
-        sums, lengths, before = own.sums, own.lengths, before.to(own.sums).expand_as(own.sums)
+        sums, lengths, before = own.sums, answer_lengths(batch), before.to(own.sums).expand_as(own.sums)
         is_mean = o.loss_type in ("orpo", *losses.PER_TOKEN)
         divisor = lengths.clamp(min=1) if is_mean else torch.ones_like(lengths)
         pairs = len(sums) // 2
@@ -104,7 +104,7 @@ class DPO(Preference):
             "reward_accuracy": mean_of((chosen > rejected).to(chosen.dtype), counted),
         }
         if o.sft_weight:
-            nll, number = -own.nll[:pairs].sum(), own.nll_lengths[:pairs].sum()
+            nll, number = -own.scored[:pairs].sum(), answer_lengths(batch, prompts=self.nll_prompts)[:pairs].sum()
             loss = loss + o.sft_weight * nll / count[2]
             metrics["nll_loss"] = nll.detach(), number
         return sum_over_ranks(model, loss) + own.aux_loss, metrics
