@@ -211,7 +211,9 @@ def test_a_cut_goes_through_no_image(home, encode_row):
     rows = rows_of(home, long, short)
     whole = encode_row(rows[0])
     (example,) = next(batches_of(home, rows, len(whole.ids) - 9))
-    assert example.ids == whole.ids[:-9] and "pixel_values" in packed_batch([example])
+    batch = packed_batch([example])
+    assert example.ids == whole.ids[:-9] and "pixel_values" in batch
+    assert batch.get("cross_attention_mask", batch["input_ids"]).shape[1] == example.size
 
 
 def test_rows_with_images_need_a_model_that_takes_them(home, encode_row, tmp_path):

@@ -140,7 +140,9 @@ def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, giv
     steps = [of.collate(batch) for batch in examples]
     steps += shard_batches(steps[:1], Processes(torch.device("cpu"), 1, 2))  # which counts nothing
     count = sum(of.count(batch) for batch in steps).float()
-    found = sum(of.loss(model, batch, count)[0] for batch in steps)
+    losses, metrics = zip(*(of.loss(model, batch, count) for batch in steps), strict=True)
+    found = sum(losses)
+    assert "nll_loss" not in metrics[0] or sum(one["nll_loss"][1] for one in metrics) == count[2]
     if recipe == "kto":  # the point of comparison is that of a batch
         expected = torch.cat([expected_of_kto(of.options, model, before, rows) for rows in examples]).mean()
     else:
