@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
-from ligermodels.kernels.joint import as_one, as_one_layer, is_still, joint, rows_of
+from ligermodels.kernels.joint import as_one, as_one_layer, is_still, rows_of
 from ligermodels.kernels.lora import Branch
 from ligermodels.kernels.low_bit import LowBitWeight, Weight, dequantized, has_bits
 from ligermodels.kernels.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
@@ -48,33 +49,14 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-class _FrozenLinear(torch.autograd.Function):
-    """x: [..., K]; bias: [N] or None; kind, options, tensors: of a LowBitWeight [N, K] -> [..., N].
-
-    Dequantises the weight in forward and backward, and saves neither that nor x.
-    """
-
-    @staticmethod
-    def forward(ctx, x, bias, kind, options, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.weight = kind, options
-        return F.linear(x, kind(*options, *tensors).dequantize(x.dtype), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (kind, options), tensors, dx, d_bias = ctx.weight, ctx.saved_tensors, None, None
-        if ctx.needs_input_grad[0]:
-            dx = dy @ kind(*options, *tensors).dequantize(dy.dtype)
-        if ctx.needs_input_grad[1]:
-            d_bias = dy.sum_to_size(dy.shape[-1])
-        return dx, d_bias, None, None, *[None] * len(tensors)
-
-
 def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
+    """F.linear that dequantises the weight again in the backward."""
     x = x.to(autocast_dtype(x) or x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    return _FrozenLinear.apply(x, bias, type(weight), weight.options, *weight.tensors)
+
+    def run(x: Tensor) -> Tensor:
+        return F.linear(x, weight.dequantize(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
 
 # ---- Without autograd ----
@@ -123,25 +105,11 @@ def _input_gradient(dy: Tensor, weights: Sequence[Tensor], whole: Tensor | None,
 def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, x: Tensor) -> Sequence[Tensor | None]:
     """`weight_gradient` of each weight [N_i, K] that needs one, from dy [T, sum N_i] and x [T, K].
 
-    One matmul if all need one: the gradients are then views of one buffer, also as the .grad of weights whose gradients
-    are added in place. One matmul each if every .grad exists and they are not joint.
+    One matmul if all need one, and none is added to .grad in place: the gradients are then views of one buffer.
     """
-    if len(weights) == 1:
-        return [weight_gradient(weights[0], dy, x)]
     rows = rows_of(weights)
-    leaves: list[Any] = [target(weight) for weight in weights] if all(needs) else []
-    marked = [leaf for leaf in leaves if leaf is not None]
-    grads = [leaf.grad for leaf in marked if leaf.grad is not None]
-    if leaves and not marked:
+    if len(rows) > 1 and all(needs) and all([target(weight) is None for weight in weights]):
         return (dy.t() @ x).split_with_sizes(rows)
-    if leaves and len({id(leaf) for leaf in marked}) == len(weights):
-        if not grads:
-            for leaf, part in zip(leaves, (dy.t() @ x).split_with_sizes(rows), strict=True):
-                leaf.grad = part
-            return [None] * len(weights)
-        if len(grads) == len(weights) and (whole := joint(grads)) is not None:
-            accumulate(whole, dy, x, first=False)
-            return [None] * len(weights)
     each = zip(weights, needs, dy.split_with_sizes(rows, 1), strict=True)
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 

@@ -79,7 +79,12 @@ class LowBitWeight:
         return {name: found for name in self.row_names if (found := getattr(self, name)) is not None}
 
     def in_groups(self, groups: int) -> Self:
-        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory."""
+        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory.
+
+        Raises InputError where a layer does not end with a block.
+        """
+        if self.block and math.prod(self.shape) // groups % self.block:
+            raise InputError(f"a weight {self.shape} with blocks of {self.block} is no group of {groups} layers")
         return replace(self, shape=(groups, self.shape[0] // groups, *self.shape[1:]))
 
     @classmethod
@@ -103,11 +108,6 @@ class LowBitWeight:
         names, shape = self._rows(), (self.shape[0] // parts, *self.shape[1:])
         each = zip(*(tensor.chunk(parts) for tensor in names.values()), strict=True)
         return [replace(self, shape=shape, **dict(zip(names, one, strict=True))) for one in each]  # type: ignore[arg-type]
-
-    @property
-    def can_select(self) -> bool:
-        """True if each layer of a group [E, N, K] was quantised by itself, so that `select` can take it."""
-        return True
 
     def select(self, index: Tensor) -> Self:
         """The layers index [R], integers on the device, of a group: [R, N, K], with the same values."""

@@ -71,11 +71,6 @@ class NF4Weight(LowBitWeight):
     nested_quant_map: Tensor | None = None
     nested_offset: Tensor | None = None
 
-    @property
-    def can_select(self) -> bool:
-        ends_with_block = math.prod(self.shape[1:]) % self.block == 0
-        return ends_with_block and (self.nested_offset is None or self.nested_offset.numel() % self.shape[0] == 0)
-
     def _dequantize_into(self, out: Tensor) -> None:
         packed, absmax, n = self.packed, self.absmax, math.prod(self.shape)
         blocks = cdiv(n, self.block)

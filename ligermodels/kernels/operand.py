@@ -18,7 +18,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.low_bit import LowBitWeight, has_bits
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
@@ -86,8 +86,7 @@ def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: i
     few = 0 < 2 * routed_rows <= operands[0].weight.shape[0] and not torch.compiler.is_compiling()
     if not few or (torch.is_grad_enabled() and (x.requires_grad or needs_gradient(operands))):
         return "grouped"
-    bits = [weight for weight, _, _ in operands if isinstance(weight, LowBitWeight)]
-    return "chosen" if bits and all(weight.can_select for weight in bits) else "grouped"
+    return "chosen" if has_bits([weight for weight, _, _ in operands]) else "grouped"
 
 
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
