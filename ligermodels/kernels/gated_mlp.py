@@ -40,7 +40,7 @@ from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.gemv import gemv, gemv_glu
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.joint import rows_of
-from ligermodels.kernels.linear import Layers, linears_reference
+from ligermodels.kernels.linear import Layers, flatten, linears_reference, without_biases
 from ligermodels.kernels.low_bit import Weight
 from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check, choose_mlp
 from ligermodels.kernels.quantized import quantized_glu, quantized_linear
@@ -85,11 +85,11 @@ def _several(tensors: Any) -> tuple:
 
 
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; first, last: layers [F, H], or gated [2F, H] in all, and [N, F]; leaves: of both -> y [..., N].
+    """x: [..., H]; leaves: of layers [F, H], or gated [2F, H] in all, and of the last layer [N, F] -> y [..., N].
 
-    options: z, the first's of x, or None where rows is given; the first's weights as one, or None; x's handle, or None;
-    rows, tokens per chunk, of which z is recomputed, or None; outlines of first and last; gated; activation; N; the
-    number of the first's leaves. None of them needs a gradient.
+    options: z of x, or None where rows is given; the first weights as one, or None; x's handle, or None; rows, tokens
+    per chunk, of which z is recomputed, or None; what `flatten` leaves of first and last; gated; activation; N; the
+    number of the first's leaves.
     It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
     adapters, which exists only then, is recomputed.
     """
@@ -97,32 +97,28 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, options, *leaves):
         z, whole, handle, rows, first, last, gated, activation, width, count = options
-        needs = ctx.needs_input_grad
+        need_x, _, *needs = ctx.needs_input_grad
         make_x, made_of = (None, (x,)) if handle is None else handle
-        need_first, need_last = needs[2 : 2 + count], needs[2 + count :]
-        reads_z = needs[0] or True in need_first or last.needs_x(need_last)
-        if not (first.needs_x(need_first) or (reads_z and z is None)):
+        reads_z = need_x or True in needs[:count] or True in without_biases(needs[count:])
+        if not (True in without_biases(needs[:count]) or (reads_z and z is None)):
             make_x, made_of = None, ()
-        of_first, of_last = leaves[:count], last.without_biases(leaves[count:])
-        if z is not None:
-            of_first = first.without_biases(of_first)
-        ctx.save_for_backward(*of_first, *of_last, z if reads_z else None, *made_of)
+        of_first = leaves[:count] if z is None else without_biases(leaves[:count])
+        ctx.save_for_backward(*of_first, *without_biases(leaves[count:]), z if reads_z else None, *made_of)
         ctx.options = make_x, rows, first, whole, last, gated, activation, count
         return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, rows, first_outline, whole, last_outline, gated, activation, count = ctx.options
-        need_x, _, *needs = ctx.needs_input_grad
+        make_x, rows, first, whole, last, gated, activation, count = ctx.options
+        (need_x, _, *needs), saved = ctx.needs_input_grad, ctx.saved_tensors
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
-        saved = ctx.saved_tensors
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers.restore(first_outline, saved[:count], dy.dtype, needs[:count], whole, several=several)
-        last = Layers.restore(last_outline, saved[count:total], dy.dtype, needs[count:], None, several=several)
+        first = Layers.restore(saved[:count], first, dy.dtype, needs[:count], whole, several)
+        last = Layers.restore(saved[count:total], last, dy.dtype, needs[count:], None, several)
         saved_z, *made_of = saved[total:]
-        need_z, need_h = need_x or True in needs[:count], last_outline.needs_x(needs[count:])
+        need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:])
         if not (need_z or need_h):
             chunks = []
         hidden, width = first.weights[0].shape[1], sum(rows_of(first.weights))
@@ -166,7 +162,7 @@ class _MLP(torch.autograd.Function):
         del workspace, z, dz  # before sums of several chunks are rounded, which is a peak
         last.add_bias_gradients(dy)
         dx = None if dx is None else dx.view(*lead, hidden)
-        return dx, None, *first.take(dy.dtype), *last.take(dy.dtype)
+        return dx, None, *first.gradients(dy.dtype), *last.gradients(dy.dtype)
 
 
 def _run(
@@ -174,24 +170,12 @@ def _run(
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     """On the Triton kernels. rows: as of `_MLP`."""
-    inner, outer, z = Layers.of(first, x.dtype), Layers.of([last], x.dtype), None
-    if rows is None:
-        with torch.no_grad():
-            z = inner.run(x)[0]
+    with torch.no_grad():
+        inner, outer = Layers(x.dtype, *zip(*first, strict=True)), Layers(x.dtype, *zip(last, strict=True))
+        z = inner.run(x)[0] if rows is None else None
     if torch.is_grad_enabled():
-        (leaves, of_first), (more, of_last) = inner.flatten(), outer.flatten()
-        options = (
-            z,
-            inner.whole,
-            handle_of(x),
-            rows,
-            of_first,
-            of_last,
-            gated,
-            activation,
-            last.weight.shape[0],
-            len(leaves),
-        )
+        (leaves, of_first), (more, of_last), width = flatten(first), flatten([last]), last.weight.shape[0]
+        options = z, inner.whole, handle_of(x), rows, of_first, of_last, gated, activation, width, len(leaves)
         y = apply(_MLP, x, options, *leaves, *more)
     elif z is not None:
         return outer.run(glu_forward(z, None, gated, activation))[0]
@@ -260,7 +244,7 @@ def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, act
     if use_triton(x):
         h = gemv_glu(x, gate, up, gate_bias, up_bias, activation=activation)
     else:
-        h = glu_reference(Layers.of(first, x.dtype).run(x)[0], activation=activation)
+        h = glu_reference(Layers(x.dtype, *zip(*first, strict=True)).run(x)[0], activation=activation)
     return gemv(h, last.weight, last.bias)
 
 

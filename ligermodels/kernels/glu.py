@@ -211,7 +211,7 @@ def apply_glu_linear(
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             h = glu_forward(x, up, joint, activation, dtype=weight.dtype).view(-1, weight.shape[1])
-            matmul(h, [weight], [bias], out=y.detach().view(-1, weight.shape[0]))
+            matmul(h, weight, bias, out=y.detach().view(-1, weight.shape[0]))
     return y
 
 

@@ -18,7 +18,7 @@ operand.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, is_still, rows_of
 from ligermodels.kernels.lora import Branch
-from ligermodels.kernels.low_bit import LowBitWeight, Weight, dequantized, has_bits
-from ligermodels.kernels.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
+from ligermodels.kernels.low_bit import LowBitWeight, dequantized, has_bits
+from ligermodels.kernels.operand import Adapter, Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
 from ligermodels.kernels.quantized import quantized_linear
 
 
@@ -62,12 +62,9 @@ def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tens
 # ---- Without autograd ----
 
 
-def matmul(x: Tensor, weights: Sequence[Weight], biases: Biases = None, out: Tensor | None = None) -> Tensor:
-    """Linear layers of x [..., K], side by side: [..., sum N_i], contiguous; without autograd, but for one dense layer.
-
-    out: [T, sum N_i] for x [T, K], where the result is written.
-    """
-    return Layers(weights, biases, None, has_bits(weights)).run(x, out)[0]
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), into `out` [T, N] for x [T, K] where given, by the fastest kernel."""
+    return Layers(x.dtype, [weight], [bias]).run(x, out)[0]
 
 
 def _side_by_side(
@@ -114,89 +111,75 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 
 
-class Outline(NamedTuple):
-    """What `Layers` are beside their leaves.
+def flatten(operands: Sequence[LinearOperand]) -> tuple[tuple[Tensor | None, ...], tuple[Any, Any]]:
+    """(leaves, rest), from which `Layers.restore` makes the layers again in a backward.
 
-    layers: their number. biases: the same number, or 0 where no layer has one. bits: for each the weight of few bits,
-    or None; None: all are dense. branch: parts and dtype of the adapters, or None.
+    leaves: the tensors that may be trained: of N layers N weights (None: of few bits), N biases, N factors A and N
+    factors B. They are saved themselves, since FSDP may move them before the backward.
     """
+    weights, biases, adapters = zip(*operands, strict=True)
+    bits: Any = None
+    a = b = (None,) * len(weights)
+    if has_bits(weights):
+        bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
+        weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
+    if _given(adapters) is None:
+        return (*weights, *biases, *a, *b), (bits, None)
+    a, b, *_ = zip(*[adapter or (None, None) for adapter in adapters], strict=False)
+    options = [None if adapter is None else adapter[2:] for adapter in adapters]
+    return (*weights, *biases, *a, *b), (bits, options)
 
-    layers: int
-    biases: int
-    bits: Sequence[LowBitWeight | None] | None
-    branch: Any
 
-    def split(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], ...]:
-        """The weights', the biases' and the factors' share of something that there is for each leaf."""
-        first, last = self.layers, self.layers + self.biases
-        return leaves[:first], leaves[first:last], leaves[last:]
+def _given(values: Sequence[Any]) -> Any:
+    """The values, or None if all are None."""
+    for value in values:
+        if value is not None:
+            return values
+    return None
 
-    def without_biases(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The leaves, with None for each bias."""
-        if not self.biases:
-            return leaves
-        return *leaves[: self.layers], *[None] * self.biases, *leaves[self.layers + self.biases :]
 
-    def needs_x(self, needs: Sequence[bool]) -> bool:
-        """True if a weight or an adapter needs a gradient, which takes x."""
-        return True in self.without_biases(needs)
+def without_biases(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The leaves, or what there is for each, with None for each bias."""
+    count = len(leaves) // 4
+    return *leaves[:count], *(None,) * count, *leaves[2 * count :]
 
 
 class Layers:
     """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
 
-    weights: [N_i, K] each; biases: [N_i] or None for each, or None where no layer has one; branch: their adapters, or
-    None. leaves: the tensors that may be trained: each weight (None: of few bits), each bias, then the branch's
-    factors. They are saved themselves: FSDP may move them before the backward, which uses `whole`, all weights as one,
-    only if it `is_still` their memory.
+    weights: [N_i, K] each; biases, adapters: one or None for each. dtype: that of x, in which adapters compute. needs:
+    whether each leaf needs a gradient. whole: all weights as one, which is used only if it `is_still` their memory.
+    several: gradients are sums over chunks of tokens, in fp32.
     """
 
+    needs: Sequence[bool] = ()
     whole: Tensor | None = None
-    need_weights: Sequence[bool]
-    need_biases: Sequence[bool]
-    need_factors: Sequence[bool]
-    several: bool
-    _found: Sequence[Tensor | None] = ()
+    several = False
+    _sums: Sequence[Tensor | None] = ()
     _bias_sum: Tensor | None = None
 
-    def __init__(self, weights: Sequence[Weight], biases: Biases, branch: Branch | None, has_bits: bool):
-        self.weights, self.biases, self.branch, self.has_bits = weights, biases, branch, has_bits
-
-    @classmethod
-    def of(cls, operands: Sequence[LinearOperand], dtype: torch.dtype) -> Self:
-        """dtype: that of x, in which adapters compute."""
-        has_bits = has_bias = has_adapter = False
-        for weight, bias, adapter in operands:
-            has_bits = has_bits or not isinstance(weight, Tensor)
-            has_bias = has_bias or bias is not None
-            has_adapter = has_adapter or adapter is not None
-        weights, biases, adapters = zip(*operands, strict=True)
-        branch = Branch.of(weights, adapters, dtype) if has_adapter else None
-        return cls(weights, biases if has_bias else None, branch, has_bits)
-
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], Outline]:
-        """(leaves, outline), from which `Layers.restore` makes the layers again in a backward."""
-        biases, branch, bits = self.biases or (), self.branch, None
-        leaves: tuple = tuple(self.weights)
-        if self.has_bits:
-            bits = [None if isinstance(weight, Tensor) else weight for weight in leaves]
-            leaves = tuple([weight if isinstance(weight, Tensor) else None for weight in leaves])
-        outline = Outline(len(leaves), len(biases), bits, None if branch is None else (branch.parts, branch.dtype))
-        return (*leaves, *biases, *(() if branch is None else branch.factors)), outline
+    def __init__(
+        self, dtype: torch.dtype, weights: Sequence[Any], biases: Sequence[Any] = (), adapters: Sequence[Any] = ()
+    ):  # fmt: skip
+        self.weights: Any = weights
+        self.has_bits, self.biases = has_bits(weights), _given(biases)
+        self.branch = None if _given(adapters) is None else Branch(weights, adapters, dtype)
 
     @classmethod
     def restore(
-        cls, outline: Outline, leaves: Sequence[Any], dtype: torch.dtype, needs: Sequence[bool], whole: Tensor | None,
-        *, several: bool = False,
+        cls, leaves: Sequence[Any], rest: tuple[Any, Any], dtype: torch.dtype, needs: Sequence[bool],
+        whole: Tensor | None = None, several: bool = False,
     ) -> Self:  # fmt: skip
-        """needs: whether each leaf needs a gradient. several: they are sums over chunks of tokens, in fp32."""
-        weights, biases, factors = outline.split(leaves)
-        if outline.bits is not None:
-            weights = [w if bits is None else bits for w, bits in zip(weights, outline.bits, strict=True)]
-        branch = None if outline.branch is None else Branch(outline.branch[0], factors, outline.branch[1])
-        layers = cls(weights, biases or None, branch, outline.bits is not None)
-        layers.need_weights, layers.need_biases, layers.need_factors = outline.split(needs)
-        layers.several, layers.whole = several, whole
+        """The layers from what `flatten` returned."""
+        (bits, adapters), n = rest, len(leaves) // 4
+        weights = leaves[:n]
+        if bits is not None:
+            weights = [weight if low is None else low for weight, low in zip(weights, bits, strict=True)]
+        if adapters is not None:
+            each = zip(leaves[2 * n : 3 * n], leaves[3 * n :], adapters, strict=True)
+            adapters = [None if more is None else Adapter(a, b, *more) for a, b, more in each]
+        layers = cls(dtype, weights, leaves[n : 2 * n], adapters or ())
+        layers.needs, layers.whole, layers.several = needs, whole, several
         return layers
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
@@ -239,64 +222,68 @@ class Layers:
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
         """Adds the gradients of weights and adapters for dy [T, sum N_i] and x [T, K]; h: `run`'s, or None."""
-        if self.several:
-            self._add_weight_gradients(dy, x)
-        elif True in self.need_weights:
-            self._found = weight_gradients(self.weights, self.need_weights, dy, x)
-        if dh is not None and self.branch is not None and True in self.need_factors:
+        count = len(self.weights)
+        needs = self.needs[:count]
+        if not self.several:
+            self._sums = weight_gradients(self.weights, needs, dy, x) if True in needs else ()
+        else:
+            first, dtype = not self._sums, accumulator(x.dtype)
+            if first:
+                each = zip(self.weights, needs, strict=True)
+                self._sums = [x.new_empty(weight.shape, dtype=dtype) if need else None for weight, need in each]
+            for total, part in zip(self._sums, dy.split_with_sizes(rows_of(self.weights), 1), strict=True):
+                if total is not None:
+                    accumulate(total, part, x, first)
+        if self.branch is not None and dh is not None and True in self.needs[2 * count :]:
             self.branch.add_gradients(dy, x, h, dh)
-
-    def _add_weight_gradients(self, dy: Tensor, x: Tensor) -> None:
-        first, dtype = not self._found, accumulator(x.dtype)
-        if first:
-            each = zip(self.weights, self.need_weights, strict=True)
-            self._found = [x.new_empty(weight.shape, dtype=dtype) if need else None for weight, need in each]
-        for total, part in zip(self._found, dy.split_with_sizes(rows_of(self.weights), 1), strict=True):
-            if total is not None:
-                accumulate(total, part, x, first)
 
     def add_bias_gradients(self, dy: Tensor) -> None:
         """Adds the gradients of the biases for dy [T, sum N_i]."""
-        if True in self.need_biases:
+        count = len(self.weights)
+        if True in self.needs[count : 2 * count]:
             part = dy.sum(0, dtype=accumulator(dy.dtype) if self.several else None)
             self._bias_sum = part if self._bias_sum is None else self._bias_sum + part
 
-    def take(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """The gradients of the leaves, once, biases' in `dtype`; None where one is not needed, or added to .grad."""
-        found: list[Tensor | None] = list(self._found) or [None] * len(self.need_weights)
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """The gradients of the leaves, once, biases' in `dtype`; None for a weight after it was added to .grad."""
+        count = len(self.weights)
+        sums: Any = self._sums or (None,) * count
+        biases: Any = (None,) * count
+        a = b = biases
         if self.several:
-            each = zip(self.weights, found, strict=True)
-            found = [None if total is None else accumulate_grad(w, total) for w, total in each]  # type: ignore[arg-type]
+            each = zip(self.weights, sums, strict=True)
+            sums = [None if total is None else accumulate_grad(weight, total) for weight, total in each]
         if self._bias_sum is not None:
             parts = self._bias_sum.to(dtype).split_with_sizes(rows_of(self.weights))
-            found += [part if need else None for part, need in zip(parts, self.need_biases, strict=True)]
-        else:
-            found += [None] * len(self.need_biases)
-        return found if self.branch is None else found + self.branch.take(self.need_factors)
+            needs = self.needs[count : 2 * count]
+            biases = [part if need else None for part, need in zip(parts, needs, strict=True)]
+        if self.branch is not None:
+            a, b = self.branch.gradients()
+        return *sums, *biases, *a, *b
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; made: the layers, their outline and x's handle or None; leaves: of the layers
-    -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; made: the operands, what `flatten` leaves of them and x's handle or None;
+    leaves: of the operands -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, made: tuple[Layers, Outline, Handle | None], *leaves):
-        layers, outline, handle = made
+    def forward(ctx, x: Tensor, made: tuple[Sequence[LinearOperand], Sequence[LinearOperand], Handle | None], *leaves):
+        operands, rest, handle = made
+        layers, saved = Layers(x.dtype, *zip(*operands, strict=True)), without_biases(leaves)
         y, h = layers.run(x)
-        saved: tuple = ()
-        if outline.needs_x(ctx.needs_input_grad[2:]):
-            saved = (h, x) if handle is None else (h, *handle.tensors)
-        ctx.save_for_backward(*outline.without_biases(leaves), *saved)
-        ctx.options = outline, layers.whole, None if handle is None else handle.function
+        if True in without_biases(ctx.needs_input_grad[2:]):
+            saved += (h, x) if handle is None else (h, *handle.tensors)
+        ctx.save_for_backward(*saved)
+        ctx.options = rest, layers.whole, None if handle is None else handle.function
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         saved, (need_x, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        outline, whole, function = ctx.options
+        rest, whole, function = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = Layers.restore(outline, saved[:count], dy.dtype, needs, whole)
+        layers = Layers.restore(saved[:count], rest, dy.dtype, needs, whole)
         dh = layers.inner_gradient(rows)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
             h, *made_of = saved[count:]
@@ -304,7 +291,7 @@ class _Linear(torch.autograd.Function):
         if need_x:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
-        return dx, None, *layers.take(dy.dtype)
+        return dx, None, *layers.gradients(dy.dtype)
 
 
 def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
@@ -315,9 +302,9 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     how = choose(operands, x)
     if how == "formula" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
         return linears_reference(x, operands)
-    operands = check("linear", "x", x, x.shape[-1], operands)
-    layers = Layers.of(operands, x.dtype)
+    if how not in ("gemv", "bits"):  # whose operands `choose` has checked, since decoding is bound by the host
+        operands = check("linear", "x", x, x.shape[-1], operands)
     if how == "op":
-        leaves, outline = layers.flatten()
-        return apply(_Linear, x, (layers, outline, handle_of(x)), *leaves)
-    return layers.run(x, kernel=how)[0]
+        leaves, rest = flatten(operands)
+        return apply(_Linear, x, (operands, rest, handle_of(x)), *leaves)
+    return Layers(x.dtype, *zip(*operands, strict=True)).run(x, kernel=how)[0]

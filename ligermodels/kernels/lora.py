@@ -11,7 +11,7 @@ linear.py and gated_mlp.py run the layers themselves. Source: Hu et al. 2021, ht
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,53 +23,43 @@ from ligermodels.kernels.operand import Adapter
 
 
 class Branch:
-    """The adapters of layers side by side.
+    """The adapters of layers side by side, some of which have none; made without autograd.
 
-    parts: for each adapter the columns of its layer in y, its columns of H = x A^T, and its scale. factors: every A
-    [r_i, K], then every B [N_i, r_i]. dtype: in which they compute.
+    dtype: that of x, in which those compute that name no other.
     """
 
-    def __init__(self, parts: Sequence[tuple[slice, slice, float]], factors: Sequence[Tensor], dtype: torch.dtype):
-        self.parts, self.factors, self.dtype = parts, factors, dtype
-        self._a: Any = None
-        self._da: Any = None
-
-    @classmethod
-    def of(cls, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype) -> Self:
-        """Of adapters or None for layers of these weights; dtype: that of x."""
-        parts, found, row, rank = [], [one for one in adapters if one is not None], 0, 0
+    def __init__(self, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype):
+        self.adapters = adapters
+        self.parts: list[tuple[slice, slice, float]] = []  # the columns of y, those of H = x A^T, and the scale of each
+        found, row, rank = [], 0, 0
         for weight, adapter in zip(weights, adapters, strict=True):
             end = row + weight.shape[0]
             if adapter is not None:
+                found.append(adapter)
                 r = adapter.a.shape[0]
-                parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
+                self.parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
                 dtype = torch.promote_types(dtype, adapter.dtype or dtype)
                 rank += r
             row = end
-        return cls(parts, [one.a for one in found] + [one.b for one in found], dtype)
-
-    @property
-    def a(self) -> Tensor:
-        """All A [sum r_i, K], cast; without autograd."""
-        if self._a is None:
-            count = len(self.parts)
-            self._a = torch.cat(self.factors[:count]).to(self.dtype)  # type: ignore[arg-type]
-            self._b = [b.to(self.dtype) for b in self.factors[count:]]
-        return self._a
+        self.a = torch.cat([adapter.a for adapter in found]).to(dtype)  # [sum r_i, K]
+        self.b = [adapter.b.to(dtype) for adapter in found]
+        self.da: Any = None
+        self.db: list[Tensor] = []
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H [T, sum r_i]."""
-        h = x.to(self.dtype) @ self.a.t()
-        for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
+        h = x.to(self.a.dtype) @ self.a.t()
+        for (columns, ranks, scale), b in zip(self.parts, self.b, strict=True):
             _add_product(y[:, columns], h[:, ranks], b.t(), scale)
         return h
 
     def inner_gradient(self, dy: Tensor) -> Tensor:
         """dH [T, sum r_i] from dy [T, sum N_i]."""
-        dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=self.dtype)
-        for (columns, ranks, scale), b in zip(self.parts, self._b, strict=True):
+        dtype = self.a.dtype
+        dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=dtype)
+        for (columns, ranks, scale), b in zip(self.parts, self.b, strict=True):
             part = dh[:, ranks]
-            torch.addmm(part, dy[:, columns].to(self.dtype), b, beta=0, alpha=scale, out=part)
+            torch.addmm(part, dy[:, columns].to(dtype), b, beta=0, alpha=scale, out=part)
         return dh
 
     def add_input_gradient(self, dx: Tensor, dh: Tensor) -> Tensor:
@@ -78,24 +68,25 @@ class Branch:
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor) -> None:
         """Adds the gradients of A and B for some tokens; x [T, K]; h = x A^T, or None to compute it here."""
-        x = x.to(self.dtype)
+        x = x.to(self.a.dtype)
         h = x @ self.a.t() if h is None else h
-        first, dtype = self._da is None, accumulator(x.dtype)
+        first, dtype = self.da is None, accumulator(x.dtype)
         if first:
-            self._da = x.new_empty(self.a.shape, dtype=dtype)
-            self._db = [x.new_empty(b.shape, dtype=dtype) for b in self._b]
-        accumulate(self._da, dh, x, first)
-        for (columns, ranks, _), db in zip(self.parts, self._db, strict=True):
-            accumulate(db, dy[:, columns].to(self.dtype), h[:, ranks], first)
+            self.da = x.new_empty(self.a.shape, dtype=dtype)
+            self.db = [x.new_empty(b.shape, dtype=dtype) for b in self.b]
+        accumulate(self.da, dh, x, first)
+        for (columns, ranks, _), db in zip(self.parts, self.db, strict=True):
+            accumulate(db, dy[:, columns].to(x.dtype), h[:, ranks], first)
 
-    def take(self, needs: Sequence[bool]) -> list[Tensor | None]:
-        """The gradients of the factors, in their dtypes; None where one is not needed."""
-        if self._da is None:
-            return [None] * len(needs)
-        found = [self._da[ranks] for _, ranks, _ in self.parts]
-        found += [db.mul_(scale) for (_, _, scale), db in zip(self.parts, self._db, strict=True)]
-        each = zip(found, self.factors, needs, strict=True)
-        return [gradient.to(factor.dtype) if need else None for gradient, factor, need in each]
+    def gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Those of A and of B of each layer, in their dtypes; None where it has none, or they were not added."""
+        da: list[Any] = [None] * len(self.adapters)
+        db = list(da)
+        at = [i for i, adapter in enumerate(self.adapters) if adapter is not None and self.da is not None]
+        for i, (_, ranks, scale), total in zip(at, self.parts, self.db, strict=False):
+            da[i] = self.da[ranks].to(self.adapters[i].a.dtype)  # type: ignore[union-attr]
+            db[i] = total.mul_(scale).to(self.adapters[i].b.dtype)  # type: ignore[union-attr]
+        return da, db
 
 
 def _add_product(total: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:

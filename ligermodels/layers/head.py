@@ -148,7 +148,7 @@ class LMHead(nn.Module):
                 )
             return self._sharded(x, weight, labels, self.tp, softcap, workspace_bytes=workspace_bytes, **options)
         if labels is None:
-            return capped(matmul(x, [weight], [self.bias]), softcap)
+            return capped(matmul(x, weight, self.bias), softcap)
         options |= {"bias": self.bias, "softcap": softcap, "workspace_bytes": workspace_bytes}
         if return_logprobs:
             return linear_logprobs(x, weight, labels, **options)
@@ -164,7 +164,7 @@ class LMHead(nn.Module):
             check_count(options["num_items_in_batch"])
         weight, bias = local_shard(weight, tp), local_shard(self.bias, tp)
         if labels is None:
-            return tp.all_gather_replicated(capped(matmul(x, [weight], [bias]), softcap), -1)
+            return tp.all_gather_replicated(capped(matmul(x, weight, bias), softcap), -1)
         return vocab_parallel_cross_entropy(
             x, weight, labels, bias=bias, group=tp.group, first_id=tp.rank * len(weight), softcap=softcap, **options
         )
