@@ -123,8 +123,7 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
     if not isinstance(weights[0], quantized.QuantizedWeight):
         if len(x) > 1:
             return F.linear(x, weights[0])
-        glu = len(weights) > 1
-        return gemv.gemv_glu(x, *weights, activation="silu") if glu else gemv.gemv(x, weights[0])
+        return gemv.gemv(x, weights[0], up=weights[1] if len(weights) > 1 else None, activation="silu")
     if len(weights) > 1:
         return quantized.quantized_glu(x, *weights, None, None, activation="silu")
     return quantized.quantized_linear(x, *weights)
@@ -145,8 +144,7 @@ def nbytes(weight: Any) -> int:
 def copied(weight: Any) -> Any:
     if isinstance(weight, Tensor):
         return weight.clone()
-    tensors, options = weight.flatten()
-    return type(weight).unflatten([tensor.clone() for tensor in tensors], options)
+    return type(weight)(*weight.options, *[tensor.clone() for tensor in weight.tensors])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ from ligermodels.kernels._chunks import chunk_rows, slices
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import apply, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
-from ligermodels.kernels.gemv import gemv, gemv_glu
+from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.glu import apply_glu_linear, check_glu, glu_backward, glu_forward, glu_reference
 from ligermodels.kernels.joint import rows_of
 from ligermodels.kernels.linear import Layers, flatten, linears_reference, without_biases
@@ -242,7 +242,7 @@ def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, act
         h = quantized_glu(x, gate, up, gate_bias, up_bias, activation=activation)
         return quantized_linear(h.view(1, -1), last.weight, last.bias).view(*x.shape[:-1], -1)
     if use_triton(x):
-        h = gemv_glu(x, gate, up, gate_bias, up_bias, activation=activation)
+        h = gemv(x, gate, gate_bias, up=up, up_bias=up_bias, activation=activation)
     else:
         h = glu_reference(Layers(x.dtype, *zip(*first, strict=True)).run(x)[0], activation=activation)
     return gemv(h, last.weight, last.bias)

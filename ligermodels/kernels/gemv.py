@@ -1,6 +1,6 @@
 """GEMV: linear layers of a single row, as in decoding, at the speed of the memory. Without autograd.
 
-    gemv:  y = x W^T + b          gemv_glu:  h = act(x Wg^T + bg) * (x Wu^T + bu), in one launch
+    y = x W^T + b          or in one launch          h = act(x W^T + b) * (x Wu^T + bu)
 
 Each program multiplies a few rows of W with x element by element in fp32, and sums at the end: with one row tensor
 cores save nothing, and the speed depends on the number of 16-byte loads in flight. Bytes: each weight once; every
@@ -16,8 +16,6 @@ program reads x from the cache.
   transposed weight as the right one: a token of SmolLM2-135M takes 25 ms of CPU time on one thread, by F.linear 36 ms.
   With AVX512_BF16 alone torch.mv is slower (52 ms), so other CPUs run F.linear.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,43 +108,27 @@ def add_bias(y, b_ptr, at, N):
 
 
 def gemv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None,
+    up: Tensor | None = None, up_bias: Tensor | None = None, up_scale: Tensor | None = None, activation: str = "",
 ) -> Tensor:  # fmt: skip
-    """F.linear(x, weight, bias): [..., N] from x [..., K] of one row, weight [N, K] and bias [N] or None.
+    """F.linear(x, weight, bias), with `up` act(F.linear(x, weight, bias)) * F.linear(x, up, up_bias): [..., N].
 
-    `kernel_of` has returned "gemv". out: [..., N], contiguous, where the result is written. scale: fp32 [N] of a
-    quantised weight, which may have any dtype of Triton's; see quantized.py.
+    x: [..., K], one row; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: [..., N],
+    contiguous, where the result is written. scale, up_scale: fp32 [N] of quantised weights, which may have any dtype of
+    Triton's; see quantized.py. The results of gate and up are not rounded in between.
     """
-    y = x.new_empty(*x.shape[:-1], weight.shape[0]) if out is None else out
+    n, k = weight.shape
+    y = x.new_empty(*x.shape[:-1], n) if out is None else out
     if not use_triton(x):
         row, place = x.reshape(-1), y.view(-1)
         torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
         return y
-    return _launch(y, x, (weight, scale, bias, weight.stride(0)), (None, None, None, 0), _tile, "")
-
-
-def gemv_glu(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
-    activation: str, scales: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Tensor:  # fmt: skip
-    """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] from x [..., K] of one row.
-
-    gate, up: [F, K]; biases: [F] or None; scales: as in `gemv`. The results of gate and up are not rounded in between.
-    `choose_mlp` has returned "gemv".
-    """
-    h = x.new_empty(*x.shape[:-1], gate.shape[0])
-    layers = (gate, scales[0], gate_bias, gate.stride(0)), (up, scales[1], up_bias, up.stride(0))
-    return _launch(h, x, *layers, _glu_tile, activation)
-
-
-def _launch(y: Tensor, x: Tensor, layer: tuple, up: tuple, tile: Any, activation: str) -> Tensor:
-    """layer, up: weight, scale, bias and stride."""
-    n, k = layer[0].shape
-    bn, bk, warps, stages = tile(n, k, layer[0].itemsize)
-    overlap = overlaps_launches(x)
+    bn, bk, warps, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
+    overlap, up_stride = overlaps_launches(x), 0 if up is None else up.stride(0)
     launch(
-        _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), *layer, *up, n, k, bn, bk, stages, k % bk == 0, has_ptx(x),
-        activation, overlap, num_warps=warps, **overlapping(overlap),
+        _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, weight.stride(0), up, up_scale, up_bias,
+        up_stride, n, k, bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
+        **overlapping(overlap),
     )  # fmt: skip
     return y
 

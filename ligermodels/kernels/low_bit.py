@@ -58,15 +58,14 @@ class LowBitWeight:
         dtype: by default out's, or that of the weight that was quantised. out: contiguous, of the weight's shape, where
         the result is written. Raises InputError where it does not fit.
         """
-        if out is None:
-            out = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.device)
-        elif out.shape != self.shape or out.device != self.device or not out.is_contiguous() or out.requires_grad:
+        dtype = dtype or (self.dtype if out is None else out.dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
+        fits = out.shape == self.shape and out.device == self.device and out.dtype == dtype and out.is_contiguous()
+        if not fits or not dtype.is_floating_point or out.requires_grad:
             raise InputError(
-                f"dequantize: out has {describe(out)}; expected contiguous {self.shape} on {self.device}, without a "
-                "gradient"
+                f"dequantize: out has {describe(out)}; expected contiguous {self.shape} on {self.device}, of "
+                f"{dtype if dtype.is_floating_point else 'a floating point dtype'} and without a gradient"
             )
-        if not out.is_floating_point() or dtype not in (None, out.dtype):
-            raise InputError(f"dequantize: out has {describe(out)}; expected {dtype or 'a floating point dtype'}")
         self._dequantize_into(out)
         return out
 

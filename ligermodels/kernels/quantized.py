@@ -15,14 +15,13 @@ Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel run
   at a time, into registers that hold them as tensor cores want a group of 128 columns: nothing but words passes
   through shared memory. On an H200 the linear layers of an 8B layer with 8 rows take 72 us in int8, 78 in fp8, and 125
   in bf16 by cuBLAS; on an H100 89 us in int4.
-- More rows: the weight is dequantised into a reused buffer for cuBLAS (low_bit.py), and so rounded to x's dtype.
+- More rows: the weight is dequantised for cuBLAS (low_bit.py), and so rounded to x's dtype.
 
 Without autograd; linear.py has the gradient of x.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +43,7 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.fp8 import convert
-from ligermodels.kernels.gemv import add_bias, gemv, gemv_glu
+from ligermodels.kernels.gemv import add_bias, gemv
 from ligermodels.kernels.joint import joint
 from ligermodels.kernels.low_bit import LowBitWeight, check_quantizable
 
@@ -56,19 +55,8 @@ _ONE = 0x3F800000  # 1.0 in fp32
 _CHUNK = 1 << 24  # weights quantised at a time
 
 
-class Format(NamedTuple):
-    """dtypes of the packed weights and of the scales; largest: what the largest |w| of a row or group becomes."""
-
-    packed: torch.dtype
-    scale: torch.dtype
-    largest: float
-
-
-FORMATS = {
-    "int8": Format(torch.int8, torch.float32, 127.0),
-    "fp8": Format(torch.float8_e4m3fn, torch.float32, 448.0),
-    "int4": Format(torch.int32, torch.bfloat16, 8.0),
-}
+FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0), "int4": (torch.int32, 8.0)}
+"""kind: the dtype of the packed weights, and what the largest |w| of a row or group becomes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,9 +75,9 @@ class QuantizedWeight(LowBitWeight):
     @staticmethod
     def joint(weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight | None":
         """The weights as one over the same memory; None where they are of several kinds, or not `joint`."""
-        (kind, (_, columns), dtype, block), parts = weights[0].options, [weight.kind for weight in weights]
-        packed, scale = (joint([getattr(weight, name) for weight in weights]) for name in ("packed", "scale"))
-        if packed is None or scale is None or parts.count(kind) < len(parts):
+        kind, (_, columns), dtype, block = weights[0].options
+        packed, scale = joint([weight.packed for weight in weights]), joint([weight.scale for weight in weights])
+        if packed is None or scale is None or len({weight.kind for weight in weights}) > 1:
             return None
         return QuantizedWeight(kind, (packed.shape[0], columns), dtype, block, packed, scale)
 
@@ -117,35 +105,26 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
             f"quantize: kind={kind!r}, weight has {describe(weight)}; expected one of {', '.join(FORMATS)} and [N, K]"
         )
     check_quantizable(weight, kind)
-    (n, k), form = weight.shape, FORMATS[kind]
-    groups = cdiv(k, GROUP)
-    sizes = ((n, groups * WORDS), (n, groups)) if kind == "int4" else ((n, k), (n,))
-    packed = torch.empty(sizes[0], dtype=form.packed, device=weight.device)
-    scale = torch.empty(sizes[1], dtype=form.scale, device=weight.device)
-    rows = max(1, _CHUNK // k)
-    for i in range(0, n, rows):
-        part = weight[i : i + rows].float()
-        if kind == "int4":
-            values = F.pad(part, (0, groups * GROUP - k)).view(-1, groups, GROUP)
-            packed[i : i + rows], scale[i : i + rows] = _int4(values)
-            continue
-        found = part.abs().amax(1) / form.largest
-        values = part / torch.where(found == 0, 1.0, found)[:, None]
-        packed[i : i + rows] = (values.round() if kind == "int8" else values).to(packed.dtype)
-        scale[i : i + rows] = found
-    return QuantizedWeight(kind, (n, k), weight.dtype, 0, packed, scale)
+    parts = [_quantized(part.float(), kind) for part in weight.split(max(1, _CHUNK // weight.shape[1]))]
+    packed, scale = map(torch.cat, zip(*parts, strict=True))
+    return QuantizedWeight(kind, tuple(weight.shape), weight.dtype, 0, packed, scale)
 
 
-def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]; the largest |w| of a group becomes -8."""
-    form = FORMATS["int4"]
-    scale = (values.gather(-1, values.abs().argmax(-1, keepdim=True)) / -form.largest).to(form.scale).float()
-    found = (values / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
-    n = (found + 8).to(torch.int32).view(*values.shape[:2], 8, WORDS)
+def _quantized(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(packed, scale) of rows [N, K] in fp32. Of int4, the largest |w| of a group becomes -8."""
+    dtype, largest = FORMATS[kind]
+    if kind != "int4":
+        scale = rows.abs().amax(1) / largest
+        values = rows / torch.where(scale == 0, 1.0, scale)[:, None]
+        return (values.round() if kind == "int8" else values).to(dtype), scale
+    groups = F.pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP)
+    scale = (groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -largest).bfloat16().float()
+    values = (groups / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
+    n = (values + 8).to(dtype).view(*groups.shape[:2], 8, WORDS)
     words = n[:, :, 0].clone()
     for i in range(1, 8):
         words |= n[:, :, i] << (4 * i)
-    return words.flatten(1), scale.squeeze(-1).to(form.scale)
+    return words.flatten(1), scale.squeeze(-1).bfloat16()
 
 
 def dequantize_reference(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
@@ -413,10 +392,10 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`gemv_glu` for quantised weights of one kind. `choose_mlp` has returned "bits"."""
+    """`gemv` with `up`, for quantised weights of one kind. `choose_mlp` has returned "bits"."""
     if gate.kind != "int4":
-        scales = gate.scale, up.scale
-        return gemv_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
+        of_up = dict(up=up.packed, up_bias=up_bias, up_scale=up.scale, activation=activation)
+        return gemv(x, gate.packed, gate_bias, scale=gate.scale, **of_up)  # type: ignore[arg-type]
     h = x.new_empty(*x.shape[:-1], gate.shape[0])
     _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
     return h

@@ -122,24 +122,19 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
     """
     if not classes and operands_of([module]) is not None:
         return None
-    kind, inside = type(module), module._modules.keys()
+    kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in (classes or _OURS):
-        if not inside.isdisjoint(("base_layer", "original_module", "token_adapter")):
-            return f"an adapter, {name}"
-        return "a parametrization" if "parametrizations" in inside else f"its class, {name}"
+        wraps = not module._modules.keys().isdisjoint(("base_layer", "original_module", "token_adapter"))
+        return f"{'an adapter' if wraps else 'its class'}, {name}"
     if not _are_plain([module.weight]):
         return f"its weight, a {type(module.weight).__name__}"
     if "forward" in module.__dict__:
         hook = module.__dict__.get("_hf_hook")  # accelerate's
         return "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else "")
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "a forward hook"
-    if module._backward_hooks or module._backward_pre_hooks:
-        return "a backward hook"
-    if _has_any_global_hook():
-        return "a hook on all modules"
-    return (module.unfusable or "a hook inside of its adapter") if isinstance(module, Adapted) else None
+    if not is_untouched(module):
+        return "a hook"
+    return (module.unfusable or "a hook in its adapter") if isinstance(module, Adapted) else None
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:

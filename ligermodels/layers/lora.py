@@ -49,6 +49,7 @@ class Adapted(nn.Module):
     r: int
     alpha: float
     rslora: bool
+    scale: float
     adapter_on: bool
     lora_A: Factor
     lora_B: Factor
@@ -64,6 +65,7 @@ class Adapted(nn.Module):
         linear.__class__ = LoRAQuantizedLinear if isinstance(linear, QuantizedLinear) else LoRALinear
         linear.requires_grad_(False)
         linear.r, linear.alpha, linear.rslora, linear.adapter_on = r, alpha, rslora, True
+        linear.scale = scale_of(alpha, r, rslora)
         linear.lora_A = Factor(torch.zeros(r, linear.in_features, **options))
         linear.lora_B = Factor(torch.zeros(linear.out_features, r, **options))
         linear.lora_dropout = nn.Dropout(dropout).train(linear.training) if dropout else None
@@ -72,14 +74,10 @@ class Adapted(nn.Module):
 
     def plain(self) -> nn.Module:
         """Drops the adapter, and turns this into the module that it was, in place."""
-        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector", "r", "alpha", "rslora", "adapter_on"):
+        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
             delattr(self, name)
-        self.__class__ = type(self).__bases__[1]  # type: ignore[assignment]
+        self.__class__ = nn.Linear if isinstance(self, LoRALinear) else QuantizedLinear  # type: ignore[assignment]
         return self
-
-    @property
-    def scale(self) -> float:
-        return scale_of(self.alpha, self.r, self.rslora)
 
     @property
     def unfusable(self) -> str | None:

@@ -25,11 +25,14 @@ class _FeedForward(JointProjections):
     """
 
     gated: ClassVar[bool]
-    activation: str
     recompute = False
     tp: MeshGroup | None = None
 
-    def _make(self, projections: Sequence[str], in_features: int, inner: int, out_features: int, bias: bool) -> None:
+    def __init__(
+        self, in_features: int, inner: int, out_features: int, activation: str, bias: bool, projections: Sequence[str]
+    ):  # fmt: skip
+        super().__init__()
+        self.activation = activation
         *self.joint_names, self.output_name = projections
         for name in self.joint_names:
             self.add_module(name, nn.Linear(in_features, (1 + self.gated) * inner // len(self.joint_names), bias=bias))
@@ -75,9 +78,7 @@ class GatedMLP(_FeedForward):
         bias: bool = False,
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ):
-        super().__init__()
-        self.activation = activation
-        self._make(projections, hidden_size, intermediate_size, hidden_size, bias)
+        super().__init__(hidden_size, intermediate_size, hidden_size, activation, bias, projections)
 
 
 class MLP(_FeedForward):
@@ -99,6 +100,5 @@ class MLP(_FeedForward):
         out_features: int | None = None,
         projections: Sequence[str] = ("fc1", "fc2"),
     ):
-        super().__init__()
-        self.activation = activation
-        self._make(projections, size, intermediate_size, size if out_features is None else out_features, bias)
+        out_features = size if out_features is None else out_features
+        super().__init__(size, intermediate_size, out_features, activation, bias, projections)

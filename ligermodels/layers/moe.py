@@ -97,12 +97,9 @@ class ExpertsAdapter(nn.Module):
         super().__init__()
         self.num_experts, rows, columns = shape
         self.r, self.alpha, self.rslora, self.adapter_on = r, alpha, rslora, True
+        self.scale = scale_of(alpha, r, rslora)
         self.lora_A = Factor(torch.zeros(r * self.num_experts, columns, **options))
         self.lora_B = Factor(torch.zeros(rows, r * self.num_experts, **options))
-
-    @property
-    def scale(self) -> float:
-        return scale_of(self.alpha, self.r, self.rslora)
 
     @property
     def factors(self) -> Adapter | None:

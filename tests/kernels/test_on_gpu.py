@@ -8,7 +8,7 @@ import torch
 from ligermodels.experimental.int2_matmul import int2_matmul, pack_int2
 from ligermodels.kernels.adamw import adamw
 from ligermodels.kernels.argmax import argmax
-from ligermodels.kernels.gemv import gemv, gemv_glu
+from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.kernels.operand import LinearOperand
@@ -44,7 +44,7 @@ def greedy(dtype):
 def gemvs(dtype):
     weights = [random(9, 512, scale=0.05), random(9, 512, scale=0.05), random(512, 9, scale=0.3)]
     return (
-        lambda x: gemv(gemv(gemv_glu(x, *weights[:2], activation="silu"), weights[2]), weights[0]),
+        lambda x: gemv(gemv(gemv(x, weights[0], up=weights[1], activation="silu"), weights[2]), weights[0]),
         [random(1, 512)],
         [],
     )

@@ -56,11 +56,11 @@ def test_what_other_tests_do_not_wrap_is_an_obstacle():
     before.register_forward_pre_hook(lambda *_: None)
     hooked.register_full_backward_hook(lambda *_: None)
     sharded.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
-    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before) == "a forward hook"
-    assert obstacle(hooked) == "a backward hook" and obstacle(sharded) == "its weight, a TwoTensor"
+    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before) == "a hook"
+    assert obstacle(hooked) == "a hook" and obstacle(sharded) == "its weight, a TwoTensor"
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert obstacle(nn.Linear(4, 4)) == "a hook on all modules"
+        assert obstacle(nn.Linear(4, 4)) == "a hook"
     finally:
         handle.remove()
 
@@ -107,7 +107,7 @@ def test_report_tells_layers_apart_and_says_why():
         "model.layers.1.mlp": (
             "each by itself",
             False,
-            f"gate_proj: {ADAPTER}; up_proj: a forward hook",
+            f"gate_proj: {ADAPTER}; up_proj: a hook",
         ),
         "model.layers.2.mlp": ("one op of gate_proj | up_proj", False, f"down_proj: {ADAPTER}"),
     }
