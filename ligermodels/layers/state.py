@@ -86,7 +86,6 @@ class KeyValues(State):
         kv_cache_dtype: str = "auto", dtype: torch.dtype, device: torch.device | str,
     ):  # fmt: skip
         self.window, self._most = window, cast(int, math.inf if window is None else window)  # columns, at most
-        self.dtype = dtype  # of the keys and values that go in and come out
         self.is_fp8 = kv_cache_dtype == "fp8"
         shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
@@ -109,12 +108,11 @@ class KeyValues(State):
         views of the buffers where these have them in order, valid until the next call, or k and v themselves without a
         past. With gradients the new tokens keep theirs and the past is constant.
         An empty cache follows the first tokens, see `move`.
-        Raises InputError if batch size, heads or dtype are not those of the state, and for gradients with fp8.
+        Raises InputError if batch size, heads or dtype (but of fp8) are not the state's, and for gradients with fp8.
         """
         if past == 0:
             self.move(k)
-            self.dtype = k.dtype
-        _check_fits(self.buffers[0], k, self.dtype)
+        _check_fits(self.buffers[0], k)
         new, seen, end = self._encode(k, v), self._seen(past), past + k.shape[1]
         if min(end, self._most) > self.capacity:
             self._resize(min(max(end, 2 * self.capacity), self._most), past)
@@ -122,7 +120,7 @@ class KeyValues(State):
         if end - past + seen > self.capacity or k.requires_grad or v.requires_grad:
             found = [torch.cat(both, 1) for both in zip(self._read(past - seen, past), new, strict=True)]
         self._write(new, past)
-        return self._decode(found or self._read(past - seen, end)) if past else (k, v)
+        return self._decode(found or self._read(past - seen, end), k.dtype) if past else (k, v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
@@ -137,7 +135,7 @@ class KeyValues(State):
         buffers = self.buffers
         if self.rows == 1:
             buffers = [x.expand(len(k), *x.shape[1:]) for x in buffers]
-        _check_fits(buffers[0], k, self.dtype)
+        _check_fits(buffers[0], k)
         keys, values, *rest = buffers
         scales = None
         if self.is_fp8:
@@ -168,7 +166,6 @@ class KeyValues(State):
     def put(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
         """`other` has a column for every token; of more tokens than columns this takes the last."""
         self.move(other.buffers[0])
-        self.dtype = other.dtype
         begin = max(0, length - self.capacity)
         columns = torch.arange(begin, length, device=rows.device) % self.capacity
         for mine, its in zip(self.buffers, other.buffers, strict=True):
@@ -217,11 +214,11 @@ class KeyValues(State):
         (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
         return [k.view(torch.uint8), v.view(torch.uint8), k_scales, v_scales]
 
-    def _decode(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of what `_encode` makes."""
+    def _decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of what `_encode` makes, those of fp8 in `dtype`."""
         if not self.is_fp8:
             return stored[0], stored[1]
-        k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], self.dtype) for i in (0, 1))
+        k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], dtype) for i in (0, 1))
         return k, v
 
 
@@ -234,11 +231,12 @@ def _check_fp8(device: torch.device) -> None:
         )
 
 
-def _check_fits(stored: Tensor, k: Tensor, dtype: torch.dtype) -> None:
-    """Raises InputError where `k` [B, S, HK, D] cannot be appended to a buffer of keys of `dtype`."""
-    if (stored.shape[0], *stored.shape[2:]) != (k.shape[0], *k.shape[2:]) or dtype != k.dtype:
+def _check_fits(stored: Tensor, k: Tensor) -> None:
+    """Raises InputError where `k` [B, S, HK, D] cannot be appended to a buffer of keys; fp8 (uint8) takes any dtype."""
+    same_shape = (stored.shape[0], *stored.shape[2:]) == (k.shape[0], *k.shape[2:])
+    if not same_shape or stored.dtype not in (k.dtype, torch.uint8):
         raise InputError(
-            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {dtype}; "
+            f"keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {stored.dtype}; "
             "was it made for another batch size or model, or with autocast on and used with autocast off?"
         )
 
@@ -256,7 +254,7 @@ class ImageKeyValues(State):
         """
         found = [k, v]
         if self.buffers:
-            _check_fits(self.buffers[0], k, self.buffers[0].dtype)
+            _check_fits(self.buffers[0], k)
             found = [torch.cat([old, new], 1) for old, new in zip(self.buffers, found, strict=True)]
         self.buffers = [x.detach() for x in found]
         return found

@@ -104,9 +104,10 @@ def test_what_belongs_to_another_model():
         model.new_cache(1, 20, kv_cache_dtype="e5m2")
     with pytest.raises(InputError, match="no_grad"):
         add_lora(model, 2)(ONE, past_key_values=fp8)
-    generate(llama(), ONE, max_new_tokens=3, past_key_values=fp8, **FP8)
+    plain = model.new_cache(1, 20)
+    generate(llama(), ONE, max_new_tokens=3, past_key_values=plain)
     with pytest.raises(InputError, match=r"do not fit a cache of .* in torch\.float32"):
-        fp8[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), fp8.length)
+        plain[0].append(*torch.zeros(2, 1, 1, 2, 8, dtype=torch.bfloat16), plain.length)
 
 
 def test_models_with_images():
