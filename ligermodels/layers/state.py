@@ -17,6 +17,8 @@ from ligermodels.kernels import fp8
 from ligermodels.kernels.decode_attention import rope_decode_attention
 from ligermodels.layers.batch import NextToken
 
+MAX_SNAPSHOTS = 129
+"""Passes of more tokens leave no snapshots of recurrent states: a drafter proposes 128 at most."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """The dtype of cached keys and values: the one that the model computes in, or e4m3."""
 
@@ -300,7 +302,7 @@ class RecurrentState(State):
             self._snapshots = []  # `reserve` makes them
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        if self.rows == 1 and tokens > (len(self._snapshots[0]) if self._snapshots else 1):
+        if self.rows == 1 and (len(self._snapshots[0]) if self._snapshots else 1) < tokens <= MAX_SNAPSHOTS:
             with torch.inference_mode(False):  # they outlive the call
                 self._snapshots = [x.new_empty(tokens, *x.shape) for x in self.buffers]
 

@@ -211,6 +211,7 @@ def test_a_state_returns_to_its_snapshots_and_no_further():
     for prepare in (
         lambda cache: None,  # nothing is reserved
         lambda cache: cache.reserve(12, 3),  # less than the pass
+        lambda cache: cache.reserve(12, 256),  # as chat does for layers with windows
         lambda cache: (cache.reserve(12, 4), run(cache, 4, 8, token_mask=mask)),
         lambda cache: (cache.reserve(12, 4), run(cache, 4, 8), cache.reorder(torch.tensor([0]))),
         lambda cache: (run(cache, 4, 8), cache.reserve(12, 4)),  # too late
