@@ -99,11 +99,11 @@ class _MLP(torch.autograd.Function):
         z, whole, handle, rows, first, last, gated, activation, width, count = options
         need_x, _, *needs = ctx.needs_input_grad
         make_x, made_of = (None, (x,)) if handle is None else handle
-        reads_z = need_x or True in needs[:count] or True in without_biases(needs[count:])
-        if not (True in without_biases(needs[:count]) or (reads_z and z is None)):
+        reads_z = need_x or True in needs[:count] or True in without_biases(needs[count:], 1)
+        if not (True in without_biases(needs[:count], first[0]) or (reads_z and z is None)):
             make_x, made_of = None, ()
-        of_first = leaves[:count] if z is None else without_biases(leaves[:count])
-        ctx.save_for_backward(*of_first, *without_biases(leaves[count:]), z if reads_z else None, *made_of)
+        of_first = leaves[:count] if z is None else without_biases(leaves[:count], first[0])
+        ctx.save_for_backward(*of_first, *without_biases(leaves[count:], 1), z if reads_z else None, *made_of)
         ctx.options = make_x, rows, first, whole, last, gated, activation, count
         return x.new_empty((*x.shape[:-1], width))
 
@@ -115,10 +115,10 @@ class _MLP(torch.autograd.Function):
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers.restore(saved[:count], first, dy.dtype, needs[:count], whole, several)
-        last = Layers.restore(saved[count:total], last, dy.dtype, needs[count:], None, several)
+        first = Layers(saved[:count], first, dy.dtype, needs[:count], whole, several)
+        last = Layers(saved[count:total], last, dy.dtype, needs[count:], None, several)
         saved_z, *made_of = saved[total:]
-        need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:])
+        need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:], 1)
         if not (need_z or need_h):
             chunks = []
         hidden, width = first.weights[0].shape[1], sum(rows_of(first.weights))
@@ -170,17 +170,17 @@ def _run(
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     """On the Triton kernels. rows: as of `_MLP`."""
+    (leaves, of_first), (more, of_last), width = flatten(first), flatten([last]), last.weight.shape[0]
     with torch.no_grad():
-        inner, outer = Layers(x.dtype, *zip(*first, strict=True)), Layers(x.dtype, *zip(last, strict=True))
+        inner, outer = Layers(leaves, of_first, x.dtype), Layers(more, of_last, x.dtype)
         z = inner.run(x)[0] if rows is None else None
     if torch.is_grad_enabled():
-        (leaves, of_first), (more, of_last), width = flatten(first), flatten([last]), last.weight.shape[0]
         options = z, inner.whole, handle_of(x), rows, of_first, of_last, gated, activation, width, len(leaves)
         y = apply(_MLP, x, options, *leaves, *more)
     elif z is not None:
         return outer.run(glu_forward(z, None, gated, activation))[0]
     else:
-        y = x.new_empty((*x.shape[:-1], last.weight.shape[0]))
+        y = x.new_empty((*x.shape[:-1], width))
     with torch.no_grad():
         out = y.detach().view(-1, y.shape[-1])
         if z is not None:
@@ -244,7 +244,7 @@ def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, act
     if use_triton(x):
         h = gemv(x, gate, gate_bias, up=up, up_bias=up_bias, activation=activation)
     else:
-        h = glu_reference(Layers(x.dtype, *zip(*first, strict=True)).run(x)[0], activation=activation)
+        h = glu_reference(Layers(*flatten(first), x.dtype).run(x)[0], activation=activation)
     return gemv(h, last.weight, last.bias)
 
 

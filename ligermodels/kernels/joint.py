@@ -29,10 +29,10 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     stride = (width, 1) if dims == 2 else (1,)
     row_bytes = first.itemsize * (width if dims == 2 else 1)
     for t in tensors:
-        if type(t) not in _PLAIN or t.data_ptr() != end or t.dtype != dtype or t.stride() != stride:
-            return None
         shape = t.shape
-        if shape[-1] != width and dims == 2:
+        if type(t) not in _PLAIN or t.data_ptr() != end or t.dtype != dtype or not t.is_contiguous():
+            return None
+        if len(shape) != dims or (dims == 2 and shape[1] != width):
             return None
         rows += shape[0]
         end = start + rows * row_bytes

@@ -18,7 +18,7 @@ operand.py.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +64,7 @@ def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tens
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), into `out` [T, N] for x [T, K] where given, by the fastest kernel."""
-    return Layers(x.dtype, [weight], [bias]).run(x, out)[0]
+    return Layers((weight, bias), (1, None, None), x.dtype).run(x, out)[0]
 
 
 def _side_by_side(
@@ -111,23 +111,23 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
 
 
-def flatten(operands: Sequence[LinearOperand]) -> tuple[tuple[Tensor | None, ...], tuple[Any, Any]]:
-    """(leaves, rest), from which `Layers.restore` makes the layers again in a backward.
+def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], tuple[int, Any, Any]]:
+    """(leaves, rest), of which `Layers` are made, in a backward again.
 
-    leaves: the tensors that may be trained: of N layers N weights (None: of few bits), N biases, N factors A and N
-    factors B. They are saved themselves, since FSDP may move them before the backward.
+    leaves: the tensors that may be trained: of N layers N weights (None: of few bits); N biases, unless none has one or
+    an adapter; N factors A and N factors B, unless none has an adapter. They are saved themselves, since FSDP may move
+    them before the backward.
     """
     weights, biases, adapters = zip(*operands, strict=True)
-    bits: Any = None
-    a = b = (None,) * len(weights)
+    count, bits = len(weights), None
     if has_bits(weights):
         bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
         weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
     if _given(adapters) is None:
-        return (*weights, *biases, *a, *b), (bits, None)
+        return weights if _given(biases) is None else weights + biases, (count, bits, None)
     a, b, *_ = zip(*[adapter or (None, None) for adapter in adapters], strict=False)
     options = [None if adapter is None else adapter[2:] for adapter in adapters]
-    return (*weights, *biases, *a, *b), (bits, options)
+    return weights + biases + a + b, (count, bits, options)
 
 
 def _given(values: Sequence[Any]) -> Any:
@@ -138,49 +138,39 @@ def _given(values: Sequence[Any]) -> Any:
     return None
 
 
-def without_biases(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The leaves, or what there is for each, with None for each bias."""
-    count = len(leaves) // 4
+def without_biases(leaves: Sequence[Any], count: int) -> Sequence[Any]:
+    """The leaves of `count` layers, or what there is for each, with None for each bias."""
+    if len(leaves) == count:
+        return leaves
     return *leaves[:count], *(None,) * count, *leaves[2 * count :]
 
 
 class Layers:
     """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
 
-    weights: [N_i, K] each; biases, adapters: one or None for each. dtype: that of x, in which adapters compute. needs:
-    whether each leaf needs a gradient. whole: all weights as one, which is used only if it `is_still` their memory.
-    several: gradients are sums over chunks of tokens, in fp32.
+    leaves, rest: from `flatten`. dtype: of x, in which adapters compute. needs: whether each leaf needs a gradient.
+    whole: all weights as one, which is used only if it `is_still` their memory. several: gradients are sums over chunks
+    of tokens, in fp32.
     """
 
-    needs: Sequence[bool] = ()
-    whole: Tensor | None = None
-    several = False
     _sums: Sequence[Tensor | None] = ()
     _bias_sum: Tensor | None = None
 
     def __init__(
-        self, dtype: torch.dtype, weights: Sequence[Any], biases: Sequence[Any] = (), adapters: Sequence[Any] = ()
-    ):  # fmt: skip
-        self.weights: Any = weights
-        self.has_bits, self.biases = has_bits(weights), _given(biases)
-        self.branch = None if _given(adapters) is None else Branch(weights, adapters, dtype)
-
-    @classmethod
-    def restore(
-        cls, leaves: Sequence[Any], rest: tuple[Any, Any], dtype: torch.dtype, needs: Sequence[bool],
+        self, leaves: Sequence[Any], rest: tuple[int, Any, Any], dtype: torch.dtype, needs: Sequence[bool] = (),
         whole: Tensor | None = None, several: bool = False,
-    ) -> Self:  # fmt: skip
-        """The layers from what `flatten` returned."""
-        (bits, adapters), n = rest, len(leaves) // 4
-        weights = leaves[:n]
+    ):  # fmt: skip
+        count, bits, options = rest
+        self.weights: Any = leaves[:count]
+        self.has_bits, self.branch = bits is not None, None
         if bits is not None:
-            weights = [weight if low is None else low for weight, low in zip(weights, bits, strict=True)]
-        if adapters is not None:
-            each = zip(leaves[2 * n : 3 * n], leaves[3 * n :], adapters, strict=True)
+            self.weights = [w if low is None else low for w, low in zip(self.weights, bits, strict=True)]
+        self.biases = _given(leaves[count : 2 * count]) if len(leaves) > count else None
+        if options is not None:
+            each = zip(leaves[2 * count : 3 * count], leaves[3 * count :], options, strict=True)
             adapters = [None if more is None else Adapter(a, b, *more) for a, b, more in each]
-        layers = cls(dtype, weights, leaves[n : 2 * n], adapters or ())
-        layers.needs, layers.whole, layers.several = needs, whole, several
-        return layers
+            self.branch = Branch(self.weights, adapters, dtype)
+        self.needs, self.whole, self.several = needs, whole, several
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
         """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
@@ -259,20 +249,18 @@ class Layers:
             biases = [part if need else None for part, need in zip(parts, needs, strict=True)]
         if self.branch is not None:
             a, b = self.branch.gradients()
-        return *sums, *biases, *a, *b
+        return (*sums, *biases, *a, *b)[: len(self.needs)]
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; made: the operands, what `flatten` leaves of them and x's handle or None;
-    leaves: of the operands -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; rest, leaves: of the operands; handle: x's, or None -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, made: tuple[Sequence[LinearOperand], Sequence[LinearOperand], Handle | None], *leaves):
-        operands, rest, handle = made
-        layers, saved = Layers(x.dtype, *zip(*operands, strict=True)), without_biases(leaves)
+    def forward(ctx, x: Tensor, rest: tuple[int, Any, Any], handle: Handle | None, *leaves):
+        layers, saved = Layers(leaves, rest, x.dtype), without_biases(leaves, rest[0])
         y, h = layers.run(x)
-        if True in without_biases(ctx.needs_input_grad[2:]):
-            saved += (h, x) if handle is None else (h, *handle.tensors)
+        if True in without_biases(ctx.needs_input_grad[3:], rest[0]):
+            saved = (*saved, h, x) if handle is None else (*saved, h, *handle.tensors)
         ctx.save_for_backward(*saved)
         ctx.options = rest, layers.whole, None if handle is None else handle.function
         return y
@@ -280,10 +268,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        saved, (need_x, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        saved, (need_x, _, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
         rest, whole, function = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = Layers.restore(saved[:count], rest, dy.dtype, needs, whole)
+        layers = Layers(saved[:count], rest, dy.dtype, needs, whole)
         dh = layers.inner_gradient(rows)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
             h, *made_of = saved[count:]
@@ -291,7 +279,7 @@ class _Linear(torch.autograd.Function):
         if need_x:
             dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
         layers.add_bias_gradients(rows)
-        return dx, None, *layers.gradients(dy.dtype)
+        return dx, None, None, *layers.gradients(dy.dtype)
 
 
 def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
@@ -304,7 +292,7 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
         return linears_reference(x, operands)
     if how not in ("gemv", "bits"):  # whose operands `choose` has checked, since decoding is bound by the host
         operands = check("linear", "x", x, x.shape[-1], operands)
+    leaves, rest = flatten(operands)
     if how == "op":
-        leaves, rest = flatten(operands)
-        return apply(_Linear, x, (operands, rest, handle_of(x)), *leaves)
-    return Layers(x.dtype, *zip(*operands, strict=True)).run(x, kernel=how)[0]
+        return apply(_Linear, x, rest, handle_of(x), *leaves)
+    return Layers(leaves, rest, x.dtype).run(x, kernel=how)[0]

@@ -177,7 +177,9 @@ def _needs_torch(x: Tensor, operands: Sequence[LinearOperand]) -> bool:
     if cast is not None and x.dtype != cast:
         return True
     for weight, bias, adapter in operands:
-        if isinstance(weight, Tensor) and (type(weight) not in _PLAIN or cast not in (None, weight.dtype)):
+        if type(weight) not in _PLAIN and isinstance(weight, Tensor):
+            return True
+        if cast is not None and weight.dtype != cast and isinstance(weight, Tensor):
             return True
         if bias is not None and type(bias) not in _PLAIN:
             return True
