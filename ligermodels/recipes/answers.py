@@ -11,19 +11,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch.inputs import Targets
-from ligermodels.errors import InputError
 from ligermodels.layers.preference import sum_per_sequence
-from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe, decoder_inputs
 from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example, encode_answers, show
 from ligermodels.recipes.options import TrainOptions, option
-from ligermodels.recipes.rows import Rows
-
-_ACCEPTED = {
-    "pairs": 'pairs: {"prompt": ..., "chosen": ..., "rejected": ...}, texts or lists of messages',
-    "unpaired": 'single answers: {"prompt": ..., "completion": ..., "label": true or false}',
-}
-_RECIPES = {"pairs": "dpo, orpo, cpo or simpo", "unpaired": "kto", "text": "pretrain or sft"}
 
 
 @dataclass(kw_only=True)
@@ -38,16 +29,7 @@ class PreferenceOptions(TrainOptions):
 class Preference(Recipe):
     """The base of recipes whose rows are prompts with answers."""
 
-    accepted = "pairs"
-
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str]:
-        found, where = formats.detect(rows)
-        if found != self.accepted:
-            raise InputError(
-                f"{where}: the row is in the format {found!r}, and {self.options.recipe} takes "
-                f"{_ACCEPTED[self.accepted]}. Next step: train with {_RECIPES.get(found, 'sft')}, or make such rows"
-            )
-        return found, where
+    accepted = ("pairs",)
 
     def process(self, row: Mapping[str, Any]) -> Comparison:
         return encode_answers(self.read(row), self.tokenizer)

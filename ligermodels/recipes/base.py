@@ -31,6 +31,8 @@ class Recipe:
     Options: ClassVar[type[TrainOptions]]
     StepBatches: ClassVar[type[StepBatches]] = StepBatches
     """The source of each step's batches."""
+    accepted: ClassVar[tuple[str, ...]] = tuple(name for name in formats.FORMATS if name not in ("pairs", "unpaired"))
+    """The formats of its rows."""
     splits: ClassVar[bool] = False
     """A text that is longer than max_length becomes several examples, and is not cut."""
     frozen_model: Any = None
@@ -51,9 +53,14 @@ class Recipe:
 
     # ---- data ----
 
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
+    def check_rows(self, rows: Rows) -> tuple[str, str] | None:
         """The format of all rows, and where it was found; None for any format. Raises InputError for other rows."""
         found = formats.detect(rows)
+        if found[0] not in self.accepted:
+            raise InputError(
+                f"{found[1]}: the row is in the format {found[0]!r}, and {self.options.recipe} takes "
+                f"{', '.join(self.accepted)}; pairs are for dpo, orpo, cpo and simpo, unpaired rows for kto"
+            )
         if found[0] in ("messages", "sharegpt", "alpaca") and not self.tokenizer.files.templates:
             raise InputError(
                 f"{self.options.model} has no chat template, and rows of {found[0]} need one. Likely: a base model. "
@@ -65,17 +72,19 @@ class Recipe:
         """The example of a row: token ids, and labels that are -100 where nothing is trained. Raises InputError."""
         return encode(self.read(row), self.tokenizer)
 
-    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
-        """The same of a row to evaluate on."""
-        return self.process(row)
-
     def read(self, row: Mapping[str, Any]) -> Any:
         """The row as its format is read, with the system prompt of the options."""
         return formats.read(row, self.options.system_prompt)
 
-    def capacity(self, evaluates: bool = False) -> int:
+    @property
+    def capacity(self) -> int:
         """The space of a batch: its tokens."""
         return int(self.options.batch_tokens)
+
+    @property
+    def evaluation(self) -> "Recipe":
+        """The recipe of evaluations: this one, unless their loss is another."""
+        return self
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """The batch of some examples; of none, a batch without a label."""

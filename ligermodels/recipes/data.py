@@ -157,13 +157,12 @@ class Batches(Iterator[list[Any]]):
     """
 
     def __init__(
-        self, recipe: Any, rows: Rows, format: tuple[str, str] | None = None, *, evaluates: bool = False,
-        epochs: int | None = None, shuffle: bool = True, window: int = WINDOW, workers: int = 0, digest: int = 0,
+        self, recipe: Any, rows: Rows, format: tuple[str, str] | None = None, *, epochs: int | None = None,
+        shuffle: bool = True, window: int = WINDOW, workers: int = 0, digest: int = 0,
     ) -> None:  # fmt: skip
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
-        self.capacity, process = recipe.capacity(evaluates), recipe.process_evaluation if evaluates else recipe.process
-        self.outcomes = Outcomes(rows, process, o.max_length, format, recipe.splits, o.skip_bad)
-        self.seed, self.window, self._digest = o.seed, window, digest
+        self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, recipe.splits, o.skip_bad)
+        self.capacity, self.seed, self.window, self._digest = recipe.capacity, o.seed, window, digest
         self._start(0, 0)
 
     def _start(self, epoch: int, row: int) -> None:
@@ -277,7 +276,7 @@ class Data:
             self.rows, self.eval_rows = held_out(self.rows, options.eval_share, options.seed)
         self.format = recipe.check_rows(self.rows)
         if self.eval_rows is not None:
-            self.eval_format = recipe.check_rows(self.eval_rows, is_evaluation=True)
+            self.eval_format = recipe.evaluation.check_rows(self.eval_rows)
         config = recipe.tokenizer.files.folder / "config.json"
         self._has_images = config.is_file() and "vision_config" in files.read_json(config)
         paths = [*self.rows.files, *(() if self.eval_rows is None else self.eval_rows.files)]
@@ -297,8 +296,9 @@ class Data:
         """The batches of one pass over the evaluation data."""
         if self.eval_rows is None:
             return []
-        batches = Batches(self.recipe, self.eval_rows, self.eval_format, evaluates=True, epochs=1, shuffle=False)
-        return [self.recipe.collate(examples) for examples in batches]
+        recipe = self.recipe.evaluation
+        batches = Batches(recipe, self.eval_rows, self.eval_format, epochs=1, shuffle=False)
+        return [recipe.collate(examples) for examples in batches]
 
     def examples(self, number: int) -> Iterator[str]:
         """The text of the first rows, with trained tokens marked."""

@@ -8,7 +8,6 @@ sampling. Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 
 """
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import sketch
 from ligermodels.recipes.options import option
 from ligermodels.recipes.rollout import RolloutOptions, Sampling
-from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics
 from ligermodels.text import Tokenizer
 
@@ -80,22 +78,28 @@ class Distill(Recipe):
         return distill_loss(model, batch, count, self.teacher, self.options)
 
 
-class OnPolicy(Sampling, Distill):
+class OnPolicy(Sampling):
     """Rows are prompts, or chats without their last answer. Evaluations are off-policy, on the rows' own answers."""
 
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
-        return Recipe.check_rows(self, rows) if is_evaluation else super().check_rows(rows)
+    def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
+        super().__init__(options, tokenizer, multiple)
+        self.off_policy = Distill(options, tokenizer, multiple)
 
-    def process_evaluation(self, row: Mapping[str, Any]) -> Any:
-        return Distill.process(self, row)
+    @property
+    def evaluation(self) -> Distill:
+        return self.off_policy
 
-    def capacity(self, evaluates: bool = False) -> int:
-        return Distill.capacity(self) if evaluates else super().capacity()
+    def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
+        return super().memory(self.off_policy.memory(sizes, sketch), sketch)
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         super().setup(model, folder, processes)
-        if model.vocab_size > (known := self.teacher.vocab_size):
+        self.off_policy.setup(model, folder, processes)
+        if model.vocab_size > (known := self.off_policy.teacher.vocab_size):
             raise InputError(f"on_policy: the model has {model.vocab_size} ids to sample, and its teacher {known}")
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        return self.off_policy.loss(model, batch, count)
 
 
 def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_length: int) -> None:
@@ -104,11 +108,10 @@ def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_len
     probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
     ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (tokenizer, teacher))
     if ours != theirs or config.vocab_size < tokenizer.vocab_size:
-        number = len(dict(ours[0].items() ^ theirs[0].items()))
+        differ = len(dict(ours[0].items() ^ theirs[0].items()))
         raise InputError(
-            f"the teacher has another tokenizer: {number} tokens differ, a test text has {len(ours[1])} tokens of the "
-            f"student's and {len(theirs[1])} of the teacher's, whose head has {config.vocab_size} logits for the "
-            f"student's {tokenizer.vocab_size} ids; give a --teacher of the same family"
+            f"the teacher has another tokenizer ({differ} tokens differ, or how a text is split), or too few logits; "
+            "give a --teacher of the same family"
         )
     if max_length > (context := config.max_position_embeddings):
         raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")

@@ -149,8 +149,6 @@ def encode(
     if isinstance(item, Text):
         ids, mask = _encode_text(item, tokenizer, every_token)
         return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
-    if not isinstance(item, Conversation):
-        raise InputError("the row has answers to compare, and no single text. Next step: train with dpo or kto")
     return _encode_conversation(item, tokenizer, every_token, template)
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
+from ligermodels.recipes.base import mean_of, sum_over_ranks
 from ligermodels.recipes.examples import Batch, packed_batch
 from ligermodels.recipes.options import option
-from ligermodels.recipes.policy import evaluation_loss, policy_inputs, policy_loss, reference_logprobs
+from ligermodels.recipes.policy import policy_inputs, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.steps import Metrics
@@ -75,10 +76,11 @@ class GRPO(Sampling):
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
         super().__init__(options, tokenizer, multiple)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
+        self.greedy = Greedy(self)
 
-    def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """Of an evaluation: the prompts, and their ids as labels, by which it is seen which count."""
-        return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
+    @property
+    def evaluation(self) -> "Greedy":
+        return self.greedy
 
     # ---- rollouts ----
 
@@ -122,17 +124,38 @@ class GRPO(Sampling):
     # ---- the loss ----
 
     def count(self, batch: Batch) -> Tensor:
-        """The divisors of a step: those of `layers.policy.Counts`; of an evaluation the number of prompts."""
-        if "prompts" not in batch:
-            return batch["counts"]
-        return len(batch["prompts"]) * (batch["labels"] != -100).any().float().expand(3)
+        """The divisors of a step: those of `layers.policy.Counts`."""
+        return batch["counts"]
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        """The loss over the completions of a step. In evaluation: minus the mean reward of greedy completions."""
-        if not model.training:
-            return evaluation_loss(model, batch, count, self.roll_out(batch["prompts"], None))
         reference = None
         if self.options.beta:
             with self.reference(model) as before:
                 reference = reference_logprobs(before, batch, self.options.temperature)
         return policy_loss(model, batch, count, self.options, reference)
+
+
+class Greedy(Sampling):
+    """Evaluations: minus the mean reward of the greedy completions of prompts."""
+
+    def __init__(self, grpo: GRPO) -> None:
+        super().__init__(grpo.options, grpo.tokenizer, grpo.multiple)
+        self.grpo = grpo
+
+    @property
+    def capacity(self) -> int:
+        return int(self.options.rows_at_once)
+
+    def collate(self, examples: Sequence[Prompt]) -> Batch:
+        """The prompts, and their ids as labels: in another rank's batch there is no label, and nothing counts."""
+        return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
+
+    def count(self, batch: Batch) -> Tensor:
+        return len(batch["prompts"]) * (batch["labels"] != -100).any().float()
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        found = self.grpo.roll_out(batch["prompts"], None)
+        counted = (batch["labels"] != -100).any().expand(len(found))
+        rewards, lengths = torch.tensor([(one.reward, float(len(one.ids))) for one in found]).to(counted.device).T
+        metrics: Metrics = {"reward": mean_of(rewards, counted), "completion_length": mean_of(lengths, counted)}
+        return sum_over_ranks(model, -torch.where(counted, rewards, 0).sum() / count), metrics

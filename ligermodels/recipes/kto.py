@@ -32,7 +32,7 @@ class KTOOptions(PreferenceOptions):
 
 class KTO(Preference):
     Options = KTOOptions
-    accepted = "unpaired"
+    accepted = ("unpaired",)
 
     def collate(self, examples: Sequence[Comparison]) -> Batch:
         """Adds "desirable", bool [N], and as "kl_input_ids" and so on each prompt with the answer of the row before it.

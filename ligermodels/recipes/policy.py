@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import policy
-from ligermodels.recipes.base import decoder_inputs, mean_of, next_token_loss, sum_over_ranks
-from ligermodels.recipes.examples import IGNORED, Batch
+from ligermodels.recipes.base import decoder_inputs, next_token_loss
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.rollout import Completion
 from ligermodels.recipes.steps import Metrics
 
@@ -69,15 +69,3 @@ def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tens
 
     reference(**decoder_inputs(batch), loss_function=keep)
     return found[0]
-
-
-def evaluation_loss(
-    model: Any, batch: Batch, count: Tensor, completions: Sequence[Completion]
-) -> tuple[Tensor, Metrics]:
-    """Minus the mean reward of the greedy completions of a batch of prompts."""
-    counted = (batch["labels"] != IGNORED).any().expand(len(completions))  # in another rank's batch nothing counts
-    rewards = torch.tensor([one.reward for one in completions], device=counted.device)
-    lengths = torch.tensor([float(len(one.ids)) for one in completions], device=counted.device)
-    loss = -torch.where(counted, rewards, 0).sum() / count[1]
-    metrics: Metrics = {"reward": mean_of(rewards, counted), "completion_length": mean_of(lengths, counted)}
-    return sum_over_ranks(model, loss), metrics

@@ -149,7 +149,7 @@ class Rollouts(StepBatches):
         self.metrics = self.recipe.metrics_of(found) | {"rollout_seconds": (time.perf_counter() - start, 1)}
         if p.is_main:
             self._write(found)
-        bins = best_fit([one.example.size for one in found], Recipe.capacity(self.recipe))
+        bins = best_fit([one.example.size for one in found], self.recipe.options.batch_tokens)
         bins += [[]] * (max(p.gather(len(bins))) - len(bins))  # a forward is one of all ranks
         batches = [self.recipe.batch_of([found[n] for n in bin]) for bin in bins]
         return [on_device(check_ids(batch, self.vocab_size), p.device) for batch in batches]
@@ -180,7 +180,7 @@ class Sampling(Recipe):
 
     # ---- data ----
 
-    def check_rows(self, rows: Rows, *, is_evaluation: bool = False) -> tuple[str, str] | None:
+    def check_rows(self, rows: Rows) -> tuple[str, str] | None:
         try:
             self.chat = isinstance(_prompt_of(rows[0])[0], list)
         except InputError as error:
@@ -219,8 +219,9 @@ class Sampling(Recipe):
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return Prompt(ids, ids, prompt=prompt, columns=columns, where=getattr(row, "where", ""))
 
-    def capacity(self, evaluates: bool = False) -> int:
-        return self.options.rows_at_once if evaluates else 1
+    @property
+    def capacity(self) -> int:
+        return 1
 
     def show(self, example: Prompt) -> str:
         return self.tokenizer.decode(example.ids)

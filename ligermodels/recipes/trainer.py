@@ -247,7 +247,7 @@ class Trainer:
 
         That is KeyboardInterrupt after a signal to any rank, or the error for which the next step has no batches.
         """
-        p, progress, start, o = self.processes, self.progress, time.perf_counter(), self.options
+        p, progress, start, o, recipe = self.processes, self.progress, time.perf_counter(), self.options, self.recipe
         assert o.learning_rate is not None, "options have a value for it"
         lr = o.learning_rate * learning_rate(progress.step, progress.steps, o)
         for group in self.optimizer.param_groups:
@@ -257,7 +257,7 @@ class Trainer:
         except LigermodelsError as error:  # of reward functions, which all ranks raise
             return error
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count, metrics = self._sum_of_counts(batches), [self.batches.metrics]
+        count, metrics = self._sum_of_counts(recipe, batches), [self.batches.metrics]
         # No rank has an image: without gradients a tower stays as it is, as it does in one process.
         self.model.model.always_runs_tower = self.batches.has_images and p.batch_ranks > 1
         loss = torch.zeros((), device=p.device)
@@ -265,7 +265,7 @@ class Trainer:
             if o.capture:  # the last call also takes the optimizer's step
                 loss += self._replay(batch, count.clamp(min=1), len(batches))
             else:
-                part, found = self.recipe.loss(self.model, batch, count.clamp(min=1))
+                part, found = recipe.loss(self.model, batch, count.clamp(min=1))
                 part.backward()
                 loss += part.detach()
                 metrics.append(found)
@@ -285,9 +285,8 @@ class Trainer:
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise TrainingError(
                 f"step {progress.step + 1} of {progress.steps}: the loss is {value}, the norm of the gradient {norm}. "
-                "The step was not saved; earlier checkpoints are unchanged.\n  Likely: the learning rate is too high "
-                f"(--learning-rate {o.learning_rate:g}), or examples of this step are broken.\n  Next: a lower "
-                "--learning-rate or a longer --warmup-steps, in another --output-dir."
+                "This step is not saved; earlier checkpoints are unchanged.\n  Next: a lower --learning-rate than "
+                f"{o.learning_rate:g}, or a longer --warmup-steps, in another --output-dir."
             )
         progress.step += 1
         progress.tokens += round(tokens_of_all)
@@ -303,9 +302,9 @@ class Trainer:
             return KeyboardInterrupt()
         return next(error for error in p.gather(failed) if error is not None) if failures else None
 
-    def _sum_of_counts(self, batches: Sequence[Batch]) -> Tensor:
+    def _sum_of_counts(self, recipe: Recipe, batches: Sequence[Batch]) -> Tensor:
         """The sum over all ranks of the divisors of these batches."""
-        count = torch.stack([self.recipe.count(batch) for batch in batches]).sum(0).float()
+        count = torch.stack([recipe.count(batch) for batch in batches]).sum(0).float()
         return self.processes.sum_tensor(count.to(self.processes.device))
 
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
@@ -321,13 +320,13 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> None:
         """The loss over the evaluation data of all ranks; keeps the best model."""
-        progress, loss, metrics = self.progress, 0.0, []
-        count = self._sum_of_counts(self.evaluation).clamp(min=1)
+        progress, recipe, loss, metrics = self.progress, self.recipe.evaluation, 0.0, []
+        count = self._sum_of_counts(recipe, self.evaluation).clamp(min=1)
         self.model.eval()
         self.model.model.always_runs_tower = self.processes.batch_ranks > 1
         for batch in self.evaluation:
             batch = on_device(batch, self.processes.device) | {"return_logits": False}
-            part, found = self.recipe.loss(self.model, batch, count)
+            part, found = recipe.loss(self.model, batch, count)
             loss += part.item()  # over all ranks
             metrics.append(found)
         self.model.train()

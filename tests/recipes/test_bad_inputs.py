@@ -25,10 +25,10 @@ FILES = {  # content, what the error says; the first word of a case may be a rec
     "parquet": ("PAR1", "a.parquet cannot be read"),
     "a field": ('{"text": NaN}', "a.jsonl:1: text: expected a text, not nan"),
     "only masked": ('{"input_ids": [1, 2], "labels": [-100, -100]}', "1 of 1 rows have no token to train"),
-    "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "dpo"),
+    "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "format 'pairs', and sft takes tokens, messages"),
     "dpo chats": (CHAT, "a.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
-    "dpo single": ('{"prompt": "a", "completion": "b", "label": true}', "train with kto"),
-    "kto pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "train with dpo, orpo, cpo or simpo"),
+    "dpo single": ('{"prompt": "a", "completion": "b", "label": true}', "unpaired rows for kto"),
+    "kto pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "kto takes unpaired. Pairs are for dpo, orpo"),
     "grpo text": ('{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
     "grpo mixed": (
         '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',

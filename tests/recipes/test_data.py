@@ -48,7 +48,7 @@ def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, ski
     """per_batch: the space of a batch, so many times the length."""
     recipe = SimpleNamespace(
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
-        capacity=lambda evaluates: length * per_batch,
+        capacity=length * per_batch,
     )  # fmt: skip
     return Batches(recipe, rows_of(lengths), **how)
 

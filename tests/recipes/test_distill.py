@@ -64,8 +64,8 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
 
 
 @pytest.mark.parametrize(("says", "change"), [
-    ("the teacher has another tokenizer: 2 tokens differ", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
-    ("the teacher has another tokenizer: 0 tokens differ", lambda _, splits: splits.update(add_prefix_space=True)),
+    ("the teacher has another tokenizer (2 tokens differ", lambda vocab, _: vocab.update(zz=vocab.pop("A"))),
+    ("the teacher has another tokenizer (0 tokens differ", lambda _, splits: splits.update(add_prefix_space=True)),
 ], ids=["ids", "splits"])  # fmt: skip
 def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says, change):
     shutil.copytree(home / "model", tmp_path / "teacher")
@@ -109,7 +109,7 @@ def test_what_is_asked_and_what_an_evaluation_reads(home, tokenizer, write, name
     ids = tokenizer.encode(asked) if is_text else tokenizer.apply_chat_template(asked, add_generation_prompt=True)
     assert prompt.ids == ids and prompt.where.endswith("rows.jsonl:1")
     if has_answer:
-        evaluated = data.recipe.process_evaluation(row)
+        evaluated = data.recipe.evaluation.process(row)
         assert evaluated == encode(read(row), tokenizer) and evaluated.ids[: len(ids)] == ids
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.examples import IGNORED, Example, best_fit, encode, packed_batch, show
-from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
+from ligermodels.recipes.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
@@ -125,7 +125,6 @@ REFUSED = {
     "changing": (Conversation([TALK[0] | {"content": "HI"}, *TALK[1:]]), dict(template=CHANGING), CHANGED.format(1)),
     "assistant first": (Conversation([SAID, USER]), {}, "the first message is the assistant's; start with a user"),
     "every": (Conversation([*TALK[:3], SAID | {"train": False}]), dict(every_token=True), "every token is trained"),
-    "answers": (Answers((Text("b", "a"),), True), {}, r"answers to compare.*dpo"),
     "surrogate": (Text("\ud800"), {}, "lone surrogate"),
     "foreign id": (Tokens([5, 99999], [5, 99999]), {}, "99999 is not an id of the tokenizer"),
 }  # fmt: skip

@@ -9,8 +9,9 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.grpo import GRPO
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
+from ligermodels.recipes.rows import Rows
 from tests.recipes import losses, runs
-from tests.recipes.runs import REWARD, completions, metrics, on_two, run, weights
+from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run, weights
 
 CPU = torch.device("cpu")
 
@@ -191,6 +192,7 @@ def test_a_reward_of_messages_gets_messages(byte_level):
 
     recipe = grpo_of(options_of(num_generations=2), byte_level, reward)
     recipe.model, recipe.chat = losses.model(vocab_size=byte_level.vocab_size).float(), True
+    assert recipe.evaluation.check_rows(Rows([{"prompt": CHATS[0][:1]}], "", None)) is None and recipe.evaluation.chat
     found = recipe.roll_out([Prompt([5], [])], 0)
     assert [one.reward for one in found] == [1, 1]
     assert [one.truncated for one in found] == [one.ids[-1] not in recipe.stop_ids for one in found] == [True, True]
