@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import mean_of, sum_over_ranks
-from ligermodels.recipes.examples import Batch, packed_batch
+from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.options import option
-from ligermodels.recipes.policy import policy_inputs, policy_loss, reference_logprobs
+from ligermodels.recipes.policy import Greedy, policy_inputs, policy_loss, reference_logprobs
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.steps import Metrics
@@ -79,7 +78,7 @@ class GRPO(Sampling):
         self.greedy = Greedy(self)
 
     @property
-    def evaluation(self) -> "Greedy":
+    def evaluation(self) -> Greedy:
         return self.greedy
 
     # ---- rollouts ----
@@ -133,29 +132,3 @@ class GRPO(Sampling):
             with self.reference(model) as before:
                 reference = reference_logprobs(before, batch, self.options.temperature)
         return policy_loss(model, batch, count, self.options, reference)
-
-
-class Greedy(Sampling):
-    """Evaluations: minus the mean reward of the greedy completions of prompts."""
-
-    def __init__(self, grpo: GRPO) -> None:
-        super().__init__(grpo.options, grpo.tokenizer, grpo.multiple)
-        self.grpo = grpo
-
-    @property
-    def capacity(self) -> int:
-        return int(self.options.rows_at_once)
-
-    def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """The prompts, and their ids as labels: in another rank's batch there is no label, and nothing counts."""
-        return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
-
-    def count(self, batch: Batch) -> Tensor:
-        return len(batch["prompts"]) * (batch["labels"] != -100).any().float()
-
-    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        found = self.grpo.roll_out(batch["prompts"], None)
-        counted = (batch["labels"] != -100).any().expand(len(found))
-        rewards, lengths = torch.tensor([(one.reward, float(len(one.ids))) for one in found]).to(counted.device).T
-        metrics: Metrics = {"reward": mean_of(rewards, counted), "completion_length": mean_of(lengths, counted)}
-        return sum_over_ranks(model, -torch.where(counted, rewards, 0).sum() / count), metrics

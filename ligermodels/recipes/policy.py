@@ -1,4 +1,4 @@
-"""A batch of completions with their advantages, and the losses of policies over it (layers/policy.py)."""
+"""A batch of completions with their advantages, the losses of policies over it (layers/policy.py), and evaluations."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers import policy
-from ligermodels.recipes.base import decoder_inputs, next_token_loss
-from ligermodels.recipes.examples import Batch
-from ligermodels.recipes.rollout import Completion
+from ligermodels.recipes.base import decoder_inputs, mean_of, next_token_loss, sum_over_ranks
+from ligermodels.recipes.examples import Batch, packed_batch
+from ligermodels.recipes.rollout import Completion, Prompt, Sampling
 from ligermodels.recipes.steps import Metrics
 
 
@@ -69,3 +69,29 @@ def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tens
 
     reference(**decoder_inputs(batch), loss_function=keep)
     return found[0]
+
+
+class Greedy(Sampling):
+    """Evaluations: minus the mean reward of the greedy completions of prompts. grpo: the recipe that judges them."""
+
+    def __init__(self, grpo: Any) -> None:
+        super().__init__(grpo.options, grpo.tokenizer, grpo.multiple)
+        self.grpo = grpo
+
+    @property
+    def capacity(self) -> int:
+        return int(self.options.rows_at_once)
+
+    def collate(self, examples: Sequence[Prompt]) -> Batch:
+        """The prompts, and their ids as labels: in another rank's batch there is no label, and nothing counts."""
+        return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
+
+    def count(self, batch: Batch) -> Tensor:
+        return len(batch["prompts"]) * (batch["labels"] != -100).any().float()
+
+    def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
+        found = self.grpo.roll_out(batch["prompts"], None)
+        counted = (batch["labels"] != -100).any().expand(len(found))
+        rewards, lengths = torch.tensor([(one.reward, float(len(one.ids))) for one in found]).to(counted.device).T
+        metrics: Metrics = {"reward": mean_of(rewards, counted), "completion_length": mean_of(lengths, counted)}
+        return sum_over_ranks(model, -torch.where(counted, rewards, 0).sum() / count), metrics
