@@ -28,7 +28,7 @@ FILES = {  # content, what the error says; the first word of a case may be a rec
     "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "format 'pairs', and sft takes tokens, messages"),
     "dpo chats": (CHAT, "a.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
     "dpo single": ('{"prompt": "a", "completion": "b", "label": true}', "unpaired rows for kto"),
-    "kto pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "kto takes unpaired. Pairs are for dpo, orpo"),
+    "kto pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "kto takes unpaired; pairs are for dpo, orpo"),
     "grpo text": ('{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
     "grpo mixed": (
         '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
