@@ -12,6 +12,7 @@ from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand, choose_mlp, kernel_of
 from ligermodels.kernels.quantized import (
     FORMATS,
+    OneRowTile,
     dequantize_reference,
     quantize,
     quantized_glu,
@@ -74,14 +75,42 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
         assert_close(h, ACTIVATIONS["silu"](y[0]) * y[1], dtype, device)
 
 
-@pytest.mark.parametrize("rows, tile", [
-    (1, (4, 32, 1)), (1, (8, 128, 2)), (3, (16, 1, 4, 2)), (3, (32, 4, 4, 3)), (3, (16, 2, 2, 4)),
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("glu", [False, True])
+@pytest.mark.parametrize("tile", [
+    OneRowTile(2, 1, 1), OneRowTile(4, 2, 2, registers=128), OneRowTile(8, 4, 1), OneRowTile(1, 1, 9, 3, 5),
+    OneRowTile(2, 2, 9, 4, 2),
 ], ids=str)  # fmt: skip
+@pytest.mark.parametrize("k", [512, 700])
+def test_tiles_of_one_row_of_int4_agree(device, monkeypatch, tile, k, glu, dtype):
+    gate, up = weights(device, "int4", (41, 41), k)
+    x = torch.randn(1, k, device=device).to(dtype)
+    monkeypatch.setattr(quantized, "_one_row_tile", lambda *_: tile)
+    wanted = x.double() @ exact(gate).T
+    if glu:
+        found = quantized_glu(x, gate, up, None, None, activation="silu")
+        assert_close(found, ACTIVATIONS["silu"](wanted) * (x.double() @ exact(up).T), dtype, device)
+    else:
+        assert_close(quantized_linear(x, gate), wanted, dtype, device)
+
+
+def test_words_that_are_not_aligned(device):
+    (weight,) = weights(device, "int4", [9], 256)
+    x, memory = (
+        torch.randn(1, 256, device=device),
+        torch.empty(weight.packed.numel() + 1, dtype=torch.int32, device=device),
+    )
+    packed = memory[1:].view_as(weight.packed).copy_(weight.packed)
+    wanted = quantized_linear(x, weight)
+    assert torch.equal(quantized_linear(x, dataclasses.replace(weight, packed=packed)), wanted)
+
+
+@pytest.mark.parametrize("tile", [(16, 1, 4, 2), (32, 4, 4, 3), (16, 2, 2, 4)], ids=str)
 @pytest.mark.parametrize("k", [512, 640, 700])
-def test_tiles_of_int4_agree(device, monkeypatch, rows, tile, k):
+def test_tiles_of_few_rows_of_int4_agree(device, monkeypatch, tile, k):
     (weight,) = weights(device, "int4", [41], k)
-    x = torch.randn(rows, k, device=device)
-    monkeypatch.setattr(quantized, "_one_row_tile" if rows == 1 else "_int4_tile", lambda *_: tile)
+    x = torch.randn(3, k, device=device)
+    monkeypatch.setattr(quantized, "_int4_tile", lambda *_: tile)
     assert_close(quantized_linear(x, weight), x.double() @ exact(weight).T, torch.float32, device)
 
 
