@@ -16,6 +16,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._norm_kernels import backward_kernel, forward_kernel, sum_parts_kernel
 from ligermodels.kernels._recompute import attach
 from ligermodels.kernels._triton import (
+    FEW_ROWS,
     accumulator,
     apply,
     as_rows,
@@ -28,8 +29,6 @@ from ligermodels.kernels._triton import (
 
 MAX_WIDTH = 16384, 8192
 """Maximum row width that fits a program's registers, of RMSNorm and LayerNorm; wider rows run the reference."""
-_FEW = 64
-"""Maximum number of rows, as in decoding, for which the launch overlaps the kernel before it."""
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
@@ -70,7 +69,7 @@ def _forward(
     stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
     if n_rows:
         block, rows, warps = _forward_tile(width, centred)
-        overlap = n_rows <= _FEW and overlaps_launches(x)
+        overlap = n_rows <= FEW_ROWS and overlaps_launches(x)
         launch(
             forward_kernel, (cdiv(n_rows, rows),), y, total, stats, x, other,
             x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),

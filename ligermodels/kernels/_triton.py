@@ -51,6 +51,10 @@ def use_triton(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu"))
 
 
+FEW_ROWS = 64
+"""Maximum number of rows, as in decoding, for which norms and gates overlap the kernel before them."""
+
+
 def overlaps_launches(x: Tensor) -> bool:
     """True where a kernel may start while the one before it ends (programmatic dependent launch): on Hopper and later.
 

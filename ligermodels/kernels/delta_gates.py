@@ -21,6 +21,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import exp
 from ligermodels.kernels._norm_kernels import sum_parts_kernel
 from ligermodels.kernels._triton import (
+    FEW_ROWS,
     accumulator,
     as_rows,
     cdiv,
@@ -37,8 +38,6 @@ from ligermodels.kernels._triton import (
 
 _ELEMENTS = 1024
 """Elements of a tile."""
-_FEW = 64
-"""Maximum number of rows, as in decoding, for which the launch overlaps the kernel before it."""
 
 
 def delta_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +121,7 @@ class _DeltaGates(torch.autograd.Function):
         heads = operator.index(a.shape[-1])
         block, rows = _block(heads)
         (a, n_rows, a_stride), (b, _, b_stride), shape = as_rows(a), as_rows(b), a.shape
-        overlap = overlaps_launches(a) and n_rows <= _FEW
+        overlap = overlaps_launches(a) and n_rows <= FEW_ROWS
         g = torch.empty(shape, dtype=torch.float32, device=a.device)
         beta = torch.empty(shape, dtype=b.dtype, device=a.device)
         launch(

@@ -22,6 +22,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation
 from ligermodels.kernels._norm_kernels import sum_parts_kernel
 from ligermodels.kernels._triton import (
+    FEW_ROWS,
     accumulator,
     cdiv,
     last_dim_contiguous,
@@ -38,8 +39,6 @@ from ligermodels.kernels._triton import (
 
 MAX_WIDTH = 8192
 """Maximum N that fits a program's registers; wider rows run the reference."""
-_FEW = 64
-"""Maximum number of tokens, as in decoding, for which the launch overlaps the kernel before it."""
 
 
 def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -124,7 +123,7 @@ class _GatedNorm(torch.autograd.Function):
         block, rows = _tile(width)
         (x_, *of_x), (z_, *of_z) = _heads(x), _heads(z)
         n_rows, heads = x_.shape[0] * x_.shape[1], operator.index(x_.shape[1])
-        overlap = overlaps_launches(x) and x_.shape[0] <= _FEW
+        overlap = overlaps_launches(x) and x_.shape[0] <= FEW_ROWS
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),

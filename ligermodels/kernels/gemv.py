@@ -140,19 +140,17 @@ _MANY = 8192
 def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
     """(elements of y, columns of the weight per tile, warps, tiles in flight) of a program.
 
-    A tile that reaches past the end of a row takes as long as a whole one, so rows are padded as little as possible;
-    of two widths that pad alike, the larger. Tiles of 512 columns are worth it only for many programs, where few tiles
-    in a row are not: on an H200 in bf16, [12352, 2560] takes 16.1 us in tiles of 512 and 20.6 in tiles of 2048.
+    A tile that reaches past the end of a row takes as long as a whole one: on an H200 in bf16, [12352, 2560] takes
+    16.1 us in tiles of 512 columns, 20.6 in tiles of 2048. Few programs are faster with few tiles in a row:
+    [2560, 9216] takes 13.6 us in tiles of 1024, 15.5 in tiles of 512.
     """
     if itemsize == 1:
         return 4, 1024, 2, 3
-    columns = 2048
-    for narrower in (1024, 512) if n >= _MANY else (1024,):
-        if cdiv(k, narrower) * narrower < cdiv(k, columns) * columns:
-            columns = narrower
-    if columns == 1024 and k > 8192:  # long rows: [2560, 9216] takes 13.6 us, and 15.1 by the next line
-        return 8, 1024, 8, 1
-    return 4, columns, min(4, columns // 256), 1
+    if n >= _MANY and k % 1024:
+        return 4, 512, 2, 1
+    if cdiv(k, 1024) % 2 == 0:  # tiles of 2048 columns reach no farther than those of 1024
+        return 4, 2048, 4, 1
+    return (8, 1024, 8, 1) if k > 8192 else (4, 1024, 4, 1)
 
 
 def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
