@@ -41,6 +41,7 @@ class Recipe:
     def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
         self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.evaluation: Recipe = self  # the recipe of evaluations, where their loss is another
 
     @classmethod
     def of(cls, options: Any) -> "type[Recipe]":
@@ -80,11 +81,6 @@ class Recipe:
     def capacity(self) -> int:
         """The space of a batch: its tokens."""
         return int(self.options.batch_tokens)
-
-    @property
-    def evaluation(self) -> "Recipe":
-        """The recipe of evaluations: this one, unless their loss is another."""
-        return self
 
     def collate(self, examples: Sequence[Any]) -> Batch:
         """The batch of some examples; of none, a batch without a label."""

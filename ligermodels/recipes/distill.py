@@ -83,11 +83,7 @@ class OnPolicy(Sampling):
 
     def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
         super().__init__(options, tokenizer, multiple)
-        self.off_policy = Distill(options, tokenizer, multiple)
-
-    @property
-    def evaluation(self) -> Distill:
-        return self.off_policy
+        self.evaluation = self.off_policy = Distill(options, tokenizer, multiple)
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         return super().memory(self.off_policy.memory(sizes, sketch), sketch)

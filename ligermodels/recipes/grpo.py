@@ -75,11 +75,7 @@ class GRPO(Sampling):
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
         super().__init__(options, tokenizer, multiple)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
-        self.greedy = Greedy(self)
-
-    @property
-    def evaluation(self) -> Greedy:
-        return self.greedy
+        self.evaluation = Greedy(self)
 
     # ---- rollouts ----
 
