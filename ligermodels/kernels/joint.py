@@ -62,16 +62,18 @@ def make_joint(parameters: Sequence[Tensor]) -> None:
     or cannot be: where one is neither exactly a tensor nor an nn.Parameter, is on meta, is mapped from a file, shares
     its storage with another tensor, or differs from the others in dtype, device or K.
     """
-    first = parameters[0]
-    if any(type(p) not in _PLAIN or p.is_meta or p.layout is not torch.strided for p in parameters):
-        return
-    if (
-        len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1
-        or first.dim() > 2
-        or not first.dim()
-    ):
-        return
-    if any(p.numel() == 0 or (p.device.type == "cpu" and _is_foreign(p)) for p in parameters):
+    for p in parameters:
+        if (
+            type(p) not in _PLAIN
+            or p.is_meta
+            or p.layout is not torch.strided
+            or p.dim() not in (1, 2)
+            or not p.numel()
+        ):
+            return
+        if p.device.type == "cpu" and (p.is_shared() or not p.untyped_storage().resizable()):  # as of a mapped file
+            return
+    if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1:
         return
     left: dict[int, int] = {}  # bytes of each storage that belong to no parameter
     for p in parameters:
@@ -79,15 +81,10 @@ def make_joint(parameters: Sequence[Tensor]) -> None:
         left[storage._cdata] = left.get(storage._cdata, storage.nbytes()) - p.nbytes
     if any(left.values()) or joint(parameters) is not None:
         return
-    with torch.inference_mode(first.is_inference()), torch.no_grad():
+    with torch.inference_mode(parameters[0].is_inference()), torch.no_grad():
         whole = torch.cat([p.data for p in parameters])
         for p, part in zip(parameters, whole.split(rows_of(parameters)), strict=True):
             p.data = part
-
-
-def _is_foreign(x: Tensor) -> bool:
-    """True for CPU memory that is shared with other processes or not allocated by torch, as that of a mapped file."""
-    return x.is_shared() or not x.untyped_storage().resizable()
 
 
 def rows_of(weights: Sequence[Any]) -> list[int]:

@@ -58,9 +58,10 @@ class QuantizedLinear(nn.Module):
     @property
     def operand(self) -> LowBitWeight:
         """The weight for a fused op."""
-        tensors = {**self._parameters, **self._buffers}
         form: Any = self.form
-        return form(*self.options, tensors["weight"], *[tensors[name] for name in form.tensor_names[1:]])
+        parameters, buffers = self._parameters, self._buffers
+        scales = [parameters[n] if n in parameters else buffers[n] for n in form.tensor_names[1:]]
+        return form(*self.options, parameters["weight"], *scales)
 
     def forward(self, x: Tensor) -> Tensor:
         return linears(x, [LinearOperand(self.operand, self.bias)])
