@@ -3,17 +3,17 @@
     y = [y_0 | y_1 | ...]        y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T
 
 What differs from separate layers and torch.cat:
-- Weights that are `joint` are read as one matrix: one matmul for y, one for dx, one for all weight gradients, which are
-  views of one buffer. With other weights, each matmul writes its own columns of y, and adds to dx in its epilogue.
+- Weights that are `joint` are read as one matrix: one matmul for y, one for dx. With other weights, each matmul writes
+  its own columns of y, and adds to dx in its epilogue. One matmul for all weight gradients, views of one buffer.
 - W_i may be a `LowBitWeight`: saved as it is, and dequantised for each matmul (low_bit.py). With few rows, the kernels
   of quantized.py read int8, fp8 and int4 directly.
 - A layer may have a LoRA adapter (lora.py): one matmul for all A_i; H = x A^T, [T, r], is saved.
 - x is saved only where a weight or an adapter is trained. If a norm computed x, the op saves the norm's inputs instead,
   and recomputes x in the backward (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's
   kernel.
-- Gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
+- Gradients are added to each weight.grad in place where the user asked for it (`_gradients`), by a matmul for each.
 
-Both ops are F.linear where there is nothing to gain, and `gemv` for a single row without a gradient: see `choose` in
+It is F.linear where there is nothing to gain, and `gemv` for a single row without a gradient: see `choose` in
 operand.py.
 """
 
