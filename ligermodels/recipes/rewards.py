@@ -44,8 +44,9 @@ class Rewards:
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
         """Sets `rewards`, by function, and `reward` of each completion of `rollout`. Raises InputError."""
         prompts, texts = [one.prompt for one in completions], [one.text for one in completions]
-        where, names = [prompt.where for prompt in prompts], {name for prompt in prompts for name in prompt.columns}
-        given: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in sorted(names)}
+        where = [prompt.where for prompt in prompts]
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")
+        given: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         given["prompts"] = [prompt.prompt for prompt in prompts]
         given["completions"] = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
         given["completion_ids"] = [one.ids for one in completions]
@@ -62,7 +63,7 @@ def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: 
     """The numbers of one function, a number or None for each completion. Raises InputError."""
     parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
     needed = {key for key, one in parameters.items() if one.kind not in _OTHERS and one.default is one.empty}
-    if missing := needed - given.keys():
+    if missing := sorted(needed - given.keys()):
         raise InputError(f"the reward {name} takes {', '.join(missing)}, and the rows have {', '.join(given)}")
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         given = {key: values for key, values in given.items() if key in parameters}
