@@ -87,16 +87,15 @@ def _several(tensors: Any) -> tuple:
 class _MLP(torch.autograd.Function):
     """x: [..., H]; leaves: of layers [F, H], or gated [2F, H] in all, and of the last layer [N, F] -> y [..., N].
 
-    options: z of x, or None where rows is given; the first weights as one, or None; x's handle, or None; rows, tokens
-    per chunk, of which z is recomputed, or None; what `flatten` leaves of first and last; gated; activation; N; the
-    number of the first's leaves.
+    options: z of x, or None where rows is given; x's handle, or None; rows, tokens per chunk, of which z is recomputed,
+    or None; what `flatten` leaves of first and last; gated; activation; N; the number of the first's leaves.
     It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
     adapters, which exists only then, is recomputed.
     """
 
     @staticmethod
     def forward(ctx, x, options, *leaves):
-        z, whole, handle, rows, first, last, gated, activation, width, count = options
+        z, handle, rows, first, last, gated, activation, width, count = options
         need_x, _, *needs = ctx.needs_input_grad
         make_x, made_of = (None, (x,)) if handle is None else handle
         reads_z = need_x or True in needs[:count] or True in without_biases(needs[count:], 1)
@@ -104,19 +103,19 @@ class _MLP(torch.autograd.Function):
             make_x, made_of = None, ()
         of_first = leaves[:count] if z is None else without_biases(leaves[:count], first[0])
         ctx.save_for_backward(*of_first, *without_biases(leaves[count:], 1), z if reads_z else None, *made_of)
-        ctx.options = make_x, rows, first, whole, last, gated, activation, count
+        ctx.options = make_x, rows, first, last, gated, activation, count
         return x.new_empty((*x.shape[:-1], width))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, rows, first, whole, last, gated, activation, count = ctx.options
+        make_x, rows, first, last, gated, activation, count = ctx.options
         (need_x, _, *needs), saved = ctx.needs_input_grad, ctx.saved_tensors
         total, lead, dy = len(needs), dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
         chunks = slices(len(dy), rows)
         several = len(chunks) > 1
-        first = Layers(saved[:count], first, dy.dtype, needs[:count], whole, several)
-        last = Layers(saved[count:total], last, dy.dtype, needs[count:], None, several)
+        first = Layers(saved[:count], first, dy.dtype, needs[:count], several)
+        last = Layers(saved[count:total], last, dy.dtype, needs[count:], several)
         saved_z, *made_of = saved[total:]
         need_z, need_h = need_x or True in needs[:count], True in without_biases(needs[count:], 1)
         if not (need_z or need_h):
@@ -175,7 +174,7 @@ def _run(
         inner, outer = Layers(leaves, of_first, x.dtype), Layers(more, of_last, x.dtype)
         z = inner.run(x)[0] if rows is None else None
     if torch.is_grad_enabled():
-        options = z, inner.whole, handle_of(x), rows, of_first, of_last, gated, activation, width, len(leaves)
+        options = z, handle_of(x), rows, of_first, of_last, gated, activation, width, len(leaves)
         y = apply(_MLP, x, options, *leaves, *more)
     elif z is not None:
         return outer.run(glu_forward(z, None, gated, activation))[0]

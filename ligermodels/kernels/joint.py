@@ -43,18 +43,6 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     return whole.as_strided((rows, width) if dims == 2 else (rows,), stride)
 
 
-def is_still(whole: Tensor | None, tensors: Sequence[Tensor]) -> bool:
-    """True if `whole`, which `joint` once returned for these tensors, is their memory now; None never is."""
-    if whole is None:
-        return False
-    end = whole.data_ptr()
-    for t in tensors:
-        if t.data_ptr() != end:
-            return False
-        end += t.nbytes
-    return True
-
-
 def make_joint(parameters: Sequence[Tensor]) -> None:
     """Moves parameters, [N_i, K] or [N_i] each, into one storage, so that they are `joint`, without changing a bit.
 

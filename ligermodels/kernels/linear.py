@@ -29,7 +29,7 @@ from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, 
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
-from ligermodels.kernels.joint import as_one, as_one_layer, is_still, rows_of
+from ligermodels.kernels.joint import as_one, as_one_layer, rows_of
 from ligermodels.kernels.lora import Branch
 from ligermodels.kernels.low_bit import LowBitWeight, dequantized, has_bits
 from ligermodels.kernels.operand import Adapter, Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
@@ -69,17 +69,17 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | 
 
 def _side_by_side(
     x: Tensor, weights: Sequence[Any], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor | None]:
-    """(the outputs side by side, the weights as one or None): `run` once where the weights are joint, else for each."""
+) -> Tensor:  # fmt: skip
+    """The outputs side by side: `run` once where the weights are joint, else once for each."""
     layer = as_one_layer(weights, biases)
     if layer is not None:
-        return run(x, *layer, out), layer[0]
+        return run(x, *layer, out)
     sizes = rows_of(weights)
     y = x.new_empty(*x.shape[:-1], sum(sizes)) if out is None else out
     x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(sizes, 1)
     for weight, bias, columns in zip(weights, biases or [None] * len(sizes), parts, strict=True):
         run(x, weight, bias, columns)
-    return y, None
+    return y
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -88,8 +88,9 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _input_gradient(dy: Tensor, weights: Sequence[Tensor], whole: Tensor | None, out: Tensor | None) -> Tensor:
-    """dx [T, K] from dy [T, sum N_i], into `out` where given. whole: the weights as one, or None."""
+def _input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """dx [T, K] from dy [T, sum N_i], into `out` where given."""
+    whole = as_one(weights)
     if whole is not None:
         return torch.mm(dy, whole, out=out)
     first, *others = dy.split_with_sizes(rows_of(weights), 1)
@@ -149,8 +150,7 @@ class Layers:
     """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
 
     leaves, rest: from `flatten`. dtype: of x, in which adapters compute. needs: whether each leaf needs a gradient.
-    whole: all weights as one, which is used only if it `is_still` their memory. several: gradients are sums over chunks
-    of tokens, in fp32.
+    several: gradients are sums over chunks of tokens, in fp32.
     """
 
     _sums: Sequence[Tensor | None] = ()
@@ -158,7 +158,7 @@ class Layers:
 
     def __init__(
         self, leaves: Sequence[Any], rest: tuple[int, Any, Any], dtype: torch.dtype, needs: Sequence[bool] = (),
-        whole: Tensor | None = None, several: bool = False,
+        several: bool = False,
     ):  # fmt: skip
         count, bits, options = rest
         self.weights: Any = leaves[:count]
@@ -170,7 +170,7 @@ class Layers:
             each = zip(leaves[2 * count : 3 * count], leaves[3 * count :], options, strict=True)
             adapters = [None if more is None else Adapter(a, b, *more) for a, b, more in each]
             self.branch = Branch(self.weights, adapters, dtype)
-        self.needs, self.whole, self.several = needs, whole, several
+        self.needs, self.several = needs, several
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
         """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
@@ -181,12 +181,12 @@ class Layers:
         if not kernel and (self.has_bits or x.numel() == x.shape[-1]):
             kernel = kernel_of(x, weights, self.biases)
         if kernel == "bits":
-            y, _ = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)
+            y = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)
             y = y.view(*x.shape[:-1], y.shape[1])
         elif self.has_bits:
-            y, _ = _side_by_side(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
+            y = _side_by_side(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
         else:
-            y, self.whole = _side_by_side(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
+            y = _side_by_side(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
         if self.branch is None:
             return y, None
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
@@ -201,13 +201,7 @@ class Layers:
 
     def input_gradient(self, dy: Tensor, dh: Tensor | None, out: Tensor | None = None) -> Tensor:
         """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
-        weights: Any = self.weights
-        if self.has_bits:
-            weights = dequantized(weights, dy.dtype)
-            dx = _input_gradient(dy, weights, as_one(weights), out)
-        else:
-            whole = self.whole if is_still(self.whole, weights) else as_one(weights)
-            dx = _input_gradient(dy, weights, whole, out)
+        dx = _input_gradient(dy, dequantized(self.weights, dy.dtype) if self.has_bits else self.weights, out)
         return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
@@ -262,16 +256,16 @@ class _Linear(torch.autograd.Function):
         if True in without_biases(ctx.needs_input_grad[3:], rest[0]):
             saved = (*saved, h, x) if handle is None else (*saved, h, *handle.tensors)
         ctx.save_for_backward(*saved)
-        ctx.options = rest, layers.whole, None if handle is None else handle.function
+        ctx.options = rest, None if handle is None else handle.function
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         saved, (need_x, _, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
-        rest, whole, function = ctx.options
+        rest, function = ctx.options
         count, rows, dx = len(needs), dy.flatten(0, -2), None
-        layers = Layers(saved[:count], rest, dy.dtype, needs, whole)
+        layers = Layers(saved[:count], rest, dy.dtype, needs)
         dh = layers.inner_gradient(rows)
         if len(saved) > count:  # else before dx, so that x and dx are not in memory together
             h, *made_of = saved[count:]

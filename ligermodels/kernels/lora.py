@@ -38,9 +38,11 @@ class Branch:
                 found.append(adapter)
                 r = adapter.a.shape[0]
                 self.parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
-                dtype = torch.promote_types(dtype, adapter.dtype or dtype)
+                if adapter.dtype is not None:
+                    dtype = torch.promote_types(dtype, adapter.dtype)
                 rank += r
             row = end
+        self.dtype = dtype
         self.a = torch.cat([adapter.a for adapter in found]).to(dtype)  # [sum r_i, K]
         self.b = [adapter.b.to(dtype) for adapter in found]
         self.da: Any = None
@@ -48,18 +50,17 @@ class Branch:
 
     def add_to(self, y: Tensor, x: Tensor) -> Tensor:
         """Adds the adapters' outputs for x [T, K] to y [T, sum N_i]. Returns H [T, sum r_i]."""
-        h = x.to(self.a.dtype) @ self.a.t()
+        h = x.to(self.dtype) @ self.a.t()
         for (columns, ranks, scale), b in zip(self.parts, self.b, strict=True):
             _add_product(y[:, columns], h[:, ranks], b.t(), scale)
         return h
 
     def inner_gradient(self, dy: Tensor) -> Tensor:
         """dH [T, sum r_i] from dy [T, sum N_i]."""
-        dtype = self.a.dtype
-        dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=dtype)
+        dh = dy.new_empty(dy.shape[0], self.a.shape[0], dtype=self.dtype)
         for (columns, ranks, scale), b in zip(self.parts, self.b, strict=True):
             part = dh[:, ranks]
-            torch.addmm(part, dy[:, columns].to(dtype), b, beta=0, alpha=scale, out=part)
+            torch.addmm(part, dy[:, columns].to(self.dtype), b, beta=0, alpha=scale, out=part)
         return dh
 
     def add_input_gradient(self, dx: Tensor, dh: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ class Branch:
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor) -> None:
         """Adds the gradients of A and B for some tokens; x [T, K]; h = x A^T, or None to compute it here."""
-        x = x.to(self.a.dtype)
+        x = x.to(self.dtype)
         h = x @ self.a.t() if h is None else h
         first, dtype = self.da is None, accumulator(x.dtype)
         if first:
@@ -76,7 +77,7 @@ class Branch:
             self.db = [x.new_empty(b.shape, dtype=dtype) for b in self.b]
         accumulate(self.da, dh, x, first)
         for (columns, ranks, _), db in zip(self.parts, self.db, strict=True):
-            accumulate(db, dy[:, columns].to(x.dtype), h[:, ranks], first)
+            accumulate(db, dy[:, columns].to(self.dtype), h[:, ranks], first)
 
     def gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
         """Those of A and of B of each layer, in their dtypes; None where it has none, or they were not added."""
