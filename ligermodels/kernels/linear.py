@@ -105,8 +105,10 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
 
     One matmul if all need one, and none is added to .grad in place: the gradients are then views of one buffer.
     """
+    if len(weights) == 1:
+        return [weight_gradient(weights[0], dy, x)]
     rows = rows_of(weights)
-    if len(rows) > 1 and all(needs) and all([target(weight) is None for weight in weights]):
+    if all(needs) and all([target(weight) is None for weight in weights]):
         return (dy.t() @ x).split_with_sizes(rows)
     each = zip(weights, needs, dy.split_with_sizes(rows, 1), strict=True)
     return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
@@ -117,7 +119,7 @@ def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None],
 
     leaves: the tensors that may be trained: of N layers N weights (None: of few bits); N biases, unless none has one or
     an adapter; N factors A and N factors B, unless none has an adapter. They are saved themselves, since FSDP may move
-    them before the backward.
+    them before the backward. rest: N; the weights of few bits, or None; scale and dtype of each adapter, or None.
     """
     weights, biases, adapters = zip(*operands, strict=True)
     count, bits = len(weights), None
