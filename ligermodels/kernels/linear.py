@@ -30,9 +30,9 @@ from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
 from ligermodels.kernels.gemv import gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, rows_of
-from ligermodels.kernels.lora import Branch
+from ligermodels.kernels.lora import Branch, flatten_adapters
 from ligermodels.kernels.low_bit import LowBitWeight, dequantized, has_bits
-from ligermodels.kernels.operand import Adapter, Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
+from ligermodels.kernels.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
 from ligermodels.kernels.quantized import quantized_linear
 
 
@@ -118,19 +118,19 @@ def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None],
     """(leaves, rest), of which `Layers` are made, in a backward again.
 
     leaves: the tensors that may be trained: of N layers N weights (None: of few bits); N biases, unless none has one or
-    an adapter; N factors A and N factors B, unless none has an adapter. They are saved themselves, since FSDP may move
-    them before the backward. rest: N; the weights of few bits, or None; scale and dtype of each adapter, or None.
+    an adapter; the factors of the adapters. They are saved themselves, since FSDP may move them before the backward.
+    rest: N; the weights of few bits, or None; what else the adapters are, or None.
     """
     weights, biases, adapters = zip(*operands, strict=True)
-    count, bits = len(weights), None
+    count, bits, parts = len(weights), None, None
+    factors: tuple[Tensor, ...] = ()
+    if _given(adapters) is not None:
+        factors, parts = flatten_adapters(weights, adapters)
     if has_bits(weights):
         bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
         weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
-    if _given(adapters) is None:
-        return weights if _given(biases) is None else weights + biases, (count, bits, None)
-    a, b, *_ = zip(*[adapter or (None, None) for adapter in adapters], strict=False)
-    options = [None if adapter is None else adapter[2:] for adapter in adapters]
-    return weights + biases + a + b, (count, bits, options)
+    biases = biases if factors or _given(biases) is not None else ()
+    return weights + biases + factors, (count, bits, parts)
 
 
 def _given(values: Sequence[Any]) -> Any:
@@ -162,16 +162,14 @@ class Layers:
         self, leaves: Sequence[Any], rest: tuple[int, Any, Any], dtype: torch.dtype, needs: Sequence[bool] = (),
         several: bool = False,
     ):  # fmt: skip
-        count, bits, options = rest
+        count, bits, parts = rest
         self.weights: Any = leaves[:count]
         self.has_bits, self.branch = bits is not None, None
         if bits is not None:
             self.weights = [w if low is None else low for w, low in zip(self.weights, bits, strict=True)]
         self.biases = _given(leaves[count : 2 * count]) if len(leaves) > count else None
-        if options is not None:
-            each = zip(leaves[2 * count : 3 * count], leaves[3 * count :], options, strict=True)
-            adapters = [None if more is None else Adapter(a, b, *more) for a, b, more in each]
-            self.branch = Branch(self.weights, adapters, dtype)
+        if parts is not None:
+            self.branch = Branch(leaves[2 * count :], parts, dtype)
         self.needs, self.several = needs, several
 
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
@@ -234,18 +232,15 @@ class Layers:
         """The gradients of the leaves, once, biases' in `dtype`; None for a weight after it was added to .grad."""
         count = len(self.weights)
         sums: Any = self._sums or (None,) * count
-        biases: Any = (None,) * count
-        a = b = biases
+        needs = self.needs[count : 2 * count]
+        biases: Any = (None,) * len(needs)
         if self.several:
             each = zip(self.weights, sums, strict=True)
             sums = [None if total is None else accumulate_grad(weight, total) for weight, total in each]
         if self._bias_sum is not None:
             parts = self._bias_sum.to(dtype).split_with_sizes(rows_of(self.weights))
-            needs = self.needs[count : 2 * count]
             biases = [part if need else None for part, need in zip(parts, needs, strict=True)]
-        if self.branch is not None:
-            a, b = self.branch.gradients()
-        return (*sums, *biases, *a, *b)[: len(self.needs)]
+        return *sums, *biases, *(() if self.branch is None else self.branch.gradients())
 
 
 class _Linear(torch.autograd.Function):

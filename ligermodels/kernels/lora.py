@@ -11,7 +11,6 @@
 linear.py and gated_mlp.py run the layers themselves. Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,33 +23,48 @@ from ligermodels.kernels._triton import accumulator, use_triton
 from ligermodels.kernels.low_bit import Weight
 from ligermodels.kernels.operand import Adapter
 
+Parts = tuple[Sequence[tuple[slice, slice, float]], torch.dtype | None]
+"""For each adapter the columns of its layer in y, its columns of H = x A^T, and its scale; the dtype that one names."""
+
+
+def flatten_adapters(
+    weights: Sequence[Weight], adapters: Sequence[Adapter | None]
+) -> tuple[tuple[Tensor, ...], Parts]:  # fmt: skip
+    """(every A, then every B; the parts) of layers of these weights, some of which have an adapter."""
+    found, parts, row, rank, dtype = [], [], 0, 0, None
+    for weight, adapter in zip(weights, adapters, strict=True):
+        end = row + weight.shape[0]
+        if adapter is not None:
+            found.append(adapter)
+            r = adapter.a.shape[0]
+            parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
+            rank += r
+            if adapter.dtype is not None:
+                dtype = adapter.dtype if dtype is None else torch.promote_types(dtype, adapter.dtype)
+        row = end
+    return (*[one.a for one in found], *[one.b for one in found]), (parts, dtype)
+
 
 class Branch:
-    """The adapters of layers side by side, some of which have none; made without autograd.
+    """The adapters of layers side by side; made without autograd.
 
-    dtype: that of x, in which those compute that name no other.
+    factors, parts: from `flatten_adapters`. dtype: that of x, in which they compute unless one names another.
     """
 
-    def __init__(self, weights: Sequence[Weight], adapters: Sequence[Adapter | None], dtype: torch.dtype):
-        self.adapters, found = adapters, [adapter for adapter in adapters if adapter is not None]
-        wanted = {adapter.dtype for adapter in found if adapter.dtype is not None}
-        self.dtype = functools.reduce(torch.promote_types, wanted, dtype)  # to which x and dy are cast
-        self.splits = dtype == torch.bfloat16 and self.dtype == torch.float32 and _can_split(found[0].a)
-        self.parts: list[tuple[slice, slice, float]] = []  # the columns of y, those of H = x A^T, and the scale of each
-        row = rank = 0
-        for weight, adapter in zip(weights, adapters, strict=True):
-            end = row + weight.shape[0]
-            if adapter is not None:
-                r = adapter.a.shape[0] * (PARTS if self.splits else 1)
-                self.parts.append((slice(row, end), slice(rank, rank + r), adapter.scale))
-                rank += r
-            row = end
-        a, b = torch.cat([adapter.a for adapter in found]).to(self.dtype), [one.b.to(self.dtype) for one in found]
+    def __init__(self, factors: Sequence[Tensor], parts: Parts, dtype: torch.dtype):
+        self.factors, (self.parts, own) = factors, parts
+        self.dtype = dtype if own is None else torch.promote_types(dtype, own)  # to which x and dy are cast
+        self.splits = dtype == torch.bfloat16 and self.dtype == torch.float32 and _can_split(factors[0])
+        count = len(self.parts)
+        self.a = torch.cat(factors[:count]).to(self.dtype)  # type: ignore[arg-type]  # [sum r_i, K]
+        self.b = [b.to(self.dtype) for b in factors[count:]]
         if self.splits:
-            self.dtype, a, b = dtype, split(a, left=False, rows=True), [split(one, left=False) for one in b]
-        self.a, self.b = a, b  # a: [sum r_i, K]
+            self.dtype, self.a = dtype, split(self.a, left=False, rows=True)
+            self.b = [split(b, left=False) for b in self.b]
+            self.parts = [
+                (columns, slice(PARTS * at.start, PARTS * at.stop), scale) for columns, at, scale in self.parts
+            ]
         self.da: Any = None
-        self.db: list[Tensor] = []
 
     def _inner(self, x: Tensor) -> Tensor:
         """H [T, sum r_i] of x [T, K], split where A is."""
@@ -89,18 +103,15 @@ class Branch:
         for (columns, ranks, _), db in zip(self.parts, self.db, strict=True):
             accumulate(db, dy[:, columns].to(self.dtype), h[:, ranks], first)
 
-    def gradients(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Those of A and of B of each layer, in their dtypes; None where it has none, or they were not added."""
-        da: list[Any] = [None] * len(self.adapters)
-        db = list(da)
-        at = [i for i, adapter in enumerate(self.adapters) if adapter is not None and self.da is not None]
-        for i, (_, ranks, scale), total in zip(at, self.parts, self.db, strict=False):
-            of_a = self.da[ranks]
-            if self.splits:
-                of_a, total = gradient_of_rows(of_a), gradient_of_columns(total)
-            da[i] = of_a.to(self.adapters[i].a.dtype)  # type: ignore[union-attr]
-            db[i] = total.mul_(scale).to(self.adapters[i].b.dtype)  # type: ignore[union-attr]
-        return da, db
+    def gradients(self) -> list[Tensor | None]:
+        """Those of the factors, in their dtypes; None where they were not added."""
+        if self.da is None:
+            return [None] * len(self.factors)
+        da, db = [self.da[ranks] for _, ranks, _ in self.parts], self.db
+        if self.splits:
+            da, db = list(map(gradient_of_rows, da)), list(map(gradient_of_columns, db))
+        db = [total.mul_(scale) for (_, _, scale), total in zip(self.parts, db, strict=True)]
+        return [gradient.to(factor.dtype) for gradient, factor in zip([*da, *db], self.factors, strict=True)]
 
 
 def _can_split(x: Tensor) -> bool:
