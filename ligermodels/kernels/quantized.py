@@ -169,17 +169,15 @@ def _dequantize_kernel(
 
 @triton.jit
 def _int4_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, blocks, programs,
-    W: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
-    LANES: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, TENSOR_CORES: tl.constexpr, NAME: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K,
+    W: tl.constexpr, PAIRS: tl.constexpr, STEPS: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
+    EVEN: tl.constexpr, FULL: tl.constexpr, TENSOR_CORES: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), a block of rows at a time.
+    """A block of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
 
     A block is PAIRS rows a and as many rows b: every other row of w, or the rows of w and of `up`. W: words of a row.
     STEPS: tiles of a row, of which each of LANES lanes has four words, as two of 64 bits. EARLY: how many of them are
-    loaded while the kernel before this one ends. STAGES: 1, or 1 more than the blocks that a program loads ahead,
-    through shared memory. EVEN: all words of the tiles exist; FULL: all rows of the blocks.
+    loaded while the kernel before this one ends. EVEN: all words of the tiles exist; FULL: all rows of the blocks.
     """
     GLU: tl.constexpr = up_ptr is not None
     if TENSOR_CORES and OVERLAP:
@@ -189,44 +187,25 @@ def _int4_kernel(
     w_ptr = w_ptr.to(tl.pointer_type(tl.int64))
     b_w_ptr = up_ptr.to(tl.pointer_type(tl.int64)) if GLU else w_ptr
     b_s_ptr = up_s_ptr if GLU else s_ptr
-    first = tl.program_id(0)
+    block = tl.program_id(0)
     # No kernel writes weights, so that their first loads need not wait for the kernel before this one. x must.
-    if STAGES == 1:
-        words, scales = (), ()
-        for i in tl.static_range(EARLY):
-            words += _words(w_ptr, b_w_ptr, first, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
-            scales += _scales(s_ptr, b_s_ptr, first, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
-        if TENSOR_CORES and OVERLAP:
-            gdc_wait()
-        total = tl.zeros((PAIRS, 2 * LANES), tl.float32)
-        for i in tl.static_range(STEPS):
-            if i >= EARLY:
-                words += _words(w_ptr, b_w_ptr, first, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
-                scales += _scales(s_ptr, b_s_ptr, first, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
-            x = _load_x(x_ptr, i, K, LANES, EVEN, TENSOR_CORES)
-            total = _add_products(total, words, scales, x, x_ptr, i, K, PAIRS, LANES, TENSOR_CORES)
-        _store(y_ptr, b_ptr, up_b_ptr, total, first, N, PAIRS, LANES, GLU, NAME, TENSOR_CORES)
-    else:
-        xs, next_scales = (), ()
-        for i in tl.static_range(STEPS):
-            xs += (_no_x(LANES),)  # type: ignore[assignment]
-            next_scales += _scales(s_ptr, b_s_ptr, first, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
-        for block in tl.range(first, blocks, programs, num_stages=STAGES):  # the compiler puts loads before the loop
-            words, scales, next_scales = (), next_scales, ()
-            next_block = tl.minimum(block + programs, blocks - 1)
-            for i in tl.static_range(STEPS):
-                words += _words(w_ptr, b_w_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
-                next_scales += _scales(s_ptr, b_s_ptr, next_block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
-            if TENSOR_CORES and block == first:
-                if OVERLAP:
-                    gdc_wait()
-                xs = ()
-                for i in tl.static_range(STEPS):
-                    xs += (_load_x(x_ptr, i, K, LANES, EVEN, TENSOR_CORES),)  # type: ignore[assignment]
-            total = tl.zeros((PAIRS, 2 * LANES), tl.float32)
-            for i in tl.static_range(STEPS):
-                total = _add_products(total, words, scales, xs[i], x_ptr, i, K, PAIRS, LANES, TENSOR_CORES)
-            _store(y_ptr, b_ptr, up_b_ptr, total, block, N, PAIRS, LANES, GLU, NAME, TENSOR_CORES)
+    words, scales = (), ()
+    for i in tl.static_range(EARLY):
+        words += _words(w_ptr, b_w_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
+        scales += _scales(s_ptr, b_s_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
+    if TENSOR_CORES and OVERLAP:
+        gdc_wait()
+    total = tl.zeros((PAIRS, 2 * LANES), tl.float32)
+    for i in tl.static_range(STEPS):
+        if i >= EARLY:
+            words += _words(w_ptr, b_w_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
+            scales += _scales(s_ptr, b_s_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
+        if TENSOR_CORES:
+            x = _load_x(x_ptr, i, K, LANES, EVEN)
+            total = _add_by_mma(total, words, scales, i, x, x_ptr.dtype.element_ty, PAIRS, LANES)
+        else:
+            total = _add_by_fma(total, words, scales, i, x_ptr, K, PAIRS, LANES)
+    _store(y_ptr, b_ptr, up_b_ptr, total, block, N, PAIRS, LANES, GLU, NAME, TENSOR_CORES)
 
 
 @triton.jit
@@ -294,30 +273,20 @@ def _for_each_long(scale, PAIRS: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _no_x(LANES: tl.constexpr):
-    """What `_load_x` returns, in zeros."""
-    zeros = tl.zeros((2 * LANES,), tl.uint32)
-    return tl.zeros((2 * LANES,), tl.float32), zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros
-
-
-@triton.jit
-def _load_x(x_ptr, step: tl.constexpr, K, LANES: tl.constexpr, EVEN: tl.constexpr, TENSOR_CORES: tl.constexpr):
+def _load_x(x_ptr, step: tl.constexpr, K, LANES: tl.constexpr, EVEN: tl.constexpr):
     """x of a step in pairs, as `_products_ptx` takes it, after what its products are too large by, negative."""
-    if TENSOR_CORES:
-        words = tl.arange(0, 4 * LANES) + step * 4 * LANES
-        columns = words // 16 * 128 + words % 16
-        a, b = _pairs_of_x(x_ptr, columns, K, EVEN, LANES)
-        c, d = _pairs_of_x(x_ptr, columns + 16, K, EVEN, LANES)
-        e, f = _pairs_of_x(x_ptr, columns + 32, K, EVEN, LANES)
-        g, h = _pairs_of_x(x_ptr, columns + 48, K, EVEN, LANES)
-        less = tl.zeros((2 * LANES,), tl.float32)
-        if x_ptr.dtype.element_ty == tl.bfloat16:
-            less = tl.inline_asm_elementwise(
-                _less_ptx(), _LESS_OPERANDS, [a, b, c, d, e, f, g, h], dtype=tl.float32, is_pure=True, pack=2
-            )
-        return less, a, b, c, d, e, f, g, h
-    else:
-        return _no_x(LANES)
+    words = tl.arange(0, 4 * LANES) + step * 4 * LANES
+    columns = words // 16 * 128 + words % 16
+    a, b = _pairs_of_x(x_ptr, columns, K, EVEN, LANES)
+    c, d = _pairs_of_x(x_ptr, columns + 16, K, EVEN, LANES)
+    e, f = _pairs_of_x(x_ptr, columns + 32, K, EVEN, LANES)
+    g, h = _pairs_of_x(x_ptr, columns + 48, K, EVEN, LANES)
+    less = tl.zeros((2 * LANES,), tl.float32)
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        less = tl.inline_asm_elementwise(
+            _less_ptx(), _LESS_OPERANDS, [a, b, c, d, e, f, g, h], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return less, a, b, c, d, e, f, g, h
 
 
 @triton.jit
@@ -326,19 +295,6 @@ def _pairs_of_x(x_ptr, columns, K, EVEN: tl.constexpr, LANES: tl.constexpr):
     low, high = _load(x_ptr + columns, columns < K, EVEN), _load(x_ptr + columns + 64, columns + 64 < K, EVEN)
     low, high = low.to(tl.uint16, bitcast=True).to(tl.uint32), high.to(tl.uint16, bitcast=True).to(tl.uint32)
     return tl.split(tl.reshape(low | (high << 16), (2 * LANES, 2)))
-
-
-@triton.jit
-def _add_products(
-    total, words, scales, x, x_ptr, step: tl.constexpr, K, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    TENSOR_CORES: tl.constexpr,
-):  # fmt: skip
-    """Adds the products of a step: of a lane, element 0 of two is its part of the sum of a row a, element 1 of b's."""
-    a, b, a_scale, b_scale = words[2 * step], words[2 * step + 1], scales[2 * step], scales[2 * step + 1]
-    if TENSOR_CORES:
-        return _add_by_mma(total, a, b, a_scale, b_scale, x, x_ptr.dtype.element_ty, PAIRS, LANES)
-    else:
-        return _add_by_fma(total, a, b, a_scale, b_scale, x_ptr, step, K, PAIRS, LANES)
 
 
 @triton.jit
@@ -363,9 +319,9 @@ def _store(
 
 @triton.jit
 def _add_by_mma(
-    total, a, b, a_scale, b_scale, x, dtype: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr
+    total, words, scales, step: tl.constexpr, x, dtype: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """`_add_products` by mma.sync.
+    """Adds a step's products, by mma.sync: element 0 of a lane's two is its part of the sum of a row a, 1 of b's.
 
     Four lanes, a quad, have a group's words; a warp has eight quads. The left operand has 16 rows: the groups of a row
     a, one per quad, and those of b. The right one has 8 columns: the parts of x that belong to these groups. What is
@@ -377,10 +333,11 @@ def _add_by_mma(
     # Lane j of a quad has columns 2 j and 2 j + 1. 0 or 1: which of them is on the diagonal; 2: neither.
     diagonal = tl.where(lanes % 4 == quad // 2, quad % 2, 2)[None, :, None]
     diagonal = tl.reshape(tl.broadcast_to(diagonal, (PAIRS, LANES, 2)), (PAIRS, 2 * LANES))
-    scales = _for_each_long(a_scale, PAIRS, LANES), _for_each_long(b_scale, PAIRS, LANES)
+    a_scale, b_scale = scales[2 * step], scales[2 * step + 1]
     return tl.inline_asm_elementwise(
         _products_ptx("bf16" if dtype == tl.bfloat16 else "f16"), _PRODUCTS_OPERANDS,
-        [total, a, b, scales[0], scales[1], diagonal, _every(x[0], PAIRS), _every(x[1], PAIRS), _every(x[2], PAIRS),
+        [total, words[2 * step], words[2 * step + 1], _for_each_long(a_scale, PAIRS, LANES),
+         _for_each_long(b_scale, PAIRS, LANES), diagonal, _every(x[0], PAIRS), _every(x[1], PAIRS), _every(x[2], PAIRS),
          _every(x[3], PAIRS), _every(x[4], PAIRS), _every(x[5], PAIRS), _every(x[6], PAIRS), _every(x[7], PAIRS),
          _every(x[8], PAIRS)],
         dtype=tl.float32, is_pure=True, pack=2,
@@ -394,7 +351,7 @@ def _every(x, PAIRS: tl.constexpr):
 
 @triton.jit
 def _add_by_fma(
-    total, a, b, a_scale, b_scale, x_ptr, step: tl.constexpr, K, PAIRS: tl.constexpr, LANES: tl.constexpr
+    total, words, scales, step: tl.constexpr, x_ptr, K, PAIRS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """`_add_by_mma` in fp32, for x of fp32 and where there is no PTX."""
     longs = tl.arange(0, 2 * LANES) + step * 2 * LANES
@@ -402,10 +359,10 @@ def _add_by_fma(
     for i in tl.static_range(16):
         column = longs // 8 * 128 + 2 * (longs % 8) + (i // 8) + 16 * (i % 8)
         x = tl.load(x_ptr + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
-        a_sum += (((a >> (4 * i)) & 15) - 8).to(tl.float32) * x
-        b_sum += (((b >> (4 * i)) & 15) - 8).to(tl.float32) * x
-    a_sum *= _for_each_long(a_scale, PAIRS, LANES)
-    b_sum *= _for_each_long(b_scale, PAIRS, LANES)
+        a_sum += (((words[2 * step] >> (4 * i)) & 15) - 8).to(tl.float32) * x
+        b_sum += (((words[2 * step + 1] >> (4 * i)) & 15) - 8).to(tl.float32) * x
+    a_sum *= _for_each_long(scales[2 * step], PAIRS, LANES)
+    b_sum *= _for_each_long(scales[2 * step + 1], PAIRS, LANES)
     a_sum, b_sum = tl.reshape(a_sum, (PAIRS, LANES, 2)), tl.reshape(b_sum, (PAIRS, LANES, 2))
     return total + tl.reshape(tl.join(tl.sum(a_sum, 2), tl.sum(b_sum, 2)), (PAIRS, 2 * LANES))
 
@@ -703,16 +660,14 @@ def _launch_int4(
     (n, k), words = weight.shape, weight.packed.shape[1]
     tile = _one_row_tile(n, words, up is not None)
     steps, block = cdiv(words, 128 * tile.warps), tile.pairs * (2 if up is None else 1)
-    blocks, overlap, tensor_cores = cdiv(n, block), overlaps_launches(x), has_ptx(x) and x.dtype != torch.float32
+    overlap, tensor_cores = overlaps_launches(x), has_ptx(x) and x.dtype != torch.float32
     even, full = words % (128 * tile.warps) == 0 and k == 8 * words, n % block == 0
     packed, scale = (None, None) if up is None else (_aligned(up.packed), up.scale)
-    programs = min(tile.programs or blocks, blocks)
     registers = {"maxnreg": tile.registers} if tile.registers and overlap else {}  # torch.compile does not know it
     launch(
-        _int4_kernel, (programs,), y, x.contiguous(), _aligned(weight.packed), weight.scale, bias, packed, scale,
-        up_bias, n, k, blocks, programs, words, tile.pairs, steps, min(tile.early, steps), tile.stages,
-        32 * tile.warps, even, full, tensor_cores, activation, overlap, num_warps=tile.warps, **registers,
-        **overlapping(overlap),
+        _int4_kernel, (cdiv(n, block),), y, x.contiguous(), _aligned(weight.packed), weight.scale, bias, packed, scale,
+        up_bias, n, k, words, tile.pairs, steps, min(tile.early, steps), 32 * tile.warps, even, full, tensor_cores,
+        activation, overlap, num_warps=tile.warps, **registers, **overlapping(overlap),
     )  # fmt: skip
 
 
@@ -722,13 +677,11 @@ def _aligned(packed: Tensor) -> Tensor:
 
 
 class OneRowTile(NamedTuple):
-    """Of `_int4_kernel`. programs: None is one per block. registers: the most that a lane may have, 0 for any."""
+    """Of `_int4_kernel`. registers: the most that a lane may have, 0 for any."""
 
     pairs: int
     warps: int
     early: int
-    stages: int = 1
-    programs: int | None = None
     registers: int = 0
 
 
