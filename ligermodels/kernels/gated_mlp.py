@@ -235,7 +235,7 @@ def mlp_of(
 
 
 def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
-    """A gated MLP of one row, by the kernels of gemv.py and quantized.py."""
+    """A gated MLP of one row, by the kernels of gemv.py and int4_row.py."""
     (gate, gate_bias, _), (up, up_bias, _) = first if len(first) == 2 else _halves(first[0])
     if not isinstance(gate, Tensor):
         h = quantized_glu(x, gate, up, gate_bias, up_bias, activation=activation)

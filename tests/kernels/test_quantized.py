@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligermodels.kernels import gated_mlp, gated_mlp_reference, gemv, quantized
+from ligermodels.kernels import gated_mlp, gated_mlp_reference, gemv, int4_row, quantized
 from ligermodels.kernels._math import ACTIVATIONS
+from ligermodels.kernels.int4_row import Tile
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand, choose_mlp, kernel_of
 from ligermodels.kernels.quantized import (
     FORMATS,
-    OneRowTile,
     dequantize_reference,
     quantize,
     quantized_glu,
@@ -77,13 +77,13 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("k, tile", [
-    (700, OneRowTile(2, 1, 1)), (512, OneRowTile(4, 2, 2, registers=128)), (512, OneRowTile(8, 4, 1)),
-    (700, OneRowTile(1, 1, 9)), (700, OneRowTile(8, 1, 1)),
+    (700, Tile(2, 1, 1)), (512, Tile(4, 2, 2, registers=128)), (512, Tile(8, 4, 1)),
+    (700, Tile(1, 1, 9)), (700, Tile(8, 1, 1)),
 ], ids=str)  # fmt: skip
 def test_tiles_of_one_row_of_int4_agree(device, monkeypatch, k, tile, dtype):
     gate, up = weights(device, "int4", (19, 19), k)
     x = torch.randn(1, k, device=device).to(dtype)
-    monkeypatch.setattr(quantized, "_one_row_tile", lambda *_: tile)
+    monkeypatch.setattr(int4_row, "_tile", lambda *_: tile)
     wanted = x.double() @ exact(gate).T
     assert_close(quantized_linear(x, gate), wanted, dtype, device)
     found = quantized_glu(x, gate, up, None, None, activation="silu")
@@ -137,7 +137,7 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
     x, biases = torch.randn(rows, 130, device=device), [torch.randn(6, device=device), None]
     wanted = torch.cat([x.double() @ exact(w).T for w in parts], 1)
     launches = []
-    for where in (gemv, quantized):
+    for where in (gemv, int4_row, quantized):
         real = where.launch
         monkeypatch.setattr(where, "launch", lambda *a, real=real, **k: launches.append(a[0]) or real(*a, **k))
     for given, count in ((parts, 2), (joint, 1)):
