@@ -11,8 +11,8 @@ backward), +captured (the step is one CUDA graph), +in_place (micro-batches add 
 +offload (what is saved for backward goes to the host), or `hf`, which is transformers, with any of +liger and
 +compile. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
 with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
-same on a model in 4 bits (QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes, from one file of adapters
-that PEFT wrote. PEFT runs as TRL runs it: under autocast to bf16, its adapters in fp32, and in bf16 on 4 bits.
+same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from
+one file that PEFT wrote. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits in bf16.
 Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
@@ -50,7 +50,7 @@ LEARNING_RATE, WARMUP = 1e-5, 3
 ADAPTERS = ("lora", "nf4")
 DELTA_RULES = ("fla", "tilelang", "flashqla")
 OPTIONS = {
-    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", *ADAPTERS),
+    "ligermodels": ("adamw", "in_backward", "captured", "in_place", "offload", "peft", *ADAPTERS),
     "hf": ("liger", "compile", *DELTA_RULES, *ADAPTERS),
 }
 NEEDS_GPU = {"liger", "compile", "captured", *DELTA_RULES}
@@ -237,6 +237,8 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
     else:
         options = {"quantization_config": "nf4"} if baseline.adapters == "nf4" else {}
         model = ligermodels.load(folder, dtype=torch.bfloat16, device=settings.device, progress=False, **options)
+        if "peft" in baseline.options:
+            return importlib.import_module("peft").PeftModel.from_pretrained(model, adapters, is_trainable=True).train()
         if adapters is not None:
             lora.load_adapter(model, adapters)
     if baseline.recompute != "none" or "offload" in baseline.options:
