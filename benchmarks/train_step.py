@@ -12,7 +12,7 @@ backward), +captured (the step is one CUDA graph), +in_place (micro-batches add 
 +compile. Its gated delta rule is PyTorch's, or with +fla that of fla in Triton, with +tilelang in Triton and TileLang,
 with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
 same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from
-one file that PEFT wrote. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits in bf16.
+one file that PEFT wrote. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16.
 Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
