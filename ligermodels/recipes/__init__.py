@@ -12,7 +12,7 @@ RECIPES = {
     "cpo": ("preference:CPO", "Contrastive preference optimisation: pairs, without a reference."),
     "simpo": ("preference:SimPO", "SimPO: pairs by their log probabilities per token, without a reference."),
     "distill": ("distill:Distill", "Distillation from a larger model of the same tokenizer, on chats or samples."),
-    "medusa": ("medusa:Medusa", "Medusa heads, which predict further tokens ahead, on a frozen model or with it."),
+    "medusa": ("medusa:Medusa", "Medusa heads, which predict further tokens ahead, on a frozen model."),
     "grpo": ("grpo:GRPO", "Group relative policy optimisation: reward functions judge sampled completions."),
 }  # fmt: skip
 """By name: the module and class of a recipe, and what it does. Importing one imports torch."""
