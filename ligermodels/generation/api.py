@@ -52,13 +52,13 @@ def generate(
             pad on the left. None: the bos token.
         inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids. input_ids may be
             passed with them, for the same tokens; without them the result has only new ids, and the penalty, processors
-            and criteria see only those.
+            and criteria see only new ids.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
-            after the penalty and before temperature and cuts. Those of transformers serve, such as
-            NoRepeatNGramLogitsProcessor and TypicalLogitsWarper, whose options are not options here.
+            after the repetition penalty, and before temperature, top_k, top_p and min_p. Classes of transformers work,
+            such as NoRepeatNGramLogitsProcessor and TypicalLogitsWarper, for which there is no option here.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
-            one says so. scores: None without output_scores.
+            one returns True for it. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
             that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
         past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
@@ -66,16 +66,16 @@ def generate(
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: an object such as transformers' TextStreamer, which gets put(the prompt [B, S]), put(ids [B]) in each
             step, end(). Tensors are on the CPU.
-        tokenizer: for stop_strings; anything with `decode(ids, skip_special_tokens=)`.
+        tokenizer: for stop_strings; any object with `decode(ids, skip_special_tokens=)`.
 
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
             the prompt and its padding.
         min_new_tokens: minimum number of new tokens before a stop id is allowed.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
-        temperature: logits are divided by it; default 1.
+        temperature: divides the logits; default 1.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
-        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p.
+        top_p: draw among the likeliest tokens, as few as reach a total probability of top_p.
         min_p: draw among tokens at least min_p times as likely as the likeliest.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also in greedy
@@ -84,7 +84,7 @@ def generate(
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
             no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
-        use_cache: False computes the whole text at each step.
+        use_cache: False runs the model on the whole text at each step.
         kv_cache_dtype: "fp8" stores keys and values in e4m3, in half the memory (docs/operations.md has the error). The
             prompt attends to its own unrounded keys, later tokens to the rounded ones. Default: the model's dtype.
         prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory of a long prompt.
@@ -147,22 +147,22 @@ def generate_many(
 ) -> list[Tensor]:
     """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
 
-    In greedy decoding they are those of `generate` for each prompt alone, to within rounding. Draws differ from
-    `generate`'s and have its distribution; the same call with the same `seed` gives the same ids.
+    Greedy decoding gives the ids of `generate` for each prompt alone, to within rounding. Sampled ids differ from those
+    of `generate` but have the same distribution; the same call with the same `seed` gives the same ids.
 
     Args:
-        prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
+        prompts: the ids of each prompt, a list or a tensor [S] on any device. No id counts as padding.
         batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
         options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
             prefill_chunk_size, stop_strings with tokenizer. max_length counts a prompt's own tokens. A
             prompt runs once for all of its continuations, which follow each other in the result. Not supported:
-            scores, logits and the cache (return_dict_in_generate), processors and criteria of the caller,
+            scores, logits and the cache (return_dict_in_generate), the caller's processors and criteria,
             embeddings and images.
 
     Raises:
-        InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits; prompts of which
-            some go beyond the original length of rotary positions that depend on the longest row of a batch
-            ("longrope", "dynamic").
+        InputError: arguments out of range or not supported; ids outside the vocabulary; NaN logits; rows that may grow
+            beyond the original length, where rotary positions depend on the longest row of a batch ("longrope",
+            "dynamic").
     """
     found = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
     return [found[i] for i in range(len(found))]
@@ -180,8 +180,8 @@ def generate_many_iter(
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
     if not hasattr(type(model), "new_cache") or is_adapted(model):
         raise InputError(
-            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one, nor one in an "
-            "adapter: pass the model inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
+            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one or an adapter: pass "
+            "the model inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
         )
     for name in sorted(_OF_ONE_BATCH & options.keys()):
         if options[name] is not None and options[name] is not False:
@@ -194,7 +194,7 @@ def generate_many_iter(
         return iter(())
     checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
     longest = max(texts, key=len)[None].to(model.device)
-    # A row that has finished is not filled up: no pad id is needed. What a checkpoint sets for one batch is off.
+    # A finished row is not padded, so no pad id is needed. Options in _OF_ONE_BATCH that the checkpoint sets are off.
     own = dict.fromkeys(_OF_ONE_BATCH) | {"attention_mask": torch.ones_like(longest), "use_cache": True}
     request = Request(model, **{"pad_token_id": 0, **options, **own, "input_ids": longest})
     if request.inputs:

@@ -1,8 +1,8 @@
 """The engine of `generate_many`: continuous batching. Many prompts of unequal length share the rows of one batch.
 
-In the cache the device knows where each row begins and ends. A finished row is free at any step: the next prompts run
-on a cache of their own, padded on the left to one length, and each is copied into a row. The host reads a token while
-the model computes the next logits, so that a finished row computes one token more, which is dropped.
+The device knows each row's first and last column in the cache, so a row is free as soon as it finishes. The next
+prompts run on a cache of their own, padded on the left to one length; each is copied into a free row. The host reads a
+token while the model computes the next logits, so a finished row computes one more token, which is dropped.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class ContinuousEngine(Engine):
                 self.prefilled = None
 
     def _run_prompts(self, count: int) -> _Prefilled:
-        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allows, padded to the longest."""
+        """Runs the next `count` prompts, or fewer if PREFILL_TOKENS does not allow as many, padded to the longest."""
         width = len(self.prompts[self.waiting[0]])
         chosen = [self.waiting.popleft() for _ in range(min(count, len(self.waiting), max(1, PREFILL_TOKENS // width)))]
         prompts = [self.prompts[i] for i in chosen]

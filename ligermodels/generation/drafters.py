@@ -30,12 +30,12 @@ class Drafter:
     count: int
 
     def begin(self, cache: Cache, *, captures: bool) -> None:
-        """Comes after the prompt. cache: the model's. captures: whether proposals may be a CUDA graph."""
+        """Called once, after the prompt. cache: the model's. captures: whether proposals may run as a CUDA graph."""
 
     def propose(self, tokens: list[int], states: Tensor) -> list[int]:
-        """The tokens after `tokens`, the whole text.
+        """Guesses the tokens that follow `tokens`, the ids of the whole text.
 
-        states [N, H]: the model's hidden states that are new since the last call, up to that of the last token but one.
+        states [N, H]: the model's hidden states since the last call, up to the state of the last token but one.
         """
         raise NotImplementedError
 
@@ -53,13 +53,13 @@ def drafter_of(request: Request) -> Drafter:
 class PromptLookup(Drafter):
     """Proposes what followed the first earlier occurrence of the last few tokens.
 
-    size: the maximum n-gram that is looked up; the longest match wins. The time of a call does not depend on the length
-    of the text.
+    size: maximum length of the n-grams that are looked up; the longest match wins. The time of a call does not depend
+    on the length of the text.
     """
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
-        self._read = 0  # tokens of the text
+        self._read = 0  # number of tokens whose n-grams are in `_after`
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the index after its first occurrence
 
     def propose(self, tokens: list[int], states: Tensor) -> list[int]:
@@ -93,17 +93,17 @@ class Medusa(Drafter):
 
 
 class MultiToken(Drafter):
-    """Proposes by the model's own layer for multi-token prediction, `model.mtp`, each token from the one before.
+    """Proposes tokens by the model's own layer for multi-token prediction, `model.mtp`, each from the one before.
 
-    The layer counts positions from the first token whose state it gets, which a cache may have tokens before: only
-    their distances matter.
+    The layer counts positions from the first token whose state it gets, even where the caller's cache has tokens before
+    that: attention depends on distances between positions alone.
     """
 
     def __init__(self, model: Any, count: int):
         if getattr(model, "mtp", None) is None:
             raise InputError(
                 f"use_mtp: this {type(model).__name__} has no layer for multi-token prediction; "
-                "training.load_mtp(model) reads the one of a checkpoint"
+                "training.load_mtp(model) reads it from a checkpoint that has it"
             )
         self.model, self.count = model, count
         self.room = 0  # tokens for which the step has memory
@@ -119,7 +119,7 @@ class MultiToken(Drafter):
     def propose(self, tokens: list[int], states: Tensor) -> list[int]:
         model, cache, step, ids = self.model, self.cache, self.step, tokens[-len(states) :]
         known, first = cache.length + len(ids), max(0, len(ids) - step.tokens)
-        if first:  # more than a step reads
+        if first:  # more tokens than a step reads
             following = torch.tensor([ids[:first]], device=states.device)
             positions = torch.arange(cache.length, cache.length + first, device=states.device)[None]
             _states_ahead(model, following, states[None, :first], positions, cache, past=cache.length)
@@ -130,7 +130,7 @@ class MultiToken(Drafter):
         step.read(ids[first:], states[first:])
         step.run(model, cache)
         cache.crop(known)
-        return step.proposed.tolist()  # the host waits once
+        return step.proposed.tolist()  # the only synchronisation
 
 
 class DraftStep(Step):
@@ -177,11 +177,11 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
 
 
 class DraftingEngine(PaddedEngine):
-    """`generate` of one row with a drafter. The logits after a token may be known before it is sampled.
+    """`generate` of one row with a drafter. Logits after a proposed token exist before that token is sampled.
 
-    text: the tokens of the row. tokens: those that the last pass read, the last one of the text and the proposed ones.
-    verified: the index of the one that the last token follows. hidden: [N, H], N >= len(tokens), the states after each.
-    unread: the states that the drafter did not get yet.
+    text: the ids of the row. tokens: the ids that the last pass read, the end of the text and then the proposals.
+    verified: index in `tokens` of the last id that sampling confirmed. hidden: [N, H], N >= len(tokens), the states
+    after `tokens`. unread: states that the drafter has not read.
     """
 
     def __init__(self, request: Request):
@@ -210,7 +210,7 @@ class DraftingEngine(PaddedEngine):
         if after < len(self.tokens) and self.tokens[after] == last:
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
-        self.unread.append(self.hidden[:after].clone())  # which the next pass overwrites
+        self.unread.append(self.hidden[:after].clone())  # a copy, since the next pass overwrites `hidden`
         self.cache.crop(self.length - 1)
         self.drop_stale()
         self.tokens, self.verified = [last], 0
@@ -229,10 +229,10 @@ class DraftingEngine(PaddedEngine):
         self.hidden, self.logits = self.captured.hidden, self.captured.logits[:1]
 
     def place(self, step: Step) -> None:
-        """The tokens are rows of one token each: each attends up to itself, by the kernels of decoding.
+        """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself.
 
-        Where guesses are missing the last token is repeated, at its own position: rotary tables may depend on the
-        largest one.
+        Where proposals are missing, the last token is repeated at its own position, since rotary tables may depend on
+        the largest position.
         """
         past = self.cache.length
         repeated = [max(0, i + 1 - len(self.tokens)) for i in range(step.tokens)]
@@ -240,10 +240,10 @@ class DraftingEngine(PaddedEngine):
         step.write(tokens, repeated, range(past, past + step.tokens))
 
     def _run(self, **inputs: Any) -> Any:
-        """The output of the model for tokens of the text."""
+        """The output of the model, with logits of the last token alone; stores the hidden states."""
         output = self.model(**inputs | {"return_logits": False})
         hidden = output.last_hidden_state[0]
-        if self.length == self.start:  # the prompt, or a part of it
+        if self.length == self.start:  # a chunk of the prompt
             self.unread.append(hidden)
         self.hidden = hidden[-1:]
         output["logits"] = self.model.logits_of(self.hidden[None])

@@ -26,11 +26,11 @@ from ligermodels.layers.state import as_cache
 
 @dataclass
 class Row:
-    """A row in flight: one continuation of a prompt, as the host knows it.
+    """One continuation of a prompt that is being decoded, as far as the host knows it.
 
-    prompt: the tokens of the prompt. most: the maximum number of new ones. text: searches for stop strings. index: of
-    the continuation in the result of `generate_many`. start: its first column in the cache. new: the number of tokens
-    sampled. ids: those of them that the host has read.
+    prompt: number of tokens of the prompt. most: maximum number of new tokens. text: searches for stop strings.
+    index: of the continuation in the result of `generate_many`. start: the row's first column in the cache.
+    new: number of tokens sampled. ids: the sampled tokens that the host has read.
     """
 
     prompt: int
@@ -46,8 +46,8 @@ class Row:
 class Engine:
     """Decodes the rows of one call, and owns their cache, ids and step.
 
-    rows: one a sequence of the batch; None where nothing decodes. ids [B, columns]: the text of all rows ends before
-    the column `length`; processors read it from the column `first` on. logits [B, V]: of the next tokens.
+    rows: a Row for each sequence of the batch, or None where none decodes. ids [B, columns]: the text of every row ends
+    before column `length`; processors read it from column `first` on. logits [B, V]: of the next tokens.
     mask [B, columns]: True at tokens; None: no padding. runs_ahead: the next step begins before the host reads a token.
     """
 
@@ -71,7 +71,7 @@ class Engine:
         self.logits = torch.empty(0)
         self.cache: Any = None
         self.kept: Any = None  # an entry of `KeptCaches.take`, for the next call
-        self.captured: Step | None = None  # the step, where it has begun and nothing else ran since
+        self.captured: Step | None = None  # None before `begin`, and after the model ran in another way
         keeps = options.return_dict_in_generate
         self.scores: list[Tensor] | None = [] if keeps and options.output_scores else None
         self.raw_logits: list[Tensor] | None = [] if keeps and options.output_logits else None
@@ -98,7 +98,7 @@ class Engine:
             self.close()
 
     def run_captured(self) -> None:
-        """`step`, by the captured one."""
+        """`step` as a replay of the captured one."""
         step: Any = self.captured
         step.ids.copy_(self.ids[:, self.length - 1 : self.length])
         step.run(self.model, self.cache)
@@ -114,11 +114,11 @@ class Engine:
         self, ids: Tensor, cache: Any, longest: int, *, past: int = 0, mask: Tensor | None = None,
         embeds: Tensor | None = None, inputs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """The output of the model for the columns of `ids` [B, S] from `past` on, in chunks; `cache` then has them.
+        """The output for the columns of `ids` [B, S] from `past` on; runs in chunks and extends `cache`.
 
-        mask [B, S], embeds [B, S, H] in place of the ids: or None. longest: the tokens of the longest row.
+        mask [B, S] and embeds [B, S, H], read in place of ids, may be None. longest: tokens of the longest row.
         """
-        # 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
+        # Positions 0, 1, ... at the tokens of each row; padding has the position of the token before it, or 0.
         positions = None if mask is None else (mask.cumsum(1) - 1).clamp_(min=0)
         length = ids.shape[1]
         chunk = self.options.prefill_chunk_size or length
@@ -146,7 +146,7 @@ class Engine:
         """Appends a token to each row. Returns [2, B]: the tokens, and 1 where no token is possible."""
         logits, sampled = self.logits, self.options.do_sample
         kept = self.raw_logits is not None or self.scores is not None or bool(self.request.processors)
-        if kept or self.processors or sampled:  # a processor of the caller may keep them
+        if kept or self.processors or sampled:  # the caller's processor may store the tensor
             logits = logits.to(torch.float32, copy=kept)
         if self.raw_logits is not None:
             self.raw_logits.append(logits)

@@ -54,7 +54,7 @@ class Step:
 
     @classmethod
     def of(cls, model: Any, cache: Cache, length: int, tokens: int = 1, *, by_host: bool = False) -> Self:
-        """The step of `tokens` tokens a row over the memory of `cache`, which keeps it; see `begin`."""
+        """The step of `tokens` tokens a row, which `cache.steps` keeps. length, by_host: as in `begin`."""
         found = cache.steps.get(tokens)
         if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
             found = cache.steps[tokens] = cls(cache, tokens)
@@ -73,7 +73,7 @@ class Step:
             self._graph, self._captured = None, state
 
     def write(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Sets `ids`, `starts` and `ends` to numbers of the host."""
+        """Sets `ids`, `starts` and `ends`, one number for each row, in one copy to the device."""
         sent = to_device([ids, starts, ends], self.ids.device)
         self.ids.copy_(sent[0, :, None])
         self.place(sent[1], sent[2])
@@ -161,13 +161,13 @@ def _numbers(owner: Any) -> list[tuple[str, Any]]:
 
 
 class KeptCaches:
-    """The caches that a model keeps for its next call of `generate`, each with its steps: entries (key, cache)."""
+    """The caches, with their steps, that a model keeps for its next call of `generate`, as entries (key, cache)."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[tuple, Cache]] = []
 
     def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
-        """An empty cache for `rows` sequences of up to `length` tokens: an entry for `keep`."""
+        """(key, empty cache for `rows` sequences of up to `length` tokens), which `keep` takes back."""
         length = cdiv(length, BUCKET) * BUCKET
         key = rows, length, model.decoder.compute_dtype, model.device, _autocast(model), kv_cache_dtype
         for i, (its_key, cache) in enumerate(self.entries):

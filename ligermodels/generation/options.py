@@ -16,7 +16,7 @@ DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SAMPLING_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""{option of sampling, which greedy decoding ignores: the value that changes nothing}."""
+"""{sampling option, which greedy decoding ignores: the value that switches it off}."""
 
 BY_TRANSFORMERS = {
     "bad_words_ids": "logits_processor=NoBadWordsLogitsProcessor",
@@ -33,7 +33,7 @@ BY_TRANSFORMERS = {
     "suppress_tokens": "logits_processor=SuppressTokensLogitsProcessor",
     "typical_p": "logits_processor=TypicalLogitsWarper",
 }
-"""{option that is not one of generate: the argument and the class of transformers that do the same}."""
+"""{option that generate does not have: the argument and the class of transformers that replace it}."""
 UNSUPPORTED = frozenset(BY_TRANSFORMERS) | frozenset("""
     assistant_early_exit assistant_model cache_config compile_config constraints custom_generate diversity_penalty
     dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty force_words_ids forced_bos_token_id
@@ -49,7 +49,7 @@ IGNORED = frozenset("""
     cache_implementation continuous_batching_config decoder_start_token_id early_stopping is_assistant labels
     length_penalty low_memory max_cache_len num_assistant_tokens_schedule target_lookbehind trust_remote_code
 """.split())  # fmt: skip  # noqa: SIM905
-"""Options of transformers that change nothing without those of UNSUPPORTED. Labels come with the batch of a trainer."""
+"""Options of transformers that are accepted without effect. Labels come with the batch of a trainer."""
 
 
 class Attributes(dict):
@@ -74,14 +74,14 @@ class Attributes(dict):
 
 
 def _number(kind: Any, low: float, high: float = math.inf, *, off: Any = None, default: Any = None) -> Any:
-    """A field with a number from `low` to `high`. off: what None stands for, which is also the default of `default`."""
+    """A field with a number from `low` to `high`. off: the value that None becomes. default: None means `off`."""
     metadata = {"kind": kind, "low": low, "high": high, "off": off}
     return field(default=off if default is None else default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
 class Options:
-    """The options of a call, with their valid values; None becomes the value that is off. `generate` documents them."""
+    """The checked options of a call; None becomes the value that switches an option off. `generate` documents them."""
 
     max_new_tokens: int | None = _number(Integral, 1)
     max_length: int | None = _number(Integral, 1)

@@ -1,7 +1,7 @@
-"""From the model's logits to the next token: penalty, ban and cuts in the order of transformers, and the draw.
+"""From the model's logits to the next token: repetition penalty, banned ids, temperature and cuts, and the draw.
 
-None of them synchronises with the host. What is rarer (no_repeat_ngram_size, bad_words_ids, typical_p, ...) is a
-`logits_processor` of the caller; those of transformers serve.
+They run in the order of transformers and do not synchronise with the host. For rarer ones (no_repeat_ngram_size,
+bad_words_ids, typical_p, ...) the caller passes a `logits_processor`, such as those of transformers.
 """
 
 import functools
@@ -40,9 +40,9 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
 
 
 def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tensor | None = None) -> Tensor:
-    """Divides positive and multiplies negative logits of the tokens in a row (https://arxiv.org/abs/1909.05858).
+    """Divides positive logits, and multiplies negative ones, of the ids that a row has (arXiv:1909.05858).
 
-    Neither tokens where `mask` [B, at least S] is False count nor ids beyond the vocabulary, of images.
+    Ids where `mask` [B, at least S] is False do not count, nor do ids beyond the vocabulary, which stand for images.
     """
     vocab_size = logits.shape[-1]
     tokens = ids if mask is None else ids.masked_fill(~mask[:, : ids.shape[1]], vocab_size)
@@ -62,10 +62,10 @@ def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, 
 
 
 def cut(ids: Tensor, logits: Tensor, options: Options) -> Tensor:
-    """The cuts of sampling in the order of transformers, each of what the one before left; -inf where it drops a token.
+    """Divides the logits by the temperature, then sets them to -inf for tokens that top_k, top_p or min_p drop.
 
-    Logits are divided by the temperature. top_k drops those below the k-th largest of their row. top_p keeps the fewest
-    largest whose probabilities sum to it. min_p drops tokens less than min_p times as likely as the likeliest.
+    Each cut sees what the one before left. top_k drops logits below the k-th largest of the row. top_p keeps the fewest
+    largest whose probabilities reach it. min_p drops tokens less than min_p times as likely as the likeliest.
     """
     if options.temperature != 1:
         logits = logits / options.temperature
@@ -73,7 +73,7 @@ def cut(ids: Tensor, logits: Tensor, options: Options) -> Tensor:
         kth = logits.topk(min(options.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
     if options.top_p < 1:
-        ordered, order = logits.sort(dim=-1)  # of equally likely tokens, the cut leaves those that transformers leaves
+        ordered, order = logits.sort(dim=-1)  # ascending, so that ties are cut as in transformers
         drop = ordered.softmax(-1).cumsum(-1) <= 1 - options.top_p
         drop[:, -1] = False
         logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)

@@ -18,13 +18,13 @@ ADAPTED = "another object, such as a PEFT model, prepares the inputs of each ste
 
 
 class Request:
-    """A checked call with the arguments of `generate`: the inputs of an engine. Raises InputError.
+    """The checked arguments of a call of `generate`, which an engine reads. Raises InputError.
 
-    input_ids: [B, S]; 0 where only embeddings were given. embeds: [B, S, hidden_size], read in place of the ids, or
-    None. without_ids: columns without ids, S where only embeddings were given, else 0. mask: [B, S] bool; None: no
-    padding. longest: tokens of the longest row, without padding. pads_left: no row has a gap between tokens.
-    eos_ids, pad_id: of the call or the checkpoint; a pad_id of 0 where nothing can be padded. cache: the caller's, with
-    the first tokens of the prompt. inputs: those of the prompt besides ids and mask, such as pixel_values.
+    input_ids: [B, S]; zeros where only embeddings were given. embeds: [B, S, hidden_size], read in place of the ids, or
+    None. without_ids: number of columns without ids: S where only embeddings were given, else 0. mask: [B, S] bool;
+    None: no padding. longest: tokens of the longest row, without padding. pads_left: all padding is on the left.
+    eos_ids, pad_id: from the call or the checkpoint; pad_id is 0 where nothing needs it. cache: the caller's, with the
+    first tokens of the prompt, or None. inputs: inputs of the prompt besides ids and mask, such as pixel_values.
     """
 
     def __init__(

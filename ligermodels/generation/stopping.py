@@ -32,12 +32,12 @@ def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tup
 class StopText:
     """Finds stop strings in the new text of one row, which continues the ids `after`.
 
-    tokenizer: anything with `decode(ids, skip_special_tokens=)`. Special tokens are text too, and text before an
-    incomplete character counts at once. The cost of a token does not grow with the text.
+    tokenizer: any object with `decode(ids, skip_special_tokens=)`. Special tokens are searched as text, and so is text
+    whose last character is still incomplete. The cost of a token does not grow with the text.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], after: Sequence[int]):
-        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # of transformers, which may take spaces out
+        if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # a tokenizer of transformers, which may remove spaces
             decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
             tokenizer = SimpleNamespace(decode=decode)
         self._decoder = StreamDecoder(tokenizer, after=after, skip_special_tokens=False)

@@ -26,7 +26,7 @@ class StreamDecoder:
     Text that was returned stays, even where later ids would change it: for one bad byte transformers' tokenizers turn
     a whole run of byte tokens into U+FFFD. tokenizers' DecodeStream raises there, and has no flush.
 
-    unfinished: the text that is withheld until its last character is complete.
+    unfinished: text that is withheld until its last character is complete.
     tokenizer: a `Tokenizer`, or any object with `decode(ids, skip_special_tokens=...)`.
     after: the ids before the stream, whose text is not returned: "world" after "Hello" becomes " world" for Llama 2.
     Raises InputError.
