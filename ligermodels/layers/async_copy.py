@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for until they are read."""
+"""Copies between host and device that run beside the caller, which waits only when it reads the result."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -27,12 +27,12 @@ _OURS = (nn.Linear, LoRALinear, QuantizedLinear, LoRAQuantizedLinear)
 
 
 def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
-    """The operands of linear modules, or None unless these say all that each module computes.
+    """The operands of linear modules, or None where an operand cannot describe all that a module computes.
 
-    That is x @ weight.T + bias, with a dense weight or a QuantizedLinear's, and a plain LoRA adapter, ours or PEFT's
-    (no dropout, no DoRA). Of sharded modules these are the shards of this rank. Other adapters wrap the module or
-    replace its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add hooks,
-    offloading replaces its forward, other quantisers its class or its weight: then the module is called.
+    An operand describes x @ weight.T + bias, with a dense or quantised weight, and a plain LoRA adapter (no dropout, no
+    DoRA) of ours or of PEFT. Operands of sharded modules are this rank's shards. The module is called instead where
+    something has changed it: other adapters wrap it or replace its class; parametrizations and FSDP replace its class;
+    tensor parallelism, ZeRO-3 and probes add hooks; offloading replaces its forward; quantisers its class or weight.
     """
     if _has_any_global_hook():
         return None
@@ -57,7 +57,7 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
 
 
 def _operand_of(module: Any) -> LinearOperand | None:
-    """Of a module that is no nn.Linear."""
+    """The operand of a module whose class is not nn.Linear, or None."""
     kind, parameters, adapter = type(module), module._parameters, None
     if kind is ShardedLinear:
         return LinearOperand(*module.parts())
@@ -81,8 +81,8 @@ def _are_plain(parameters: Iterable[Any]) -> bool:
 def _operand_of_peft(module: Any) -> LinearOperand | None:
     """The operand of PEFT's LoRA around an untouched nn.Linear, or None.
 
-    It has one where a single adapter is on, without dropout, DoRA, bias or other variants. PEFT computes the adapter in
-    the dtype of its weights: by default fp32, also where the base is in 16 bits. Read in PEFT 0.21.
+    None unless exactly one adapter is on, without dropout, DoRA, bias or other variants. PEFT computes the adapter in
+    the dtype of its weights: by default fp32, also where the base is in 16 bits. Source: PEFT 0.21.
     """
     base, names = module.base_layer, module.active_adapters
     if torch.compiler.is_compiling() or module.disable_adapters or module.merged:
@@ -119,9 +119,9 @@ def _touched(module: nn.Module) -> bool:
 
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
-    """Why no fused op replaces the call of the module, to follow "because of"; None if one does.
+    """The reason why no fused op replaces the call of the module, worded to follow "because of"; None if one does.
 
-    classes: the expected classes, default nn.Linear and ours.
+    classes: the classes that a fused op replaces, by default nn.Linear and ours.
     """
     if not classes and operands_of([module]) is not None:
         return None
@@ -141,7 +141,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
-    """Warns once of each obstacle that keeps these children of `owner` from being fused."""
+    """Warns once for each reason why one of these children of `owner` is not fused."""
     for name in names if warns(x) else ():
         reason = obstacle(owner._modules[name])  # type: ignore[arg-type]
         if reason is not None:
@@ -159,9 +159,9 @@ def warns(x: Tensor) -> bool:
 
 
 def run_linear(module: nn.Module, x: Tensor, operands: Sequence[LinearOperand] | None) -> Tensor:
-    """module(x), as an op of its operands where there are some.
+    """module(x), as a fused op where its operands are given.
 
-    The backward then recomputes an x that a norm has just made, which is not saved.
+    If a norm has just computed x, the fused op does not save x: its backward recomputes it.
     """
     return module(x) if operands is None else linears(x, operands)
 
@@ -228,10 +228,10 @@ class JointProjections(nn.Module):
 
 
 def _tensors_to_join(module: Any) -> dict[str, Any]:
-    """Those that may lie beside the ones of other modules; of NF4 they are joint once they are dequantised."""
+    """The module's tensors that may be joint with those of others; NF4 weights become so when they are dequantised."""
     found = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if type(module) is ShardedLinear and module.may_be_joint:
-        return {name: parameter._local_tensor for name, parameter in found.items()}  # of which to_local returns a view
+        return {name: parameter._local_tensor for name, parameter in found.items()}  # to_local returns a view of it
     if type(module) is QuantizedLinear and module.kind != "nf4":
         found["scale"] = module.scale
     elif type(module) not in (nn.Linear, LoRALinear):

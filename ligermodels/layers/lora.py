@@ -12,7 +12,7 @@ from ligermodels.layers.quantized import QuantizedLinear
 
 
 class Factor(nn.Module):
-    """x weight^T, in the dtype of x; weight: [out, in]. DoRA's magnitudes [out] are one too, which is not called."""
+    """x weight^T in the dtype of x; weight: [out, in]. DoRA's magnitudes [out] are stored in one that is not called."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -26,7 +26,7 @@ class Factor(nn.Module):
 
 
 def scale_of(alpha: float, r: int, rslora: bool) -> float:
-    """alpha / r, or alpha / sqrt(r) with rslora."""
+    """The factor of an adapter's output: alpha / r, or alpha / sqrt(r) with rslora."""
     return alpha / (math.sqrt(r) if rslora else r)
 
 
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
     `Adapted.of(linear, ...)` turns an nn.Linear or QuantizedLinear into this class, in place: parameters keep their
     names. `plain()` undoes that. adapter_on=False turns the adapter off. Parameters: weight, bias, lora_A.weight
     [r, in], lora_B.weight [out, r] and lora_magnitude_vector.weight [out]: PEFT's names without its "default".
-    Layers run several modules as one op (linear.py); dropout and DoRA are computed as written above instead.
+    Layers run several such modules as one fused op (linear.py), but dropout and DoRA run module by module.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.
     """
@@ -60,7 +60,7 @@ class Adapted(nn.Module):
     def of(
         linear: Any, *, r: int, alpha: float, dropout: float, rslora: bool, dora: bool, dtype: torch.dtype
     ) -> "Adapted":
-        """`linear`, frozen, with an adapter of zeros. dora, not for 4-bit weights: starts from the weight's norms."""
+        """`linear`, frozen, with an adapter of zeros. dora (dense weights only): magnitudes start at the row norms."""
         options: dict[str, Any] = dict(dtype=dtype, device=linear.weight.device)
         linear.__class__ = LoRAQuantizedLinear if isinstance(linear, QuantizedLinear) else LoRALinear
         linear.requires_grad_(False)

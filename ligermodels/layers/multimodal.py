@@ -251,9 +251,9 @@ def patch_cells(grids: Grids, merge: int, device: torch.device) -> Tensor:
 
 
 def resampled(grids: Grids, merge: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where each patch lies in a table of side x side positions that is stretched over its image, corner on corner.
+    """Bilinear interpolation of a table of side x side positions, stretched over each image so that corners coincide.
 
-    Returns the rows of the table around it, int64 [4, patches], and their bilinear weights, fp32 [4, patches].
+    Returns the 4 rows of the table around each patch, int64 [4, patches], and their weights, fp32 [4, patches].
     """
     cells, sizes = patch_cells(grids, merge, device), _sizes(grids, 1, device)
     sizes = sizes[:, 1:].repeat_interleave(sizes.prod(1), 0, output_size=cells.shape[1]).T
@@ -273,6 +273,6 @@ def _cells_and_steps(grids: Grids, merge: int, frames_count: bool, device: torch
 
 
 def _sizes(grids: Grids, merge: int, device: torch.device) -> Tensor:
-    """In tokens: int64 [images, 3]."""
+    """Frames, rows and columns of each image, counted in tokens: int64 [images, 3]."""
     sizes = torch.tensor([(t, h // merge, w // merge) for t, h, w in grids], device="cpu")
-    return sizes.to(device, non_blocking=True)  # so few bytes are copied without waiting for the device
+    return sizes.to(device, non_blocking=True)  # a copy of so few bytes does not wait for the device

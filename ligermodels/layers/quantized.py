@@ -1,4 +1,4 @@
-"""Frozen linear layers with weights of 4 or 8 bits: "nf4" to train adapters on (QLoRA), "int8", "fp8" and "int4"."""
+"""Frozen linear layers with weights of 4 or 8 bits: "nf4" for QLoRA; "int8", "fp8" and "int4" for inference."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -17,13 +17,13 @@ from ligermodels.kernels.quantized import quantize
 class QuantizedLinear(nn.Module):
     """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 or 8 bits.
 
-    It computes in the dtype of x, or autocast's. x is not saved, and its gradient alone is computed. Layers run several
-    as one op, with their adapters (linear.py).
+    It computes in the dtype of x, or of autocast. x is not saved, and x alone gets a gradient. Layers run several
+    such modules as one fused op, with their adapters (linear.py).
 
-    weight: a `LowBitWeight` [N, K], whose tensors are registered under their names, `packed` as `weight`: for "nf4" as
-    in bitsandbytes. `packed` and integers are frozen parameters, which FSDP2 shards, gathers in their own dtype, and
-    leaves alone in mixed precision; scales are buffers. Casts of the model change none of them. bias: [N] or None,
-    frozen.
+    weight: a `LowBitWeight` [N, K]. Its tensors are registered under their own names, and `packed` as `weight`; for
+    "nf4" these are the names of bitsandbytes. `packed` and integer tensors are frozen parameters, which FSDP2 shards,
+    gathers in their own dtype and does not cast in mixed precision. Scales are buffers. Casts of the model change none
+    of them. bias: [N] or None, frozen.
     """
 
     bias: nn.Parameter | None
@@ -48,9 +48,9 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str, **options: Any) -> Self:
-        """The layer of a frozen weight [N, K] and a bias [N] in bf16, fp16 or fp32, on their device.
+        """Quantises a frozen weight [N, K], with a bias [N], in bf16, fp16 or fp32, on their device.
 
-        kind: "nf4", with the options of `quantize_nf4`, "int8", "fp8" or "int4". Raises InputError for a weight that
+        kind: "nf4" (options: as of `quantize_nf4`), "int8", "fp8" or "int4". Raises InputError for a weight that
         requires a gradient, has NaN or infinity, or another shape or dtype.
         """
         return cls(quantize_nf4(weight, **options) if kind == "nf4" else quantize(weight, kind), bias)
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Module):
         return f"{size}, kind={self.kind!r}, dtype={dtype}" + f", block={block}" * bool(block)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """As for any module, but a cast changes the bias alone, and the adapter."""
+        """As in nn.Module, but a cast changes only the bias and the adapter."""
 
         def without_cast(tensor: Tensor) -> Tensor:
             made = fn(tensor)

@@ -18,16 +18,16 @@ from ligermodels.kernels.decode_attention import rope_decode_attention
 from ligermodels.layers.batch import NextToken
 
 MAX_SNAPSHOTS = 129
-"""Passes of more tokens leave no snapshots of recurrent states: a drafter proposes 128 at most."""
+"""A pass of more tokens keeps no snapshots of recurrent states: a drafter proposes at most 128 tokens."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """The dtype of cached keys and values: the one that the model computes in, or e4m3."""
 
 
 class State:
-    """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. What a class adds is for its mixer alone.
+    """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. Only the mixer calls what a subclass adds.
 
-    computed: how many of the buffers, the first ones, are in the dtype in which the mixer computes. past: the tokens of
-    the cache before the call. rows: int64 [N], indices of rows. A mixer's state may be any object with these methods.
+    computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
+    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
     """
 
     def __init__(self, *buffers: Tensor, computed: int = 0):
@@ -38,13 +38,13 @@ class State:
         return len(self.buffers[0])
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
+        """Allocates for `length` tokens, written `tokens` at a time. Up to that length no tensor moves."""
 
     def reset(self) -> None:
         """Forgets all tokens; the memory stays."""
 
     def crop(self, length: int, cache: "Cache") -> bool:
-        """Goes back to the first `length` tokens of those that `cache` counts; False where that state is lost."""
+        """Goes back to the state after the first `length` tokens. Returns False if that state is no longer stored."""
         return True
 
     def reorder(self, rows: Tensor) -> None:
@@ -58,10 +58,10 @@ class State:
             mine[into] = its[rows]
 
     def move(self, like: Tensor) -> None:
-        """Gives an empty state the device of `like`, and its `computed` buffers the dtype.
+        """Gives an empty state the device of `like`, and its first `computed` buffers the dtype of `like`.
 
-        accelerate offloads or spreads models, and autocast and fp32 embeddings compute in another dtype than the
-        model's: the first tokens decide.
+        The first tokens decide, since accelerate offloads or spreads models, and autocast and fp32 embeddings compute
+        in another dtype than the model's.
         """
         for i, x in enumerate(self.buffers):
             dtype = like.dtype if i < self.computed else x.dtype
@@ -106,11 +106,11 @@ class KeyValues(State):
     def append(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
 
-        Each is [B, seen + S, HK, D]; seen is past, or with a window at most window - 1. Without gradients they are
-        views of the buffers where these have them in order, valid until the next call, or k and v themselves without a
-        past. With gradients the new tokens keep theirs and the past is constant.
-        An empty cache follows the first tokens, see `move`.
-        Raises InputError if batch size, heads or dtype (but of fp8) are not the state's, and for gradients with fp8.
+        Each is [B, seen + S, HK, D]; seen is past, or with a window at most window - 1. Without gradients these are k
+        and v themselves if past is 0; else views of the buffers, valid until the next call, or copies around the ring.
+        With gradients the new tokens keep theirs and the past is constant. An empty state is moved first, see `move`.
+        Raises InputError if batch size, heads or dtype (unless the state is fp8) differ from the state's, and for
+        gradients with fp8.
         """
         if past == 0:
             self.move(k)
@@ -166,7 +166,7 @@ class KeyValues(State):
         return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
 
     def put(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
-        """`other` has a column for every token; of more tokens than columns this takes the last."""
+        """As in State. `other` has a column for every token; if this state has fewer, it takes the last tokens."""
         self.move(other.buffers[0])
         begin = max(0, length - self.capacity)
         columns = torch.arange(begin, length, device=rows.device) % self.capacity
@@ -217,7 +217,7 @@ class KeyValues(State):
         return [k.view(torch.uint8), v.view(torch.uint8), k_scales, v_scales]
 
     def _decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of what `_encode` makes, those of fp8 in `dtype`."""
+        """The inverse of `_encode`: keys and values, in `dtype` if the buffers are fp8."""
         if not self.is_fp8:
             return stored[0], stored[1]
         k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], dtype) for i in (0, 1))
@@ -234,7 +234,7 @@ def _check_fp8(device: torch.device) -> None:
 
 
 def _check_fits(stored: Tensor, k: Tensor) -> None:
-    """Raises InputError where `k` [B, S, HK, D] cannot be appended to a buffer of keys; fp8 (uint8) takes any dtype."""
+    """Raises InputError unless `k` [B, S, HK, D] fits a buffer of keys; fp8 buffers (uint8) take any dtype."""
     same_shape = (stored.shape[0], *stored.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not same_shape or stored.dtype not in (k.dtype, torch.uint8):
         raise InputError(
@@ -272,22 +272,22 @@ class ImageKeyValues(State):
 
 
 class RecurrentState(State):
-    """What a recurrent mixer remembers: tensors [B, ...] after the last token, whose size does not grow.
+    """The state of a recurrent mixer after the last token: tensors [B, ...], whose size does not grow.
 
-    A state of one row that has reserved memory for passes of several tokens keeps a snapshot after each token of such a
-    pass: `crop` then returns to any of them, as speculation does where a proposed token was wrong. Otherwise the state
-    before the last token is gone. The mixer writes `buffers`.
+    If `reserve` was called for passes of several tokens, a state of one row keeps a snapshot after each token of a
+    pass. `crop` can then go back to each of these tokens, as speculative decoding does after a wrong proposal. Without
+    snapshots, earlier states are lost. The mixer writes `buffers`.
     """
 
     def __init__(self, *buffers: Tensor, computed: int):
         super().__init__(*buffers, computed=computed)
-        self._snapshots: list[Tensor] = []  # of each tensor [N, B, ...], after each of up to N tokens of the last pass
+        self._snapshots: list[Tensor] = []  # for each buffer [N, B, ...]: its values after each of up to N tokens
         self.reset()
 
     def snapshots(self, tokens: int, *, exact: bool) -> list[Tensor] | None:
-        """Where the mixer has to write the tensors after each token of a pass: [tokens, B, ...] each; None: nowhere.
+        """Where the mixer writes its tensors after each token of a pass, [tokens, B, ...] each; None: nowhere.
 
-        exact: whether it can. If not, the memory is freed, so that nobody reads old snapshots.
+        exact: whether the mixer can write them. If not, the snapshots are freed, so that nobody reads old ones.
         """
         if not self._snapshots or tokens > len(self._snapshots[0]):
             return None
@@ -299,7 +299,7 @@ class RecurrentState(State):
     def move(self, like: Tensor) -> None:
         super().move(like)
         if self._snapshots and (self._snapshots[0].device, self._snapshots[0].dtype) != (like.device, like.dtype):
-            self._snapshots = []  # `reserve` makes them
+            self._snapshots = []  # `reserve` allocates them again
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         if self.rows == 1 and (len(self._snapshots[0]) if self._snapshots else 1) < tokens <= MAX_SNAPSHOTS:
@@ -328,12 +328,12 @@ class RecurrentState(State):
 
 
 class Cache:
-    """The states of a model's mixers, one a layer: `cache[i]`, iterable, `len(cache)` layers.
+    """The states of a model's mixers, one for each layer: `cache[i]`, iterable, `len(cache)` layers.
 
-    length: tokens of the longest row. rows: sequences. values: what else a model remembers of these tokens, by name;
-    its tensors have a row for each sequence. farthest: the largest length since the last reset. last_pass: the tokens
-    of the last pass, 0 where something has changed since. Lengths are on the host: nothing here synchronises.
-    foreign: the cache of transformers that has the keys and values, or None.
+    length: number of tokens of the longest row. rows: number of sequences. values: other values, by name, that a model
+    stores about these tokens; tensors have a row for each sequence. farthest: largest length since the last reset.
+    last_pass: number of tokens of the last pass, or 0 if something has changed since. Lengths are on the host, so
+    nothing here synchronises. foreign: the transformers cache that stores the keys and values, or None.
     """
 
     def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
@@ -374,7 +374,7 @@ class Cache:
 
     def reserve(self, length: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
-        self.last_pass = 0  # new snapshots know nothing of it
+        self.last_pass = 0  # new snapshots do not have it
         for state in self.states:
             state.reserve(length, self.length, tokens)
 
@@ -386,7 +386,7 @@ class Cache:
         self.values.clear()
 
     def crop(self, length: int) -> None:
-        """Forgets all but the first `length` tokens; all of them where a layer does not have its state there any more.
+        """Forgets all but the first `length` tokens, or all tokens if a layer's state after `length` tokens is lost.
 
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
@@ -403,10 +403,10 @@ class Cache:
         self.rows, self.last_pass = len(rows), 0
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
-        """Row into[i] becomes row rows[i] of `other`, made with `whole=True`; rows, into: int64 [N].
+        """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N].
 
-        The length of rows that come and go is the caller's, and the device has their ends. Without `into` they are all
-        rows of an empty cache, which then has length and values of `other`.
+        With `into`, the caller tracks the length of each row. Without it, this cache is empty: all its rows are
+        replaced, and it takes over the length and the values of `other`.
         """
         places = torch.arange(self.rows, device=rows.device) if into is None else into
         if into is None:
@@ -428,10 +428,10 @@ def _select(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
 
 
 class TransformersState(State):
-    """One layer of a cache of transformers, a `DynamicCache` by duck typing, with what attention uses of `KeyValues`.
+    """One layer of a transformers cache (a `DynamicCache`, by duck typing), with what attention calls in `KeyValues`.
 
-    Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
-    the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
+    Keys and values stay in `cache`, which grows in place as under transformers' own model. Gradients reach the tensors
+    from which it was built, such as the prompts of prefix tuning. transformers stores [B, HK, S, D], and each step
     copies the past, which `KeyValues` avoids.
     """
 
