@@ -1,17 +1,14 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
 import itertools
-import math
 import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.examples import IGNORED, Example, best_fit, encode, packed_batch, show
+from ligermodels.recipes.examples import IGNORED, Example, encode, packed_batch, show
 from ligermodels.recipes.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
@@ -186,21 +183,6 @@ def test_show(byte_level):
 
 
 # ---- batches ----
-
-
-@given(st.lists(st.integers(1, 60), max_size=40), st.integers(0, 100))
-def test_best_fit(lengths, more):
-    """As by trying all bins, the longest first; what fits nowhere is alone."""
-    capacity = max(lengths, default=0) + more
-    bins, spaces = best_fit([*lengths, math.inf], capacity), []
-    assert [len(lengths)] in bins and sorted(n for bin in bins for n in bin) == [*range(len(lengths) + 1)]
-    for length in sorted(lengths, reverse=True):
-        best = min((space for space in spaces if space >= length), default=capacity)
-        spaces = [*spaces, best - length]
-        if best in spaces[:-1]:
-            spaces.remove(best)
-    bins.remove([len(lengths)])
-    assert sorted(capacity - sum(lengths[n] for n in bin) for bin in bins) == sorted(spaces)
 
 
 def test_packed_batch():

@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from ligermodels import InputError, Llama, Mixtral, Qwen2, Qwen3_5
+from ligermodels import InputError, Llama, Qwen2, Qwen3_5
 from ligermodels.cli import main
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory
@@ -85,13 +85,9 @@ def test_the_seed_is_that_of_dropout(home, tmp_path):
 
 
 def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
-    config = dict(
-        model_type="mixtral", vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
-        router_aux_loss_coef=0.5,
-    )  # fmt: skip
-    model = Mixtral.from_config(config, seed=0, device="cpu", dtype=torch.float32).train()
-    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    routed = dict(num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5)
+    model = losses.model("Mixtral", **routed)
+    ids = torch.randint(61, (2, 24))
     labels = ids.index_fill(1, torch.arange(8), -100)
     batches = [dict(input_ids=ids, labels=ids), dict(input_ids=ids, labels=labels)]
     alone = [model(**batch) for batch in batches]
