@@ -11,7 +11,7 @@ from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, sample
 from ligermodels.recipes.rows import Rows
 from tests.recipes import losses, runs
-from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run, weights
+from tests.recipes.runs import CHATS, REWARD, completions, metrics, on_two, run
 
 CPU = torch.device("cpu")
 
@@ -201,12 +201,9 @@ def test_a_reward_of_messages_gets_messages(byte_level):
 # ---- runs ----
 
 
-def test_a_reward_that_fails_loses_nothing_and_a_constant_one_teaches_nothing(home, tmp_path, capsys):
-    def train(out, *flags):
-        return run(home, tmp_path / out, "grpo", "--reward-funcs", home / "fails.py", *flags)
-
-    (home / "fails.py").write_text("def reward(prompts, completion_ids, **others):\n    return [0.5] * len(prompts)\n")
-    assert train("whole", "--show", "2") == 0
+def test_a_constant_reward_teaches_nothing(home, tmp_path, capsys):
+    (home / "equal.py").write_text("def reward(prompts, **others):\n    return [0.5] * len(prompts)\n")
+    assert run(home, tmp_path / "whole", "grpo", "--reward-funcs", home / "equal.py", "--show", "2") == 0
     whole, said = tmp_path / "whole", capsys.readouterr().err
     assert set(metrics(whole).values()) == {0}
     assert "4 of each prompt, at most 5 tokens, temperature 1\n" in said
@@ -215,26 +212,21 @@ def test_a_reward_that_fails_loses_nothing_and_a_constant_one_teaches_nothing(ho
     lines, lengths = completions(whole), metrics(whole, "completion_length")
     assert len(lines) == 4 * 16 and lengths[1] == sum(line["tokens"] for line in lines[:16]) / 16
     assert metrics(whole, "trained_tokens")[1] == 16 * lengths[1]
+    assert ", eval reward " in (whole / "model" / "README.md").read_text()
+    assert metrics(whole, "eval_reward") == {0: 0.5, 4: 0.5} and metrics(whole, "eval_loss") == {0: -0.5, 4: -0.5}
+
+
+def test_a_reward_that_fails_loses_nothing(home, tmp_path, capsys):
+    """What a run does that is resumed: test_recipes.py."""
+    third = tmp_path / "out" / "completions" / "rollout-000001.jsonl"
     (home / "fails.py").write_text(
-        f"import pathlib{REWARD}"
-        f"third = pathlib.Path({str(tmp_path / 'out/completions/rollout-000001.jsonl')!r})\nown = reward\n"
-        "def reward(**given):\n"
-        "    if third.is_file():\n        raise OSError('no server')\n"
-        "    return own(**given)\n"
+        f"import pathlib{REWARD}own = reward\ndef reward(**given):\n"
+        f"    return 1 / 0 if pathlib.Path({str(third)!r}).is_file() else own(**given)\n"
     )
-    assert train("out") == 3
+    assert run(home, tmp_path / "out", "grpo", "--reward-funcs", home / "fails.py") == 3
     said = capsys.readouterr().err
-    assert "the reward reward failed at " in said and "fails.py:8, for completions of " in said
-    assert "OSError: no server" in said
+    assert "fails.py:6, for completions of " in said and "ZeroDivisionError" in said
     assert "stopped after step 2 of 4, which is saved" in said and "--resume\n" in said
-    (home / "fails.py").write_text(REWARD)
-    assert train("out", "--resume") == 0
-    assert train("right") == 0
-    assert completions(tmp_path / "out") == completions(tmp_path / "right")
-    assert weights(tmp_path / "out") == weights(tmp_path / "right")
-    assert ", eval reward " in (tmp_path / "out" / "model" / "README.md").read_text()
-    rewards, evaluated = (metrics(tmp_path / "out", name) for name in ("eval_reward", "eval_loss"))
-    assert set(rewards) == {0, 4} and evaluated[4] == pytest.approx(-rewards[4])
 
 
 @pytest.mark.slow

@@ -9,35 +9,28 @@ import torch
 import ligermodels
 from ligermodels.layers import preference
 from ligermodels.processes import Processes
-from ligermodels.recipes.examples import Example, encode_answers
+from ligermodels.recipes.examples import encode_answers
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.steps import shard_batches
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
+
+# ---- rows ----
 
 
 def trained(tokenizer, sequence):
     return tokenizer.decode([label for label in sequence.labels if label != -100])
 
 
-# ---- rows ----
-
-
 def test_what_is_trained_of_messages(tokenizer):
-    found = encode_answers(read(PAIRS[1]), tokenizer)
+    row = PAIRS[1] | {"chosen": PAIRS[1]["chosen"] + CHATS[0]}  # of several turns what the assistant says
+    found = encode_answers(read(row), tokenizer)
     chosen, rejected = found.sequences
-    asked = tokenizer.apply_chat_template(PAIRS[1]["prompt"], add_generation_prompt=True)
-    assert chosen.ids == tokenizer.apply_chat_template(PAIRS[1]["prompt"] + PAIRS[1]["chosen"])
+    asked = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)
+    assert chosen.ids == tokenizer.apply_chat_template(row["prompt"] + row["chosen"])
     assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
-    assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
+    assert trained(tokenizer, chosen) == "bcd<|im_end|>\na<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
-    assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
-    longer = PAIRS[1] | {"chosen": PAIRS[1]["chosen"] + CHATS[0]}  # of several turns what the assistant says
-    assert trained(tokenizer, encode_answers(read(longer), tokenizer).sequences[0]) == "bcd<|im_end|>\na<|im_end|>\n"
-
-
-def rows_of(write, *rows):
-    return str(write("rows.jsonl", list(rows)))
 
 
 def text_of(batch, tokenizer, prefix=""):
@@ -50,7 +43,7 @@ def text_of(batch, tokenizer, prefix=""):
 def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     texts = [("p" * 40, " a" * 30, " b"), ("q" * 64, " c", " d"), *[("r", " e", " f")] * 8]
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
-    data = data_of("dpo", tokenizer, data=rows_of(write, *rows))
+    data = data_of("dpo", tokenizer, data=str(write("rows.jsonl", rows)))
     found = data.batches(epochs=1)
     with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, or left out:"):
         texts = {text for batch in map(data.recipe.collate, found) for text in text_of(batch, tokenizer)}
@@ -67,24 +60,6 @@ def logprobs(model, sequence):
     ids, labels = torch.tensor([sequence.ids]), torch.tensor(sequence.labels[1:])
     logs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return logs[labels != -100].sum(), int((labels != -100).sum()), logs.sum(), len(logs)
-
-
-def mismatched(row, other):
-    """The prompt of one row with the answer of another."""
-    ids = row.sequences[0].ids[: row.prompt] + other.sequences[0].ids[other.prompt :]
-    return Example(ids, [-100] * row.prompt + ids[row.prompt :])
-
-
-def expected_of_kto(o, model, before, rows):
-    """The losses of the rows of a batch."""
-    own, ref = ([logprobs(which, row.sequences[0])[0] for row in rows] for which in (model, before))
-    others = [mismatched(row, rows[n - 1]) for n, row in enumerate(rows)]
-    own_others, ref_others = (torch.stack([logprobs(which, one)[0] for one in others]) for which in (model, before))
-    return preference.kto_loss(
-        torch.stack(own), torch.tensor([row.label for row in rows]), torch.stack(ref),
-        kl=preference.kto_kl(own_others, ref_others), beta=o.beta, loss_type=o.loss_type,
-        desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
-    )  # fmt: skip
 
 
 def expected_of_pairs(o, model, before, rows):
@@ -112,7 +87,6 @@ def expected_of_pairs(o, model, before, rows):
 CASES = [
     ("dpo", {}), ("dpo", {"loss_type": "sigmoid_norm"}), ("dpo", {"loss_type": "apo_zero", "beta": 0.3}),
     ("dpo", {"label_smoothing": 0.1, "sft_weight": 0.7}),
-    ("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.5}), ("kto", {"loss_type": "apo_zero_unpaired"}),
     ("orpo", {}), ("cpo", {}), ("simpo", {"beta": 2.0, "simpo_gamma": 1.0, "sft_weight": 0.5}),
 ]  # fmt: skip
 
@@ -123,30 +97,22 @@ def load(home):
 
 @pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
 def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, given):
-    """Loss and gradient of a step of two batches; tests/layers has the formulas of the losses."""
-    file = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
-    data = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, **given)
+    """Loss and gradient of a step of two batches; tests/layers has the formulas of the losses. KTO: test_trl.py."""
+    data = data_of(recipe, tokenizer, data=str(home / "pairs.jsonl"), batch_tokens=256, **given)
     model, before, of = load(home), load(home), data.recipe
     of.frozen_model = before
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
-        model.model.norm.weight.mul_(
-            0.5
-        )  # answers are more likely than before, so that KTO's point of comparison is not 0
     model.train()
     examples = [next(data.train) for _ in range(2)]
     steps = [of.collate(batch) for batch in examples]
     steps += shard_batches(steps[:1], Processes(torch.device("cpu"), 1, 2))  # which counts nothing
     count = sum(of.count(batch) for batch in steps).float()
     losses, metrics = zip(*(of.loss(model, batch, count) for batch in steps), strict=True)
-    found = sum(losses)
+    found, expected = sum(losses), expected_of_pairs(of.options, model, before, examples[0] + examples[1])
     assert "nll_loss" not in metrics[0] or sum(one["nll_loss"][1] for one in metrics) == count[2]
-    if recipe == "kto":  # the point of comparison is that of a batch
-        expected = torch.cat([expected_of_kto(of.options, model, before, rows) for rows in examples]).mean()
-    else:
-        expected = expected_of_pairs(of.options, model, before, examples[0] + examples[1])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)  # divisors are fp32
     weight = model.lm_head.weight
     slopes = [torch.autograd.grad(loss, weight)[0] for loss in (found, expected)]
