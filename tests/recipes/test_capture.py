@@ -91,33 +91,27 @@ def test_a_captured_run_is_the_run(home, tmp_path, more, forwards, monkeypatch):
     assert weights(captured) == weights(padded) and len(weights(captured)) == 2  # the last and the best
 
 
-def test_pretraining_is_captured_and_the_plan_tells_the_padding(home, capsys):
+def test_the_plan_tells_the_padding(home, capsys):
     flags = ("--max-length", "100", "--accumulation", "1", "--num-train-epochs", "1", "--scratch", "--capture")
     assert train(home, "text", *flags, recipe="pretrain", data="texts.jsonl") == 0
-    losses, tokens = metrics(home / "text"), metrics(home / "text", "tokens")
-    assert losses[1] > 5  # of random weights
-    assert tokens[max(tokens)] > 0.95 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
+    tokens = metrics(home / "text", "tokens")
     padding = 1 - tokens[max(tokens)] / (100 * max(tokens))
-    told = re.search(
-        r"need a GPU; forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err
-    )
+    told = re.search(r"forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err)
     assert float(told[1]) == pytest.approx(100 * padding, abs=0.05) and padding > 0.01
 
 
 def test_what_cannot_be_captured_is_refused():
     cpu = torch.device("cpu")
-    config = dict(losses.TINY, model_type="mixtral", num_local_experts=4)
-    routed = [
-        ligermodels.Mixtral.from_config(config | {"output_router_logits": on}, device="meta") for on in (False, True)
-    ]
-    model.check_capture(routed[0], Processes(cpu))
-    with pytest.raises(InputError, match="would count the padding; leave --capture out"):
-        model.check_capture(routed[1], Processes(cpu))
+    plain, balanced = (losses.model("Mixtral", num_local_experts=4, output_router_logits=on) for on in (False, True))
     sees = ligermodels.Qwen2VL.from_config(qwen2_vl.tiny(), device="meta")
-    with pytest.raises(InputError, match="the images of a Qwen2VL have no fixed shape; leave --capture out"):
-        model.check_capture(sees, Processes(cpu))
-    with pytest.raises(InputError, match="capture: it is for one process"):
-        model.check_capture(routed[0], Processes(cpu, 0, 2, mesh=object()))
+    model.check_capture(plain, Processes(cpu))
+    for wrong, processes, says in (
+        (balanced, Processes(cpu), "would count the padding; leave --capture out"),
+        (sees, Processes(cpu), "the images of a Qwen2VL have no fixed shape; leave --capture out"),
+        (plain, Processes(cpu, 0, 2, mesh=object()), "capture: it is for one process"),
+    ):
+        with pytest.raises(InputError, match=says):
+            model.check_capture(wrong, processes)
 
 
 @pytest.mark.gpu

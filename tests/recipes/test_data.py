@@ -16,6 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.recipes import data
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.examples import IGNORED, Example, packed_batch
+from ligermodels.recipes.formats import read
 from ligermodels.recipes.rows import Rows, open_rows, open_sources
 from tests.recipes.runs import data_of, recipe_of
 
@@ -246,8 +247,7 @@ def test_system_prompt(write):
     assert "Be brief." in recipe.tokenizer.decode(example.ids) and example.trained == example.size - 1
     assert "Be brief." not in recipe.tokenizer.decode(recipe.process(own).ids)
     pair = {"prompt": said("a"), "chosen": said("c", "b")[1:], "rejected": said("c", "d")[1:]}
-    made = recipe_of("dpo", system_prompt="Be brief.").process(pair)
-    assert "Be brief." in recipe.tokenizer.decode(made.sequences[0].ids)
+    assert {one.messages[0]["content"] for one in read(pair, "Be brief.").sequences} == {"Be brief."}
     rewards = str(write("r.py", "def reward(completions):\n    return [1.0]"))
     sampling = recipe_of("grpo", system_prompt="Be brief.", max_completion_length=9, reward_funcs=(rewards,))
     sampling.chat = True

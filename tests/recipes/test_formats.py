@@ -61,7 +61,6 @@ EXAMPLES = [
         Conversation([system("s"), user("a"), said("b", train=False), said("", tool_calls=[CALL]),
                       {"role": "tool", "content": "c"}]),
     ),
-    ("sharegpt", {"conversations": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
     ("sharegpt", {"conversation": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
     ("prompt-completion", {"prompt": "a", "completion": " b"}, Text(" b", "a")),
     (
@@ -108,11 +107,6 @@ def test_formats(write, name, row, expected):
     assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
 
 
-def test_csv_with_empty_columns(write):
-    rows = open_rows(write("a.csv", "instruction,input,output\na,,b\n"))
-    assert read(rows[0]) == Conversation([user("a"), said("b")])
-
-
 def test_detection_passes_over_bad_rows(write):
     rows = open_rows(write("a.jsonl", '{"x": 1}\n{"text"\n{"text": "a"}\n'))
     assert detect(rows) == ("text", rows.where(2))
@@ -136,8 +130,6 @@ BAD = [
     (chat("hello"), r"messages\[0\]: expected a dict with role and content, not 'hello'"),
     (chat(user("a"), {"content": "b"}), r"messages\[1\]\.role: expected a text"),
     (chat(user("a"), said("b") | {"role": "Assistant"}), r"messages\[1\]\.role: expected 'assistant', not 'Assi"),
-    (chat(user("a"), said("b") | {"role": "model"}), r"messages\[1\]\.role: expected 'assistant', not 'model'"),
-    (chat(user("a") | {"role": "usr"}, said("b")), r"messages\[0\]\.role: expected 'user', not 'usr'"),
     (chat(user("a") | {"role": "sytem"}, said("b")), r"messages\[0\]\.role: expected 'system', not 'sytem'"),
     (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content is missing"),
     (chat(user("a"), said(None)), r"messages\[1\]\.content is null"),
@@ -154,12 +146,9 @@ BAD = [
     (chat(user("a"), chat_template_kwargs={"x": 1}), "chat_template_kwargs"),
     ({"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\]\.from: 'alien' is none of human"),
     ({"conversations": [{"from": "human"}]}, r"conversations\[0\]\.content is missing"),
-    ({"conversations": [{"from": "human", "value": 3}]}, r"conversations\[0\]\.content: expected a text, not 3"),
-    ({"conversations": []}, "conversations: it is empty"),
     ({"prompt": "a", "completion": [said("b")]}, "prompt, completion: one is a text, the other a list"),
     ({"prompt": "a", "completion": ""}, "completion: it is empty"),
     ({"instruction": "", "output": "b"}, "instruction: it is empty"),
-    ({"instruction": "a", "output": 3}, "output: expected a text, not 3"),
     ({"instruction": "a", "output": "b", "history": ["x"]}, r"history\[0\]: expected \[instruction, answer\]"),
     ({"text": ["a"]}, r"text: expected a text, not \['a'\]"),
     ({"text": ""}, "text: it is empty"),
@@ -167,7 +156,6 @@ BAD = [
     ({"input_ids": [1, 2], "labels": [1]}, "labels: expected the id itself or -100 for each id"),
     ({"input_ids": [1, 2], "attention_mask": [1, 0]}, "attention_mask: it has zeros"),
     ({"input_ids": ["a"]}, r"input_ids: expected integers, not \['a'\]"),
-    ({"input_ids": []}, "input_ids: expected integers"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both are the same"),
     ({"chosen": "b", "rejected": "c"}, "prompt: it is missing"),
     ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: it is missing, or nothing is left of it"),
