@@ -23,17 +23,14 @@ FILES = {  # content, what the error says; the first word is a recipe. More: tes
     "sft pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "format 'pairs', and sft takes tokens, messages"),
     "kto chats": (CHAT, "a.jsonl:1: the row is in the format 'messages', and kto takes unpaired; pairs are for dpo, o"),
     "grpo text": ('{"text": "a"}', "a.jsonl:1: the row has no prompt to sample completions of"),
-    "grpo mixed": (
-        '{"prompt": "a", "letter": "a"}\n{"prompt": [{"role": "user"}]}',
-        "a.jsonl:2: prompt: expected a text,",
-    ),
+    "grpo mixed": ('{"prompt": "a"}\n{"prompt": [{"role": "user"}]}', "a.jsonl:2: prompt: expected a text,"),
     "grpo answered": (json.dumps({"prompt": [said("assistant", "a")]}), "prompt: it ends with what the"),
     "grpo long": (
         json.dumps({"prompt": "a" * 61, "letter": "a"}),
         "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64",
     ),
 }
-FLAGS = {
+FLAGS = {  # FILE, FOLDER and TEMPLATE stand for paths
     "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: 0 have none, and 16 none be"),
     "template with an error": (("--chat-template", "TEMPLATE"), "wrong.jinja, line 3: UndefinedError: 'odd' is unde"),
     "out that is a file": (("--output-dir", "FILE"), "is no folder to write into"),
@@ -44,25 +41,30 @@ FLAGS = {
 }  # fmt: skip
 
 
-def refused(capsys, home, out, words, *flags, status=3, **how):
-    """Trains, which must fail with `words` and write nothing. status: that of the command."""
-    assert train(home, out, *flags, **how) == status
-    text = capsys.readouterr().err
-    assert words in text, text
-    assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
-    assert not out.exists()
-    return text
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """refused(home, words, flags...): what is said by a run that must fail with `words` and write nothing."""
+
+    def refused(home, words, *flags, status=3, **how):
+        assert train(home, tmp_path / "out", *flags, **how) == status
+        text = capsys.readouterr().err
+        assert words in text, text
+        assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
+        assert not (tmp_path / "out").exists()
+        return text
+
+    return refused
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_wrong_data(home, write, tmp_path, capsys, case):
+def test_wrong_data(home, write, refused, case):
     (content, words), recipe = FILES[case], case.split()[0]
     flags = [flag.format(home=home) for flag in RECIPES[recipe][1]] + ["--max-steps", "1", "--max-length", "64"]
-    refused(capsys, home, tmp_path / "out", words, *flags, recipe=recipe, data=write("a.jsonl", content))
+    refused(home, words, *flags, recipe=recipe, data=write("a.jsonl", content))
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_wrong_flags(home, tmp_path, capsys, case):
+def test_wrong_flags(home, tmp_path, refused, case):
     """Exit status 2 where options are wrong by themselves, 3 where they do not fit data, model or folder."""
     flags, words = FLAGS[case]
     if case == "no wandb" and importlib.util.find_spec("wandb"):
@@ -70,7 +72,7 @@ def test_wrong_flags(home, tmp_path, capsys, case):
     (tmp_path / "wrong.jinja").write_text("{{ messages[0].content }}\n\n{{ odd.content }}")
     names = {"FILE": home / "chats.jsonl", "FOLDER": home, "TEMPLATE": tmp_path / "wrong.jinja"}
     status = 2 if case == "no file of options" else 3
-    said = refused(capsys, home, tmp_path / "out", words, *(names.get(flag, flag) for flag in flags), status=status)
+    said = refused(home, words, *(names.get(flag, flag) for flag in flags), status=status)
     assert "--skip-bad row" not in said and ("chats.jsonl:" in said) == case.endswith(("tokens", "an error"))
 
 
@@ -115,11 +117,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_wrong_models(home, tmp_path, capsys, case):
+def test_wrong_models(home, tmp_path, refused, case):
     change, words = MODELS[case]
     shutil.copytree(home / "model", tmp_path / "model")
     change(tmp_path / "model")
-    refused(capsys, tmp_path, tmp_path / "out", words, "--max-steps", "1", data=home / "chats.jsonl")
+    refused(tmp_path, words, "--max-steps", "1", data=home / "chats.jsonl")
 
 
 def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):

@@ -119,13 +119,19 @@ def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, giv
     torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-9)
 
 
-def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer):
+def test_a_row_is_compared_with_the_others_of_its_forward(home, tokenizer):
+    """By each prompt with the answer of the row before it; one that is alone is compared with nothing."""
     data = data_of("kto", tokenizer, data=str(home / "single.jsonl"))
     model, kto = load(home), data.recipe
     kto.frozen_model = load(home)
     with torch.no_grad():
         model.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
-    batch = next(batch for batch in batches_of(data) if len(batch["desirable"]) == 1)
+    batches = list(itertools.islice(batches_of(data), 9))
+    whole = next(batch for batch in batches if len(batch["desirable"]) > 1)
+    said, other = (text_of(whole, tokenizer, prefix) for prefix in ("", "kl_"))
+    answers = [text.partition("assistant\n")[2] for text in said]
+    assert [text.partition("assistant\n")[2] for text in other] == [answers[-1], *answers[:-1]]
+    batch = next(batch for batch in batches if len(batch["desirable"]) == 1)
     value, metrics = kto.loss(model, batch, kto.count(batch).float())
     beta = kto.options.beta
     ratio = (metrics["reward_chosen"][0] + metrics["reward_rejected"][0]) / beta

@@ -47,10 +47,10 @@ def files(home):
 
 
 def options_of(files, out, recipe, data, **given):
-    """A rate that stays, without a rise."""
+    """A rate that stays, without a rise. A batch has all rows or completions, as a step of theirs."""
     return find(recipe).Options(
         model=str(files / "model"), data=str(files / f"trl-{data}.jsonl"), output_dir=str(out), learning_rate=1e-3,
-        lr_scheduler_type="constant_with_warmup", warmup_steps=0, report_to="none", show=0, **given,
+        lr_scheduler_type="constant_with_warmup", warmup_steps=0, report_to="none", show=0, batch_tokens=4096, **given,
     )  # fmt: skip
 
 
@@ -82,14 +82,6 @@ def check_weights(out, of):
 
 # ---- preferences ----
 
-STEPS = 50
-
-
-def preferences(files, out, recipe, data, *, length=64, steps=STEPS, **options):
-    """A batch has all rows, so that a step of theirs has as many rows as one of ours."""
-    batch = dict(max_length=length, batch_tokens=4096)
-    return options_of(files, out, recipe, data, accumulation=1, max_steps=steps, **batch, **options)
-
 
 def rows_in_order(options):
     """The rows as our run takes them, found by the ids of their sequences."""
@@ -110,23 +102,24 @@ SMOOTHED = {"loss_type": ["robust"], "label_smoothing": 0.1}
 ORPO, CPO = "trl.experimental.orpo.ORPO", "trl.experimental.cpo.CPO"
 RUNS = [  # recipe, data, TRL's trainer, our options, its options, metrics: ours and its
     *(("dpo", data, "trl.DPO", {}, {}, REWARDS) for data in ("chats", "implicit", "texts")),
-    ("dpo", "chats", "trl.DPO", {"length": 30}, {}, {}),  # what is too long is cut
+    ("dpo", "chats", "trl.DPO", {"max_length": 30}, {}, {}),  # what is too long is cut
     ("dpo", "chats", "trl.DPO", {"loss_type": "ipo", "beta": 1.0}, {"loss_type": ["ipo"], "beta": 1.0}, {}),
     ("dpo", "chats", "trl.DPO", {"loss_type": "sigmoid_norm", "beta": 2.0},
      {"loss_type": ["sigmoid_norm"], "beta": 2.0}, {}),
-    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust", "steps": 20}, SMOOTHED, {}),
+    ("dpo", "chats", "trl.DPO", {**SMOOTHED, "loss_type": "robust", "max_steps": 20}, SMOOTHED, {}),
     ("dpo", "chats", "trl.DPO", {"sft_weight": 0.3}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}, {}),
     ("kto", "single", "trl.KTO", WEIGHTS, WEIGHTS, {"kl": "kl"}),
     # one step of texts, since these trainers tokenise chats otherwise
-    ("orpo", "texts", ORPO, {"steps": 1}, {}, {}),
-    ("cpo", "texts", CPO, {"steps": 1}, {}, {}),
-    ("simpo", "texts", CPO, {"steps": 1}, {"loss_type": "simpo", "cpo_alpha": 0.0}, {}),
+    ("orpo", "texts", ORPO, {"max_steps": 1}, {}, {}),
+    ("cpo", "texts", CPO, {"max_steps": 1}, {}, {}),
+    ("simpo", "texts", CPO, {"max_steps": 1}, {"loss_type": "simpo", "cpo_alpha": 0.0}, {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "data", "kind", "ours", "theirs", "names"), RUNS, ids=str)
 def test_the_steps_of_preferences_are_trls(files, tmp_path, recipe, data, kind, ours, theirs, names):
-    options = preferences(files, tmp_path / "ours", recipe, data, **ours)
+    ours = {"max_length": 64, "max_steps": 50, **ours}
+    options = options_of(files, tmp_path / "ours", recipe, data, accumulation=1, **ours)
     reference = transformers.AutoModelForCausalLM.from_pretrained(files / "model")
     of = trainer(
         files, tmp_path, kind, rows_in_order(options), options.max_steps, max_length=options.max_length,
@@ -146,13 +139,7 @@ def test_the_steps_of_preferences_are_trls(files, tmp_path, recipe, data, kind, 
 # ---- rollouts ----
 
 ROLLOUTS, GROUP, NEW = 3, 4, 9
-
-
-def sampling(files, out, recipe, data, steps, **given):
-    return options_of(
-        files, out, recipe, data, prompts=ROLLOUTS, max_completion_length=NEW, max_length=128, batch_tokens=4096,
-        max_steps=steps, **given,
-    )  # fmt: skip
+SAMPLING = dict(prompts=ROLLOUTS, max_completion_length=NEW, max_length=128)
 
 
 def prompts_in_order(options, rollouts):
@@ -200,10 +187,10 @@ def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
     if data == "asked":
         given = {**given, "beta": 0.0 if given.get("beta") else 0.2}
         names = {name: key for name, key in names.items() if name != "kl"}
-    ours = sampling(
-        files, tmp_path / "ours", "grpo", data, steps, loss_type=loss, num_generations=GROUP, temperature=0.9,
+    ours = options_of(
+        files, tmp_path / "ours", "grpo", data, max_steps=steps, loss_type=loss, num_generations=GROUP, temperature=0.9,
         reward_funcs=(f"{files / 'rewards.py'}:total", f"{files / 'rewards.py'}:length"), reward_weights=(1.0, 0.5),
-        **given,
+        **SAMPLING, **given,
     )  # fmt: skip
     functions: dict = {}
     exec(REWARD, functions)
@@ -234,9 +221,9 @@ def test_steps_of_grpo_are_trls(files, tmp_path, monkeypatch, loss, data):
 
 @pytest.mark.parametrize("beta, temperature", [(1.0, 1.0), (0.5, 0.8), (0.0, 1.0)])
 def test_steps_of_distillation_on_policy_are_trls(files, teacher, tmp_path, monkeypatch, beta, temperature):
-    steps = 5
-    how = dict(beta=beta, temperature=temperature)
-    ours = sampling(files, tmp_path / "ours", "distill", "asked", steps, teacher=str(teacher), on_policy=True, **how)
+    steps, how = 5, dict(beta=beta, temperature=temperature)
+    given = dict(teacher=str(teacher), on_policy=True, max_steps=steps)
+    ours = options_of(files, tmp_path / "ours", "distill", "asked", **given, **SAMPLING, **how)
     rows = [{"prompt": row["prompt"]} for row in prompts_in_order(ours, steps)]
     of = trainer(
         files, tmp_path, "trl.Distillation", rows, steps, per_device_train_batch_size=ROLLOUTS, shuffle_dataset=False,
