@@ -1,6 +1,6 @@
-"""Answers that are compared: the base of their recipes, and the log probabilities that the losses are of.
+"""Preference tuning: the base of the recipes that compare answers, and the log probabilities that their losses read.
 
-A batch has the chosen sequences, then the rejected ones, or single answers.
+A batch has the chosen sequences and then the rejected ones, or single answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,15 +46,15 @@ class Preference(Recipe):
         return "\n".join(f"{name}: {text}" for name, text in zip(names, shown, strict=True))
 
     def reference_logprobs(self, model: Any, batch: Batch, prefix: str = "") -> Tensor:
-        """The log probabilities [N] of the batch's answers under the reference. prefix: of the names in the batch."""
+        """The log probabilities [N] of the batch's answers under the reference. prefix: see `logprobs`."""
         with self.reference(model) as reference:
             return logprobs(reference, batch, prefix=prefix).sums
 
 
 class Logprobs(NamedTuple):
-    """Log probabilities of N sequences, [N] each: the sum over the tokens of the answer, and over all that are scored.
+    """Log probabilities of N sequences. sums [N]: over the answer's tokens. scored [N]: over all scored tokens.
 
-    aux_loss: the balancing loss of a mixture of experts, weighted, or 0.
+    aux_loss: the weighted balancing loss of a mixture of experts, or 0.
     """
 
     sums: Tensor
@@ -65,7 +65,7 @@ class Logprobs(NamedTuple):
 def logprobs(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) -> Logprobs:
     """The log probabilities of the batch's answers.
 
-    prefix: of the names in the batch. prompts: the prompts of chosen answers are scored too.
+    prefix: of the keys in the batch that are read. prompts: the prompts of chosen answers are scored too.
     """
     inputs = decoder_inputs(batch, prefix)
     labels, bounds = inputs.pop("labels"), inputs["cu_seqlens"]
@@ -83,6 +83,6 @@ def with_prompts(batch: Batch) -> Tensor:
 
 
 def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
-    """The number of labels that count, of each sequence. prompts: with those of `with_prompts`."""
+    """The number of labels of each sequence that are not -100. prompts: of the labels of `with_prompts`."""
     bounds, labels = batch["cu_seqlens"], with_prompts(batch) if prompts else batch["labels"]
     return sum_per_sequence(Targets(labels, bounds).labels != IGNORED, bounds)

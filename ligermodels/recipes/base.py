@@ -41,7 +41,7 @@ class Recipe:
     def __init__(self, options: Any, tokenizer: Tokenizer, multiple: int = 1) -> None:
         self.options, self.tokenizer, self.multiple = options, tokenizer, multiple
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.evaluation: Recipe = self  # the recipe of evaluations, where their loss is another
+        self.evaluation: Recipe = self  # the recipe that evaluates
 
     @classmethod
     def of(cls, options: Any) -> "type[Recipe]":
@@ -79,11 +79,11 @@ class Recipe:
 
     @property
     def capacity(self) -> int:
-        """The space of a batch: its tokens."""
+        """The maximum sum of `space` over the examples of a batch, here in tokens."""
         return int(self.options.batch_tokens)
 
     def collate(self, examples: Sequence[Any]) -> Batch:
-        """The batch of some examples; of none, a batch without a label."""
+        """The batch of these examples; without examples, a batch in which nothing is trained."""
         return packed_batch(examples, self.pad_id, self.multiple)
 
     def show(self, example: Any) -> str:

@@ -57,10 +57,10 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What rows give, by their indices. It is sent to worker processes.
+    """Turns rows, given by their indices, into examples and counts. It is sent to worker processes.
 
-    process: makes an example of a row. format: of all rows, as `formats.detect` finds it; None for any. split: a long
-    text becomes several examples; else the example is cut.
+    process: turns a row into an example. format: of all rows, as `formats.detect` finds it; None for any. split: a
+    text that is longer than `length` becomes several examples; else it is cut.
     """
 
     rows: Rows
@@ -87,17 +87,17 @@ class Outcomes:
         except (InputError, TokenizerError) as error:
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
-            advice = "" if isinstance(error, TemplateError) else " (--skip-bad leaves such rows out)"
+            advice = "" if isinstance(error, TemplateError) else " (--skip-bad drops such rows)"
             raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
         kept = [part for part in parts if part.trained]
         counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
         counts["trained"] = sum(part.trained for part in kept)
         if not example.trained:
             counts["untrained"] = 1
-            note = "left out: nothing in it is to be trained (no answer, an empty one, or train false)"
+            note = "dropped: it has no token to train (no answer, an empty answer, or train false)"
         elif not kept:
             counts["cut_away"] = 1
-            note = f"left out: nothing before --max-length {self.length}, where it is cut, is to be trained"
+            note = f"dropped: it has no token to train before --max-length {self.length}"
         elif tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
             note = f"cut, it has {example.size:,} tokens"
@@ -109,10 +109,10 @@ class Outcomes:
 class Counts:
     """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped.
 
-    rows; tokens and trained (those with a label) of what goes into batches; truncated: rows that are cut, and
-    tokens_cut; untrained: rows dropped because no token of them is trained, cut_away: because truncation left none;
-    bad: rows that --skip-bad left out; ends: rows that train a token that stops the model, of those with_end that
-    should.
+    rows. tokens, trained: all tokens, and those with a label, that go into batches. truncated: rows that are cut;
+    tokens_cut: the tokens cut off. untrained: rows dropped since they train no token; cut_away: rows dropped since
+    truncation left none to train. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
+    stops the model; ends: those that do.
     """
 
     def __init__(self, rows: int, length: int) -> None:
@@ -127,19 +127,19 @@ class Counts:
         if noted and not self.notes:
             self.notes = "".join(noted[:_SHOWN])
             if os.environ.get("RANK", "0") == "0":
-                warnings.warn(f"rows are cut at --max-length {self.length}, or left out:{self.notes}", stacklevel=2)
+                warnings.warn(f"rows are cut at --max-length {self.length}, or dropped:{self.notes}", stacklevel=2)
         dropped, next_step = n["untrained"] + n["cut_away"], f"{self.notes}\n  Next: raise --max-length, or"
         if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
             raise InputError(
                 f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
-                f"{n['cut_away']} none before --max-length {self.length}.{next_step} mend the rows; --dry-run --show 3 "
-                "shows what is trained"
+                f"{n['cut_away']} none before --max-length {self.length}.{next_step} correct the rows; --dry-run "
+                "--show 3 shows what is trained"
             )
         if n["rows"] == n["bad"] >= self.total:
-            raise InputError(f"none of the {self.total} rows can be read; without --skip-bad the first is named")
+            raise InputError(f"none of the {self.total} rows can be read; without --skip-bad the error names the first")
         if n["with_end"] and not n["ends"] and n["rows"] >= min(_ROWS_TO_STOP, self.total):
             raise InputError(
-                f"none of {n['with_end']} rows trains a token that stops the model, which would never stop: rows are "
+                f"none of {n['with_end']} rows trains a token that stops the model, so it would never stop: rows are "
                 "cut before it, or the chat template ends turns without a trained token that is one of the model's eos "
                 f"tokens.{next_step} give --chat-template FILE"
             )

@@ -106,8 +106,8 @@ def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_len
     if ours != theirs or config.vocab_size < tokenizer.vocab_size:
         differ = len(dict(ours[0].items() ^ theirs[0].items()))
         raise InputError(
-            f"the teacher has another tokenizer ({differ} tokens differ, or how a text is split), or too few logits; "
-            "give a --teacher of the same family"
+            f"the teacher has another tokenizer ({differ} tokens differ, or how texts are split) or too few "
+            "logits; give a --teacher of the same family"
         )
     if max_length > (context := config.max_position_embeddings):
         raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")

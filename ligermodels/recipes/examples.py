@@ -1,17 +1,15 @@
-"""Training examples: token ids, labels, which say what the loss counts, and packed batches of them.
+"""Training examples (token ids and labels, which say what the loss counts), and packed batches of them.
 
-A conversation is rendered once, whole, by the tokenizer's chat template, and tokenised once. The assistant's text in it
-is found
-- by the template's own marks, {% generation %} ... {% endgeneration %}, where it has them;
+The tokenizer's chat template renders the whole conversation, which is tokenised once. The assistant's text in it is
+found in one of two ways:
+- by the template's own marks, {% generation %} ... {% endgeneration %}, if it has them;
 - else by prefix difference: the conversation up to an assistant's message, with the beginning of its turn
-  (add_generation_prompt), must be a prefix of the whole; all that the message adds is trained, as in TRL: the token
-  that ends its turn, and the line break that many templates write after that. The offsets of the tokens map characters
-  to tokens.
-Two habits of templates are known to the second way, because what they render is no prefix of the whole: an end of text
-after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template that
-rewrites earlier turns in another way is an error.
-
-An answer that is compared is masked as the completion of a prompt is.
+  (add_generation_prompt), must be a prefix of the whole. All text that the message adds is trained, as in TRL, with the
+  token that ends its turn and the line break that many templates write after it. The offsets of the tokens map
+  characters to tokens.
+Two kinds of templates render text that is no prefix of the whole, and are handled: an end of text after the last
+message only (Phi 3), and reasoning that only the last turn has (Qwen 3). Any other rewriting of earlier turns is an
+error. Answers in preference tuning are masked in the same way as the completion of a prompt.
 """
 
 import dataclasses
@@ -42,10 +40,10 @@ _NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """ids and labels of one document, each label the id itself or -100. Labels are not shifted.
+    """ids and labels of one document. Each label is the id itself or -100; labels are not shifted.
 
-    The first label is -100: nothing predicts the first token.
-    stops: the ids that stop the model, one of which should be trained; None for a plain text, and for a row of ids.
+    The first label is -100, since nothing predicts the first token.
+    stops: the ids that stop the model, of which one should be trained; None for plain texts and for rows of ids.
     """
 
     ids: list[int]
@@ -59,7 +57,7 @@ class Example:
 
     @property
     def space(self) -> float:
-        """What it takes of a batch, in tokens; infinity where it is alone in one."""
+        """The tokens of a batch that the example takes; infinity if it must be alone in a batch."""
         return math.inf if self.images is not None and self.images.is_alone else self.size
 
     @property
@@ -69,11 +67,11 @@ class Example:
 
     @property
     def ends(self) -> bool | None:
-        """Whether a token that stops the model is trained; None where that is not asked."""
+        """Whether a token that stops the model is trained; None if the example needs none."""
         return None if self.stops is None else any(stop in self.labels for stop in self.stops)
 
     def cut(self, length: int) -> "Example":
-        """The first tokens. Raises InputError where that would cut an image."""
+        """The example with its first `length` tokens alone. Raises InputError if that would cut an image."""
         if self.size <= length:
             return self
         if self.images is not None and self.images.token in self.ids[length:]:
@@ -98,7 +96,7 @@ class Example:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Sequences that begin with the same prompt: chosen and rejected, or one with a label, whether it is good."""
+    """Sequences with the same prompt: chosen and rejected, or a single one, whose `label` says whether it is good."""
 
     sequences: tuple[Example, ...]
     label: bool | None = None
@@ -117,7 +115,7 @@ class Comparison:
 
     @property
     def trained(self) -> int:
-        """The number of tokens of the answers; 0 where an answer has none, which cannot be compared."""
+        """The number of tokens of the answers; 0 if one of them has none, since it then cannot be compared."""
         counts = [sequence.trained for sequence in self.sequences]
         return sum(counts) if all(counts) else 0
 
@@ -130,7 +128,7 @@ class Comparison:
 
 
 def encode_answers(item: Answers, tokenizer: Tokenizer) -> Comparison:
-    """The sequences of the answers. Raises InputError, TokenizerError."""
+    """The answers as sequences, each after the prompt. Raises InputError, TokenizerError."""
     return Comparison(tuple(encode(sequence, tokenizer) for sequence in item.sequences), item.label)
 
 
@@ -139,8 +137,8 @@ def encode(
 ) -> Example:
     """The ids and labels of a conversation, a text or tokens. Raises InputError, TokenizerError.
 
-    every_token: train all of a conversation, and of a prompt with a completion both; else what the assistant says.
-    template: in place of the tokenizer's chat template. A text ends with the tokenizer's eos token.
+    every_token: train all tokens of a conversation, or of prompt and completion; else only the assistant's text, or the
+    completion. template: replaces the tokenizer's chat template. A text ends with the tokenizer's eos token.
     """
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
@@ -163,7 +161,7 @@ def _example(
 def _encode_text(item: Text, tokenizer: Tokenizer, every_token: bool) -> tuple[list[int], list[int]]:
     eos, whole = tokenizer.eos_token_id, item.prompt + item.text
     if eos is None:
-        raise InputError("the tokenizer has no eos token, so that the model would not learn where a text ends")
+        raise InputError("the tokenizer has no eos token, so the model would not learn where a text ends")
     if item.prompt and not every_token:
         ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
     else:
@@ -178,7 +176,7 @@ def _encode_text(item: Text, tokenizer: Tokenizer, every_token: bool) -> tuple[l
 def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
 ) -> tuple[list[int], list[int]]:
-    """The ids of the text, and 1 for each that has a character of the spans."""
+    """The ids of the text, and a mask: 1 for tokens with a character in one of the spans."""
     found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
     return found["input_ids"], mask_of(found["offset_mapping"], spans)
 
@@ -216,29 +214,29 @@ def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> b
     source = templates.choose(template, has_tools).source
     try:
         return sandbox.compile_template(source).has_generation
-    except Exception:  # rendering says what is wrong with it
+    except Exception:  # rendering raises the error for it
         return False
 
 
 def _spans(
     text: str, messages: list[dict[str, Any]], trained: list[int], render: Callable[..., str], eos: str
 ) -> list[tuple[int, int]]:
-    """The (start, end) in the text of what each trained message of the assistant adds to it."""
+    """(start, end) of the text that each trained message of the assistant adds."""
     spans = []
     for n in trained:
         if n == 0:
             raise InputError("messages[0]: the first message is the assistant's; start with a user message")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
-            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+            prompt = _NO_THOUGHT.sub("", prompt)  # Qwen 3 begins a turn so with enable_thinking=False
         upto, start, length = text if n == len(messages) - 1 else render(messages[: n + 1]), len(prompt), None
         if text.startswith(prompt) and upto.startswith(prompt):
             length = _length_of_turn(upto[start:], text[start:], eos)
         if length is None:
             raise InputError(
                 f"the chat template changes the conversation up to messages[{n}] once there are messages after it, so "
-                "that the tokens to train are not known. Likely cause: a system prompt or tools, which some templates "
-                "write beside the last message only. Next step: put the system prompt into the first message, or give "
+                "the tokens to train are unknown. Likely cause: a system prompt or tools, which some templates write "
+                "beside the last message only. Next step: put the system prompt into the first message, or give "
                 "a template that marks the assistant's text by {% generation %} ... {% endgeneration %} "
                 "(--chat-template FILE)"
             )
@@ -247,7 +245,7 @@ def _spans(
 
 
 def _length_of_turn(turn: str, rest: str, eos: str) -> int | None:
-    """The number of characters at the beginning of `rest` that are the turn, which was rendered as the last one."""
+    """The length of the turn at the beginning of `rest`, or None. turn: the same turn, rendered as the last one."""
     for said in (turn, turn.removesuffix(eos)):
         if said == rest or (said and rest.startswith(said)):
             return len(said)
@@ -265,7 +263,7 @@ def show(example: Example, tokenizer: Tokenizer) -> str:
     shown, before, end = [], "", 0
     for trained, run in groupby(example.labels, lambda label: label != IGNORED):
         end += len(list(run))
-        # From the beginning each time: the text of a run alone may lack the space before it, or a part of a character.
+        # Decode from the beginning each time: a run alone may lack the space before it, or a part of a character.
         text = tokenizer.decode(example.ids[:end])
         known = len(before) if text.startswith(before) else len(before.rstrip("\ufffd"))
         piece, before = _printable(text[known:]), text
@@ -277,7 +275,7 @@ def show(example: Example, tokenizer: Tokenizer) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with control characters escaped: a terminal would obey them."""
+    """The text with control characters escaped, since a terminal would act on them."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -287,7 +285,7 @@ def _printable(text: str) -> str:
 def best_fit(lengths: Sequence[float], capacity: int) -> list[list[int]]:
     """Bins of indices whose lengths add up to at most `capacity`, by best fit: longest first, into the fullest bin.
 
-    What is longer than the capacity has a bin of its own.
+    An index whose length is above the capacity has a bin of its own.
     """
     bins: list[list[int]] = []
     spaces: list[tuple[float, int]] = []  # (space left, bin) in order, of bins that are not full
@@ -307,8 +305,8 @@ def best_fit(lengths: Sequence[float], capacity: int) -> list[list[int]]:
 def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
-    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. Images add their
-    tensors; an example of Llama-3.2-Vision's is alone, a row without bounds.
+    Padding up to a multiple of `multiple` is a sequence of its own. Without examples, all tokens are padding. Images
+    add their tensors; an example with images for Llama-3.2-Vision is alone, in a batch without cu_seqlens.
     """
     size = sum(example.size for example in examples)
     padding = -size % multiple if size else multiple
@@ -331,8 +329,8 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
 def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
     """A packed batch of text, padded to `length` tokens and length + 1 bounds, so that all batches have one shape.
 
-    Each token of padding is a sequence of its own, which no other token attends to. Further bounds are those of empty
-    sequences at the end.
+    Each token of padding is a sequence of its own, to which no other token attends. The bounds that are still missing
+    belong to empty sequences at the end.
     """
     ids, labels, bounds = (batch[name] for name in ("input_ids", "labels", "cu_seqlens"))
     tokens = ids.shape[1]

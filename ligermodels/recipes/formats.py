@@ -35,7 +35,7 @@ _KNOWN = ("system", "developer", "user", "assistant", "tool")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _NOT_READ = {
     **dict.fromkeys(("videos", "audio", "audios"), "recipes train on texts and images only, for now"),
-    "chat_template_kwargs": "variables of the chat template cannot be set for a row; leave them out",
+    "chat_template_kwargs": "a row cannot set variables of the chat template; leave them out",
 }
 
 
@@ -170,7 +170,7 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
             raise InputError("prompt: it is not what chosen and rejected begin with")
     for key, part in (("prompt", prompt), ("chosen", chosen), ("rejected", rejected)):
         if not part:
-            raise InputError(f"{key}: it is missing, or nothing is left of it beside what chosen and rejected share")
+            raise InputError(f"{key}: it is missing, or empty without the messages that chosen and rejected share")
     return Answers(tuple(_after_prompt(prompt, answer, row) for answer in (chosen, rejected)))
 
 

@@ -119,7 +119,7 @@ class GRPO(Sampling):
     # ---- the loss ----
 
     def count(self, batch: Batch) -> Tensor:
-        """The divisors of a step: those of `layers.policy.Counts`."""
+        """The divisors of a step, as in `layers.policy.Counts`."""
         return batch["counts"]
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:

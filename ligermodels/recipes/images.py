@@ -1,12 +1,12 @@
 """Images in conversations: their placeholders, their tokens, and their pixels in a batch.
 
-An image is given in its part of a message, {"type": "image", "image": ...}, also under path, url, base64 or image_url;
-or in the row's `images`, in order, for parts without their own. Messages that are plain texts may mark the places by
-<image>, as LLaMA-Factory does; without a mark the images stand before the first question, as in TRL. An image is a
-path, relative to the file of the row, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
+A message gives an image in a part {"type": "image", "image": ...}, or under path, url, base64 or image_url. Parts
+without an image take the row's `images`, in order. Messages that are plain texts may mark the places by <image>, as in
+LLaMA-Factory; without a mark the images come before the first question, as in TRL. An image is a path, relative to the
+row's file, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
 
-Qwen's models have tokens for each image, which are packed like others. Llama-3.2-Vision attends to all images of a row
-of a batch, so that an example with images is a row, and a batch, of its own.
+Qwen's models have tokens for each image, which are packed like other tokens. In Llama-3.2-Vision all tokens of a row
+attend to all of its images, so an example with images is a batch of its own.
 """
 
 import functools
@@ -31,14 +31,14 @@ MARK = "<image>"
 
 @dataclass(frozen=True)
 class Images:
-    """The images of an example. token: the id that stands for them. tensors: what they add to a batch, by name."""
+    """The images of an example. token: the id that stands for them. tensors: their inputs of the model, by name."""
 
     token: int
     tensors: dict[str, Tensor]
 
     @property
     def is_alone(self) -> bool:
-        """Whether all tokens of a row attend to its images, as in Llama-3.2-Vision."""
+        """Whether an example needs a batch of its own, since all tokens of a row attend to its images."""
         return "cross_attention_mask" in self.tensors
 
 
@@ -57,7 +57,7 @@ def place(
     found: list[dict[str, Any]]
     found, own, _ = _vision().split_media(messages)
     if given is not None and own:
-        raise InputError("images: they are given, and parts of the messages hold images too. Give them one way")
+        raise InputError("images: the row has some, and so have parts of its messages. Give them in one place")
     if given is not None:
         own = list(given) if isinstance(given, list | tuple) else [given]
         if not any(isinstance(message["content"], list) for message in found):
@@ -125,9 +125,9 @@ def processor_of(folder: Path) -> "Processor":
 def add(
     text: str, mask: Sequence[int], sources: Sequence[Any], processor: "Processor"
 ) -> tuple[Any, list[int], Images]:
-    """The ids and the mask with the tokens of each image, which are not trained, and the images.
+    """The ids and their mask, with the tokens of each image, which are not trained; and the images.
 
-    text: with a placeholder for each. mask: of its tokens. Raises InputError for an image that cannot be read.
+    text: has a placeholder for each image. mask: of its tokens. Raises InputError for an image that cannot be read.
     """
     inputs = dict(processor(text, list(sources), add_special_tokens=False))
     ids, token = inputs.pop("input_ids")[0].tolist(), processor.tokenizer.token_to_id(processor.image_token)
@@ -147,7 +147,7 @@ def shorten(text: str, token: str) -> str:
 
 
 def batch(found: Sequence[Images], length: int) -> dict[str, Tensor]:
-    """What the images of examples, in the order of their tokens, add to a batch of so many tokens."""
+    """The tensors that images, in the order of their tokens, add to a batch of `length` tokens."""
     joined = {name: torch.cat([one.tensors[name] for one in found]) for name in (found[0].tensors if found else ())}
     if (mask := joined.get("cross_attention_mask")) is not None:  # [1, tokens, images, tiles], of the whole text
         joined["cross_attention_mask"] = F.pad(mask, (0, 0, 0, 0, 0, length - mask.shape[1]))

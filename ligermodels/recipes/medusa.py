@@ -2,8 +2,8 @@
 
     loss = sum_k decay^k CE_k,        k = 1, 2, ...
 
-CE_k is the cross entropy of the k-th head, which predicts the token k + 1 ahead, divided by the number of labels that
-the model's own head has: a label so early in its row that no head could predict it counts in the divisor alone.
+CE_k is the cross entropy of the k-th head, which predicts the token k + 1 ahead, divided by the number of labels of the
+model's own head. Labels that come too early in a row for the k-th head count in this divisor alone.
 
 Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.2.
 """

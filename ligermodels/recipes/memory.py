@@ -159,9 +159,9 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
 
 
 def choose(sizes: Sizes, o: TrainOptions, p: Processes, free: int) -> tuple[str, str]:
-    """Precision and activations, each "auto" replaced: the most exact weights that fit, and the least recomputation.
+    """(precision, activations) without "auto": the most exact weights that fit, then the least recomputation.
 
-    free: bytes. Where nothing fits, the smallest.
+    free: bytes. If nothing fits, the choice that needs the least memory.
     """
     exact = ("fp32",) if p.device.type == "cpu" else ("bf16-masters", "bf16")
     precisions = exact if o.precision == "auto" else (o.precision,)

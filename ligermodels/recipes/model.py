@@ -25,9 +25,9 @@ def find(options: TrainOptions) -> Path:
     """The folder of MODEL. Raises InputError for a folder of adapters, or of weights alone."""
     folder = hub.resolve(options.model, weights=not options.scratch)
     if not (folder / "config.json").is_file():
-        what = "no config.json; copy that of the model that the weights came from into it"
+        what = "no config.json; copy into it the config.json of the model that the weights came from"
         if (folder / "adapter_config.json").is_file():
-            what = "only adapters; give the model that they are for, or one into which they are merged"
+            what = "only adapters; give the model that they belong to, or a merged model"
         raise InputError(f"{options.model} has {what}")
     return folder
 

@@ -28,17 +28,17 @@ _BOUNDS = {
 
 
 def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: Any) -> Any:
-    """A field of options.
+    """A field of options, with its checks.
 
-    fixed_on_resume: a run that is resumed with another value is refused. rules, all optional: `choices` of a text; of a
-    number `least`, `above`, `below` and `most`; `required`; `repeated`: the flag of a list is given once for each item;
-    `needs`: an option that has to be given with this one; `excludes`: options that may not be.
+    fixed_on_resume: resuming a run with another value raises. rules, all optional: `choices`, the valid texts; `least`,
+    `above`, `below` and `most`, bounds of a number; `required`; `repeated`: the flag of a list is given once for each
+    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
 
 free_option = functools.partial(option, fixed_on_resume=False)
-"""A field that a run which is resumed may change."""
+"""An option that may have another value when a run is resumed."""
 
 
 # fmt: off

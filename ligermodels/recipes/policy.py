@@ -1,4 +1,4 @@
-"""A batch of completions with their advantages, the losses of policies over it (layers/policy.py), and evaluations."""
+"""Policy losses (layers/policy.py) over a batch of completions with advantages; and the evaluation of a policy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from ligermodels.recipes.steps import Metrics
 
 
 def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
-    """What the loss reads beside a batch of completions, which are packed in this order.
+    """The tensors that the loss reads beside a packed batch of completions, which are packed in the order of `samples`.
 
-    places [N, C] int64: where in the flat log probabilities of the batch those of the completions are, and mask
-    [N, C] bool, whether they count. advantages [N]. counts: those of layers.policy. Without completions, all is
-    padding.
+    places [N, C] int64: the index of each completion's tokens in the flat log probabilities of the batch. mask [N, C]
+    bool: whether a token counts. advantages [N]. counts: as in layers.policy. Without completions, mask is False
+    everywhere.
     """
     starts = batch["cu_seqlens"].tolist()
     shape = max(1, len(samples)), max((len(one.ids) for one in samples), default=1)
@@ -33,14 +33,14 @@ def policy_inputs(batch: Batch, samples: Sequence[Completion]) -> Batch:
 
 
 def policy_loss(model: Any, batch: Batch, count: Tensor, o: Any, ref_logp: Tensor | None) -> tuple[Tensor, Metrics]:
-    """The batch's part of the loss. ref_logp [N, C]: of the reference, if the options have a beta."""
+    """The batch's part of the loss. ref_logp [N, C]: from `reference_logprobs`, or None without a beta."""
     metrics, counts = Metrics(), policy.Counts(*count.unbind())
     places, mask, advantages = (batch[name] for name in ("places", "mask", "advantages"))
 
     def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
         found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
         logp, entropy = (values.reshape(-1)[places] for values in found)
-        # The first step of a rollout: what was sampled from is what is trained.
+        # In the first step of a rollout, the model that sampled is the model that is trained.
         old_logp = batch.setdefault("old_logprobs", logp.detach())
         ratio = policy.ratios(o.loss_type, logp, old_logp, mask)
         losses = policy.token_losses(o.loss_type, logp, ratio, advantages, **o.clip)
@@ -72,7 +72,7 @@ def reference_logprobs(reference: Any, batch: Batch, temperature: float) -> Tens
 
 
 class Greedy(Sampling):
-    """Evaluations: minus the mean reward of the greedy completions of prompts. grpo: the recipe that judges them."""
+    """The recipe that evaluates GRPO: its loss is minus the mean reward of greedy completions. grpo: gives rewards."""
 
     def __init__(self, grpo: Any) -> None:
         super().__init__(grpo.options, grpo.tokenizer, grpo.multiple)
@@ -83,7 +83,7 @@ class Greedy(Sampling):
         return int(self.options.rows_at_once)
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """The prompts, and their ids as labels: in another rank's batch there is no label, and nothing counts."""
+        """The prompts, with their ids as labels. A batch of another rank has no labels, and does not count."""
         return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
 
     def count(self, batch: Batch) -> Tensor:

@@ -37,7 +37,7 @@ def say(text: str) -> None:
 class Reporter:
     """Writes the metrics of steps and evaluations, on rank 0.
 
-    resumed, evaluated: the steps after which the run continues, and after which it was evaluated last.
+    resumed: the step after which the run continues. evaluated: the step of the last evaluation.
     """
 
     def __init__(self, options: TrainOptions, steps: int, resumed: int, evaluated: int):
@@ -45,7 +45,7 @@ class Reporter:
         self.file = Path(options.output_dir) / "metrics.jsonl"
         self._start, self._shown = time.perf_counter(), 0.0
         lines = [line for line in self.lines() if line["step"] <= (evaluated if "eval_loss" in line else resumed)]
-        with write_errors(self.file), replacing(self.file, 0, is_file=True) as new:  # a kill loses no step before
+        with write_errors(self.file), replacing(self.file, 0, is_file=True) as new:  # a kill loses no earlier step
             (new / self.file.name).write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         self._log = _logger(options, resumed)
 
@@ -100,7 +100,7 @@ def check_logger(logger: str) -> None:
 
 
 def _logger(options: TrainOptions, resumed: int) -> Any:
-    """log(step, values) of TensorBoard or Weights & Biases, or of neither; step None closes it."""
+    """A function log(step, values) that writes to TensorBoard, Weights & Biases or nothing; step None closes it."""
     folder = Path(options.output_dir).resolve()
     if options.report_to == "wandb":
         import wandb
@@ -159,11 +159,11 @@ def make_plan(
 
 
 def left_out(counts: Mapping[str, int]) -> str:
-    """The rows that were cut or left out, of the numbers of `Counts`."""
+    """The rows that were cut or dropped, from the numbers of `Counts`, as text."""
     names = {
         "truncated": "rows cut at --max-length",
-        "untrained": "rows left out without a token to train",
-        "cut_away": "rows left out whose trained tokens come after --max-length",
+        "untrained": "rows dropped without a token to train",
+        "cut_away": "rows dropped whose trained tokens come after --max-length",
         "bad": "rows skipped that cannot be read",
     }
     return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])

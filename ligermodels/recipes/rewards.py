@@ -60,11 +60,11 @@ class Rewards:
 
 
 def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: Sequence[str]) -> list[float | None]:
-    """The numbers of one function, a number or None for each completion. Raises InputError."""
+    """The result of one function: a number or None for each completion. Raises InputError."""
     parameters, rows = inspect.signature(function).parameters, f"{where[0]} to {where[-1]}"
     needed = {key for key, one in parameters.items() if one.kind not in _OTHERS and one.default is one.empty}
     if missing := sorted(needed - given.keys()):
-        raise InputError(f"the reward {name} takes {', '.join(missing)}, and the rows have {', '.join(given)}")
+        raise InputError(f"the reward {name} needs the columns {', '.join(missing)}; the rows have {', '.join(given)}")
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         given = {key: values for key, values in given.items() if key in parameters}
     try:

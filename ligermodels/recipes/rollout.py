@@ -64,15 +64,15 @@ class RolloutOptions(TrainOptions):
 
     @property
     def rows_at_once(self) -> int:
-        """Completions that are sampled at a time."""
+        """The number of completions that a GPU samples at a time."""
         return self.rollout_rows or self.prompts * self.num_generations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt(Example):
-    """prompt: as in the row, a text or messages. columns: the row's others. where: the row, for errors."""
+    """prompt: as in the row, a text or messages. columns: the row's other columns. where: names the row in errors."""
 
-    space = 1  # a batch has a number of prompts
+    space = 1  # the capacity of a batch is a number of prompts
     prompt: str | list[dict[str, Any]] = ""
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = ""
@@ -263,7 +263,7 @@ class Sampling(Recipe):
         return [Completion(prompts[n // copies], ids, texts[n], ids[-1] not in stops) for n, ids in enumerate(sampled)]
 
     def batch_of(self, completions: Sequence[Completion]) -> Batch:
-        """The batch of some completions."""
+        """The packed batch of these completions."""
         return Recipe.collate(self, [one.example for one in completions])
 
     def metrics_of(self, completions: Sequence[Completion]) -> Metrics:

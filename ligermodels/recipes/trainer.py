@@ -284,7 +284,7 @@ class Trainer:
         tokens_of_all, seconds, came, failures = p.sum(tokens, seconds, self.signals.came, failed is not None)
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise TrainingError(
-                f"step {progress.step + 1} of {progress.steps}: the loss is {value}, the norm of the gradient {norm}. "
+                f"step {progress.step + 1} of {progress.steps}: the loss is {value}, and the gradient norm {norm}. "
                 "This step is not saved; earlier checkpoints are unchanged.\n  Next: a lower --learning-rate than "
                 f"{o.learning_rate:g}, or a longer --warmup-steps, in another --output-dir."
             )

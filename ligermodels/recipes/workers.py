@@ -1,10 +1,10 @@
-"""Work that is done ahead of its use, in a thread or in worker processes.
+"""Work that is done before its result is needed, in a thread or in worker processes.
 
-Worker processes are no forks of the run, whose threads (of tokenizers, torch, CUDA) do not survive in a fork, but of a
-server that multiprocessing starts (forkserver): as everywhere in multiprocessing, what is sent must be picklable, and a
-script must start its work under `if __name__ == "__main__":`. Each process has a pipe of its own,
-whose end both sides notice. The processes of a DataLoader or a ProcessPoolExecutor share a pipe, so that a run waits
-forever for one that is killed while it writes (torch 2.13, Python 3.11, both seen in a test).
+multiprocessing's forkserver starts the worker processes. They cannot be forks of the run, since its threads (of
+tokenizers, torch, CUDA) do not survive a fork. As everywhere in multiprocessing, all that is sent must be picklable,
+and a script must start its work under `if __name__ == "__main__":`. Each process has its own pipe, so that both sides
+notice when the other ends. In a DataLoader or a ProcessPoolExecutor the processes share a pipe, and the run waits
+forever for a process that is killed while it writes (seen in tests with torch 2.13 and Python 3.11).
 """
 
 import collections
@@ -24,10 +24,10 @@ Work = Callable[[Any], Any]
 
 
 def map_ahead(work: Work, items: Iterator[Any], ahead: int, processes: int) -> Generator[Any]:
-    """work(item) for each item, in their order, of which `ahead` are computed before they are asked for.
+    """Yields work(item) for each item, in order, and computes up to `ahead` results before they are asked for.
 
-    processes: worker processes, to which `work` is sent; 0: a thread. Raises the errors of `work`, and TrainingError if
-    a process dies.
+    processes: number of worker processes, to which `work` is sent; 0: a thread. Raises the errors of `work`, and
+    TrainingError if a process dies.
     """
     free: queue.SimpleQueue[Work] = queue.SimpleQueue()
     for one in [_in_process(work) for _ in range(processes)] or [work]:
@@ -56,7 +56,7 @@ def map_ahead(work: Work, items: Iterator[Any], ahead: int, processes: int) -> G
 def _in_process(work: Work) -> Work:
     """`work` in a process of its own, which ends with this function."""
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all
+    context.set_forkserver_preload(["ligermodels.recipes.base", "tokenizers"])  # imported once, for all processes
     pipe, other = context.Pipe()
     process = context.Process(target=_serve, args=(work, other), daemon=True)
     process.start()

@@ -111,7 +111,7 @@ MODELS = {
     "no template": (change_template(None), "has no chat template, and rows of messages need one. Likely: a base model"),
     "turns without an end": (change_template(PLAIN), "none of 16 rows trains a token that stops the model"),
     "no folder": (shutil.rmtree, "is not there"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json; copy that of the model"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json; copy into it the config"),
     "adapters": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has only adapters"),
 }  # fmt: skip
 

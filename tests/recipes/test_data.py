@@ -143,7 +143,7 @@ def test_packed_windows_are_full():
 
 def test_a_long_row_is_cut_or_split():
     cut = batches_of([10], length=4, epochs=1)
-    text = "rows are cut at --max-length 4, or left out:\n  lengths:1: cut, it has 10 tokens"
+    text = "rows are cut at --max-length 4, or dropped:\n  lengths:1: cut, it has 10 tokens"
     with pytest.warns(UserWarning, match=text) as warned:
         assert [documents(batch) for batch in cut] == [[(1, 4)]]
     assert len(warned) == 1 and reported(cut) == dict(rows=1, tokens=4, trained=3, truncated=1, tokens_cut=6)
@@ -153,14 +153,12 @@ def test_a_long_row_is_cut_or_split():
 
 
 LATE, STOPS = functools.partial(encode, first=5), functools.partial(encode, end=999)
-UNTRAINED = "".join(
-    rf"\n  lengths:{n}: left out: nothing in it is to be trained \(no answer[^\n]*" for n in (90, 91, 92)
-)
+UNTRAINED = "".join(rf"\n  lengths:{n}: dropped: it has no token to train \(no answer[^\n]*" for n in (90, 91, 92))
 CUT = r"trains a token that stops the model.*cut before it.*lengths:1: cut, it has 8 tokens"
 TOO_LITTLE = {  # sizes, process, length, the error or None
     "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
     "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*11 have none.*{UNTRAINED}\n  Ne"),
-    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 none before --max-length 5.*\n  lengths:1: left out: n"),
+    "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 none before --max-length 5.*\n  lengths:1: dropped: it"),
     "cut": ([9] * 19 + [6], LATE, 7, None),
     "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
     "one stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (row["id"] + 1,)), 8, None),

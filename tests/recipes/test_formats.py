@@ -158,7 +158,7 @@ BAD = [
     ({"input_ids": ["a"]}, r"input_ids: expected integers, not \['a'\]"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both are the same"),
     ({"chosen": "b", "rejected": "c"}, "prompt: it is missing"),
-    ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: it is missing, or nothing is left of it"),
+    ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: it is missing, or empty without"),
     ({"chosen": "b", "rejected": [said("c")]}, "one is a text, the other a list"),
     ({"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]}, "prompt: it is not what"),
     ({"prompt": "a", "completion": "b", "label": "good"}, "label: expected true or false, not 'good'"),

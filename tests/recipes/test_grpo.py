@@ -153,7 +153,7 @@ WRONG = {
     "nan": r"the reward nan returned nan for x.jsonl:1, not a finite",
     "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
     "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
-    "asks": "the reward asks takes solution, and the rows have answer, prompts, completions, completion_ids",
+    "asks": "the reward asks needs the columns solution; the rows have answer, prompts, completions, completion_ids",
     "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     "other": "has no function other; it has reward, right, fails",
 }

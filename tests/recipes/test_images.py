@@ -174,7 +174,7 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
         (ok | {"images": ["http://somewhere/a.png"]}, "is a URL, and nothing is fetched"),
         (ok | {"images": NAMES[:2]}, "there are 2, and the messages have places for 1"),
         ({"messages": question}, "there are 0, and the messages have places for 1"),
-        ({"messages": [asked(image(image=NAMES[0])), said("x")], "images": [NAMES[0]]}, "Give them one way"),
+        ({"messages": [asked(image(image=NAMES[0])), said("x")], "images": [NAMES[0]]}, "Give them in one place"),
         ({"messages": [asked(HERE, "<|image_pad|><|image|>"), said("x")], "images": [NAMES[0]]}, r"texts have \[2\]"),
         ({"messages": [asked(image(video="x")), said("x")]}, "a part of the messages|places"),
     ):

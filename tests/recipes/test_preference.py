@@ -45,7 +45,7 @@ def test_long_answers_are_cut_and_long_prompts_left_out(write, tokenizer):
     rows = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts]
     data = data_of("dpo", tokenizer, data=str(write("rows.jsonl", rows)))
     found = data.batches(epochs=1)
-    with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, or left out:"):
+    with pytest.warns(UserWarning, match=r"rows are cut at --max-length 64, or dropped:"):
         texts = {text for batch in map(data.recipe.collate, found) for text in text_of(batch, tokenizer)}
     assert texts == {"p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"}
     report = found.counts.numbers
