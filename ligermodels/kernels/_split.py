@@ -1,12 +1,12 @@
-"""fp32 matrices as sums of bf16 ones, whose products run on tensor cores and are as exact as those in fp32.
+"""Splits fp32 matrices into sums of bf16 matrices, so that matmuls run on tensor cores and stay as exact as in fp32.
 
-An fp32 number is a1 + a2 + a3, each in bf16: what the ones before it leave, rounded to 8 bits. With x in bf16
+An fp32 number is the sum a1 + a2 + a3 of bf16 numbers: each is the remainder so far, rounded to 8 bits. With x in bf16
 
     x b = x b1 + x b2 + x b3            a b = a1 b2 + a1 b3 + a1 b1 + a2 b1 + a3 b1 + a2 b2,
 
-where the products that are left out are 2^-24 of a b. So a product with `split` matrices is one matmul in bf16 that
-sums in fp32, over an inner dimension that is six times as long. `split` writes the six parts of a left or of a right
-factor in the order above; a product with one such matrix alone has three distinct parts among six, which are summed.
+where the terms that are left out are 2^-24 of a b. A matmul of two `split` matrices is therefore one bf16 matmul with
+fp32 sums and an inner dimension that is six times as long. `split` writes the six parts of a left or a right factor in
+the order above. If only the right factor is split, parts 0 to 2 of the result are distinct, and their sum is x b.
 """
 
 import torch
@@ -21,7 +21,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _split_kernel(out_ptr, x_ptr, N, INNER, LEFT: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    """x [N / INNER, INNER], or with SUM [N / INNER, 6, INNER], of which parts 0 to 2 are summed; out as the latter."""
+    """x [N / INNER, INNER] -> out [N / INNER, 6, INNER]. With SUM, x has the shape of out; parts 0 to 2 are summed."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < N
     at = i // INNER * (6 * INNER) + i % INNER
@@ -43,9 +43,9 @@ def _split_kernel(out_ptr, x_ptr, N, INNER, LEFT: tl.constexpr, SUM: tl.constexp
 
 
 def split(x: Tensor, *, left: bool, rows: bool = False, summed: bool = False) -> Tensor:
-    """The parts of fp32 x [M, N]: bf16 [M, 6 N], those of an element side by side; with `rows` [6 M, N].
+    """The six parts of fp32 x [M, N] in bf16: [M, 6 N], the parts of an element side by side; with `rows` [6 M, N].
 
-    left: in the order of a left factor. summed: x is a product [M, 6 N] with a right factor, whose parts are summed.
+    left: in the order of a left factor. summed: x is a product [M, 6 N] with a right factor, and is summed first.
     """
     inner = x.shape[1] if rows else 1
     count = x.numel() // PARTS if summed else x.numel()
@@ -56,10 +56,10 @@ def split(x: Tensor, *, left: bool, rows: bool = False, summed: bool = False) ->
 
 
 def gradient_of_rows(total: Tensor) -> Tensor:
-    """[M, N] from the product [6 M, N] of a left factor's transpose."""
+    """[M, N], the gradient of a matrix split by rows, from the product [6 M, N] of a left factor's transpose."""
     return total.view(-1, PARTS, total.shape[1])[:, 2:5].sum(1)
 
 
 def gradient_of_columns(total: Tensor) -> Tensor:
-    """[M, N] from the product [M, 6 N] with a left factor."""
+    """[M, N], the gradient of a matrix split by columns, from the product [M, 6 N] with a left factor."""
     return total.view(total.shape[0], -1, PARTS)[:, :, 2:5].sum(2)

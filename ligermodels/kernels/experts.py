@@ -1,5 +1,5 @@
-"""Experts of any operands: `moe_experts` for dense ones, and this file's op for frozen ones with LoRA adapters, with
-weights of few bits (QLoRA), or with both.
+"""Experts of any operands: `moe_experts` for dense ones; the op of this file for frozen experts with LoRA adapters,
+quantised weights (QLoRA) or both.
 
     [gate | up] = x W1[e]^T + s1 (x A1[e]^T) B1[e]^T                  h = act(gate) * up
     y[t] = sum over the experts e of t of weights[t, e] * (h W2[e]^T + s2 (h A2[e]^T) B2[e]^T)
@@ -7,10 +7,10 @@ weights of few bits (QLoRA), or with both.
 What differs from moe.py:
 - Each product is a grouped matmul of its own: one for W, one for all A[e], one for all B[e]. W gets no gradient, so no
   tensor of its size is written.
-- Weights of few bits are saved as they are, and dequantised for each matmul. Where few tokens are decoded, only those
-  of the experts that a token chose are dequantised, one for each of the T k rows.
-- Saved for each of the T k rows: x where A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I numbers;
-  with `recompute` only x of each token.
+- Quantised weights are saved as they are, and dequantised for each matmul. When few tokens are decoded, only the
+  experts that they chose are dequantised, one copy for each of the T k rows.
+- The op saves for each of the T k rows: x if A1 is trained, gate_up, h and the expert's output, in all 2 H + 3 I
+  numbers; with `recompute` it saves only x of each token.
 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """

@@ -80,17 +80,17 @@ def _traced(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, g
 
 
 def _several(tensors: Any) -> tuple:
-    """A tuple of one tensor or None, or of several."""
+    """The tensors as a tuple; a single tensor, or None, becomes a tuple of one."""
     return (tensors,) if tensors is None or isinstance(tensors, Weight) else tuple(tensors)
 
 
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; leaves: of layers [F, H], or gated [2F, H] in all, and of the last layer [N, F] -> y [..., N].
+    """y [..., N] from x [..., H]. leaves: of the first layers, [F, H] (gated: 2F rows in all), and of the last, [N, F].
 
-    options: z of x, or None where rows is given; x's handle, or None; rows, tokens per chunk, of which z is recomputed,
-    or None; what `flatten` leaves of first and last; gated; activation; N; the number of the first's leaves.
-    It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. So H = x A^T of
-    adapters, which exists only then, is recomputed.
+    options: z, or None if rows is given; the recompute handle of x, or None; rows: tokens per chunk if z is recomputed,
+    else None; `flatten`'s rest of first and last; gated; activation; N; the number of leaves of the first layers.
+    It returns empty memory that `_run` fills after everything is saved: see GLULinear in glu.py. H = x A^T of the
+    adapters is computed only then, so the backward recomputes it.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class _MLP(torch.autograd.Function):
             dx = x.new_empty(x.shape) if make_x is None else x  # of each chunk, x is read before dx is written
         if chunks and rows is not None:
             workspace = dy.new_empty(min(rows, len(dy)), width)
-        if several:  # once, since to dequantise takes more time than a matmul of 128 tokens
+        if several:  # once for all chunks: dequantising takes more time than a matmul of 128 tokens
             first.dequantize(dy.dtype)
             last.dequantize(dy.dtype)
         for chunk in chunks:
@@ -143,7 +143,7 @@ class _MLP(torch.autograd.Function):
                 z = saved_z.reshape(-1, width)
             d_inner = last.inner_gradient(dy_chunk)
             if need_z:
-                h = last.input_gradient(dy_chunk, d_inner)  # dh, until the kernel leaves h in its place
+                h = last.input_gradient(dy_chunk, d_inner)  # dh at first; the kernel writes h over it
                 dz, _ = glu_backward(h, z, None, gated, activation, emit=need_h, overwrite=overwrite)
             elif need_h:
                 h = glu_forward(z, None, gated, activation)
@@ -168,7 +168,7 @@ def _run(
     x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
     rows: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """On the Triton kernels. rows: as of `_MLP`."""
+    """The MLP by the Triton kernels. rows: see `_MLP`."""
     (leaves, of_first), (more, of_last), width = flatten(first), flatten([last]), last.weight.shape[0]
     with torch.no_grad():
         inner, outer = Layers(leaves, of_first, x.dtype), Layers(more, of_last, x.dtype)
@@ -199,7 +199,7 @@ def mlp_of(
     x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool, activation: str,
     recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
-    """The MLP of operands: `gated_mlp`, where `first` is one layer of gate and up, or two; or `mlp`."""
+    """`gated_mlp` or `mlp` of operands. first: for a gated MLP gate and up, as two layers or joint in one."""
     where, layers = "mlp", ("fc1_", "fc2_")
     if gated:
         where, layers = "gated_mlp", ("gate_up_", "down_") if len(first) == 1 else ("gate_", "up_", "down_")  # type: ignore[assignment]
@@ -248,7 +248,7 @@ def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, act
 
 
 def _halves(layer: LinearOperand) -> list[LinearOperand]:
-    """Gate and up of a layer that has both."""
+    """Gate and up as two layers, from one layer with both."""
     weight, bias, _ = layer
     weights = weight.chunk(2) if isinstance(weight, Tensor) else weight.split(2)
     return list(map(LinearOperand, weights, (None, None) if bias is None else bias.chunk(2)))
@@ -290,7 +290,7 @@ def mlp(
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute, workspace_bytes and a `LowBitWeight` as in `gated_mlp`, of fc1's output.
+    `activate`; recompute and workspace_bytes (for fc1's output) as in `gated_mlp`. Weights may be `LowBitWeight`s.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     options: Any = dict(activation=activation, recompute=recompute, workspace_bytes=workspace_bytes)

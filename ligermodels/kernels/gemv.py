@@ -40,7 +40,7 @@ def _gemv_kernel(
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
     NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), where loads of both are in flight.
+    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), which loads w and up at once.
 
     s_ptr: one scale per row of w, or None. EVEN: BK divides K.
     """
@@ -114,8 +114,8 @@ def gemv(
     """F.linear(x, weight, bias), with `up` act(F.linear(x, weight, bias)) * F.linear(x, up, up_bias): [..., N].
 
     x: [..., K], one row; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: [..., N],
-    contiguous, where the result is written. scale, up_scale: fp32 [N] of quantised weights, which may have any dtype of
-    Triton's; see quantized.py. The results of gate and up are not rounded in between.
+    contiguous, to which the result is written. scale, up_scale: fp32 [N], the scales of quantised weights (int8, fp8;
+    see quantized.py). With `up`, the two products are not rounded before the activation.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out

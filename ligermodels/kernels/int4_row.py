@@ -1,10 +1,10 @@
 """Linear layers of one row, as in decoding, with weights in int4 (quantized.py), on tensor cores. Without autograd.
 
-An H200 reads 35 weights per clock and multiprocessor, which issues 128 operations in that time, of which 64 of
-integers. Products in fp32 take 3.2 to 3.8 operations a weight, 1.6 of integers; these take 1.8 to 2.1, and 0.9. A lane
-multiplies its own words by its own part of x: of what a warp's product has, the diagonal is wanted. So a warp loads 512
-bytes of a row in order, and a program loads x once for its 8 or 16 rows. The first words are loaded while the kernel
-before ends. An H200 decodes 512 tokens/s of an 8B (before `_merge`), with products in fp32 458.
+In one clock, the memory of an H200 delivers 35 weights to each multiprocessor, which issues 128 operations, at most 64
+of them on integers. fp32 products take 3.2 to 3.8 operations per weight, 1.6 of them on integers; this kernel takes 1.8
+to 2.1, and 0.9. Each lane multiplies the words that it loaded by its own part of x, and only the diagonal of a warp's
+matmul is used. So a warp can load 512 bytes of a row in order, and a program loads x once for its 8 or 16 rows. The
+first words load while the kernel before this one ends. An 8B decodes 512 tokens/s (before `_merge`); in fp32 458.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ _LESS_OPERANDS = tl.constexpr("=&f,=&f" + 16 * ",r")  # of `_less_ptx`
 
 @triton.jit
 def load(ptr, mask, EVEN: tl.constexpr):
-    """tl.load; masked, with zeros, unless EVEN."""
+    """tl.load; unless EVEN, with a mask, and 0 where it is False."""
     if EVEN:
         return tl.load(ptr)
     else:
@@ -48,9 +48,9 @@ def _int4_kernel(
 ):  # fmt: skip
     """A block of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
 
-    A block is PAIRS rows a and as many rows b: every other row of w, or the rows of w and of `up`. W: words of a row.
-    STEPS: tiles of a row, of which each of LANES lanes has four words, as two of 64 bits. EARLY: how many of them are
-    loaded while the kernel before this one ends. EVEN: all words of the tiles exist; FULL: all rows of the blocks.
+    A block has PAIRS pairs of rows (a, b): neighbours in w, or the same row of w and `up`. W: words of a row.
+    STEPS: tiles of a row. In a tile each of LANES lanes has four words, loaded as two of 64 bits. EARLY: tiles that are
+    loaded while the kernel before this one ends. EVEN: all words of the tiles exist. FULL: all rows of the blocks exist.
     """
     GLU: tl.constexpr = up_ptr is not None
     if TENSOR_CORES and OVERLAP:
@@ -61,7 +61,7 @@ def _int4_kernel(
     b_w_ptr = up_ptr.to(tl.pointer_type(tl.int64)) if GLU else w_ptr
     b_s_ptr = up_s_ptr if GLU else s_ptr
     block = tl.program_id(0)
-    # No kernel writes weights, so that their first loads need not wait for the kernel before this one. x must.
+    # No kernel writes weights, so their loads need not wait for the kernel before this one. Loads of x must wait.
     words, scales = (), ()
     for i in tl.static_range(EARLY):
         words += _words(w_ptr, b_w_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
@@ -83,7 +83,7 @@ def _int4_kernel(
 
 @triton.jit
 def _rows(block, N, PAIRS: tl.constexpr, GLU: tl.constexpr, FULL: tl.constexpr):
-    """The first row of a block, and its rows a and b [PAIRS, 1], counted from there."""
+    """The first row of a block, and its rows a and b [PAIRS, 1], counted from the first."""
     start = tl.full((), PAIRS if GLU else 2 * PAIRS, tl.int64) * block
     a = tl.arange(0, PAIRS)[:, None] * (1 if GLU else 2)
     b = a + (0 if GLU else 1)
@@ -98,7 +98,7 @@ def _words(
     a_ptr, b_ptr, block, step: tl.constexpr, N, W: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
     GLU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """A step's words of the rows a and b of a block: each int64 [PAIRS, 2 LANES]."""
+    """The words of one step, for the rows a and b of a block: int64 [PAIRS, 2 LANES] each."""
     start, a_rows, b_rows = _rows(block, N, PAIRS, GLU, FULL)
     at = tl.arange(0, 2 * LANES)[None, :] + step * 2 * LANES
     a_ptr += start * (W // 2) + (a_rows * (W // 2) + at)
@@ -117,7 +117,7 @@ def _scales(
     a_ptr, b_ptr, block, step: tl.constexpr, N, W: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
     GLU: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """A step's scales of the rows a and b of a block, as bits: each [PAIRS, LANES]."""
+    """The scales of one step, for the rows a and b of a block, as bits: [PAIRS, LANES] each."""
     start, a_rows, b_rows = _rows(block, N, PAIRS, GLU, FULL)
     group = tl.arange(0, LANES)[None, :] // 4 + step * (LANES // 4)
     if not EVEN:
@@ -129,7 +129,7 @@ def _scales(
 
 @triton.jit
 def _load_bits(ptr, PTX: tl.constexpr):
-    """The bf16 numbers at the pointers, as bits. tl.load would use a layout that has to be converted."""
+    """Loads bf16 numbers as bits. tl.load would choose a layout that must be converted afterwards."""
     if PTX:
         return tl.inline_asm_elementwise(
             "ld.global.u16 $0, [$1];", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -140,14 +140,14 @@ def _load_bits(ptr, PTX: tl.constexpr):
 
 @triton.jit
 def _for_each_long(scale, PAIRS: tl.constexpr, LANES: tl.constexpr):
-    """Bits of bf16 [PAIRS, LANES] -> fp32 [PAIRS, 2 LANES], each twice."""
+    """fp32 [PAIRS, 2 LANES] from bits of bf16 [PAIRS, LANES]: each number twice, for the two int64 of a lane."""
     scale = (scale << 16).to(tl.float32, bitcast=True)
     return tl.reshape(tl.broadcast_to(scale[:, :, None], (PAIRS, LANES, 2)), (PAIRS, 2 * LANES))
 
 
 @triton.jit
 def _load_x(x_ptr, step: tl.constexpr, K, LANES: tl.constexpr, EVEN: tl.constexpr):
-    """x of a step in pairs, as `_products_ptx` takes it, after what its products are too large by, negative."""
+    """(less, eight tensors of pairs of x) of one step, for `_products_ptx`. less: minus the excess of bf16 products."""
     words = tl.arange(0, 4 * LANES) + step * 4 * LANES
     columns = words // 16 * 128 + words % 16
     a, b = _pairs_of_x(x_ptr, columns, K, EVEN, LANES)
@@ -164,7 +164,7 @@ def _load_x(x_ptr, step: tl.constexpr, K, LANES: tl.constexpr, EVEN: tl.constexp
 
 @triton.jit
 def _pairs_of_x(x_ptr, columns, K, EVEN: tl.constexpr, LANES: tl.constexpr):
-    """x of the columns [4 LANES] and, in the upper 16 bits, of those 64 further: [2 LANES] of even and of odd words."""
+    """Pairs x[c] | x[c + 64] << 16 for the columns c [4 LANES]: [2 LANES] for even words, [2 LANES] for odd ones."""
     low, high = load(x_ptr + columns, columns < K, EVEN), load(x_ptr + columns + 64, columns + 64 < K, EVEN)
     low, high = low.to(tl.uint16, bitcast=True).to(tl.uint32), high.to(tl.uint16, bitcast=True).to(tl.uint32)
     return tl.split(tl.reshape(low | (high << 16), (2 * LANES, 2)))
@@ -175,7 +175,7 @@ def _store(
     y_ptr, b_ptr, up_b_ptr, total, block, N, PAIRS: tl.constexpr, LANES: tl.constexpr, GLU: tl.constexpr,
     NAME: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Stores a block's elements of y. All lanes have all of them, and each stores one."""
+    """Stores the elements of y of a block. Every lane has all of them, and stores one."""
     y = _sum_lanes(total, PAIRS, LANES, PTX)
     lanes = tl.arange(0, LANES)
     if GLU:
@@ -194,16 +194,16 @@ def _store(
 def _add_by_mma(
     total, words, scales, step: tl.constexpr, x, dtype: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """Adds a step's products, by mma.sync: element 0 of a lane's two is its part of the sum of a row a, 1 of b's.
+    """Adds the products of one step, by mma.sync. A lane has two elements: its parts of the sums of rows a and b.
 
-    Four lanes, a quad, have a group's words; a warp has eight quads. The left operand has 16 rows: the groups of a row
-    a, one per quad, and those of b. The right one has 8 columns: the parts of x that belong to these groups. What is
-    wanted of the product is the diagonal, of which each quad has one number for a and one for b. So a lane's operands
-    are its own words and its own part of x, which is the same for all rows.
+    Four lanes (a quad) have the words of a group of 128 columns; a warp has eight quads. The left operand of the matmul
+    has 16 rows: for each quad its group of row a, and of row b. The right operand has 8 columns: for each quad the part
+    of x of its group. Only the diagonal of the result is used; each quad has one number of it for a and one for b. So a
+    lane's operands are its own words and its own part of x, which is the same for all rows.
     """
     lanes = tl.arange(0, LANES)
     quad = lanes // 4 % 8
-    # Lane j of a quad has columns 2 j and 2 j + 1. 0 or 1: which of them is on the diagonal; 2: neither.
+    # Lane j of a quad has columns 2 j and 2 j + 1. diagonal: 0 or 1, the one that is on the diagonal; 2: neither.
     diagonal = tl.where(lanes % 4 == quad // 2, quad % 2, 2)[None, :, None]
     diagonal = tl.reshape(tl.broadcast_to(diagonal, (PAIRS, LANES, 2)), (PAIRS, 2 * LANES))
     a_scale, b_scale = scales[2 * step], scales[2 * step + 1]
@@ -226,7 +226,7 @@ def _every(x, PAIRS: tl.constexpr):
 def _add_by_fma(
     total, words, scales, step: tl.constexpr, x_ptr, K, PAIRS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """`_add_by_mma` in fp32, for x of fp32 and where there is no PTX."""
+    """`_add_by_mma` with fp32 products, for fp32 x and for devices without PTX."""
     longs = tl.arange(0, 2 * LANES) + step * 2 * LANES
     a_sum, b_sum = tl.zeros((PAIRS, 2 * LANES), tl.float32), tl.zeros((PAIRS, 2 * LANES), tl.float32)
     for i in tl.static_range(16):
@@ -244,8 +244,8 @@ def _add_by_fma(
 def _sum_lanes(total, PAIRS: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
     """The sums [PAIRS, 2] of a and b over the lanes.
 
-    Lanes exchange numbers by a shuffle. Before the first and the second, two sums become one register, of which half
-    the lanes have one sum and half the other: a fourth of the registers is left for the other three.
+    Lanes exchange numbers by shuffles. The first two shuffles merge two sums into one register, so that half of the
+    lanes continue with one sum and half with the other. The other three shuffles then need a fourth of the registers.
     """
     a, b = tl.split(tl.reshape(total, (PAIRS, LANES, 2)))
     if PTX and PAIRS > 1:
@@ -260,7 +260,7 @@ def _sum_lanes(total, PAIRS: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def _merge(a, b, bit, DISTANCE: tl.constexpr):
-    """a in lanes whose `bit` is 0, else b, each plus the same of the lane at the distance."""
+    """a in lanes whose `bit` is 0, else b; to each is added the same value of the lane at DISTANCE."""
     return tl.inline_asm_elementwise(
         _merge_ptx(DISTANCE), "=f,f,f,r", [a, b, tl.broadcast_to(bit, a.shape)], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -268,7 +268,7 @@ def _merge(a, b, bit, DISTANCE: tl.constexpr):
 
 @triton.jit
 def _element(y, lanes, N: tl.constexpr):
-    """y[lane] of y [N] for each lane, or 0 past N."""
+    """y[lane] for each lane, or 0 in lanes past the end of y [N]."""
     return tl.sum(tl.where(tl.arange(0, N)[:, None] == lanes[None, :], y[:, None], 0.0), 0)
 
 
@@ -283,11 +283,11 @@ def _merge_ptx(distance: int) -> str:
 
 @triton.constexpr_function
 def _products_ptx(dtype: str) -> str:
-    """PTX: $0 and $1, a lane's parts of the sums of a and b, are $2 and $3 plus products times the scales $8 and $10.
+    """PTX: $0 = $2 + products of a * $8 and $1 = $3 + products of b * $10, a lane's parts of the two sums.
 
-    $4 and $5 are words of a, $6 and $7 of b, $12 says which column a lane has, $14 and $15 are what sums begin with,
-    and the pairs of x follow, as in `_x_operand`. Nibbles i and i + 4 of a word become a pair of floats: n - 8 in fp16
-    and, with an instruction less, 128 + n or 16 + n in bf16.
+    $4 and $5: words of a; $6 and $7: words of b; $8 and $10: scales; $12: `diagonal`; $14 and $15: start of the
+    products (`less`); then the pairs of x, as in `_x_operand`. Nibbles i and i + 4 of a word become a pair of floats:
+    n - 8 in fp16; in bf16, with one instruction less, 128 + n or 16 + n.
     """
     one, less = ("0x3F803F80", "0xC308C308") if dtype == "bf16" else ("0x3C003C00", "0xE408E408")
     lines = [
@@ -320,7 +320,7 @@ def _products_ptx(dtype: str) -> str:
 
 @triton.constexpr_function
 def _less_ptx() -> str:
-    """PTX: $0 and $1, a lane's columns of -(136 or 24) times x, where bf16 has 128 + n or 16 + n for n - 8."""
+    """PTX: $0 and $1, the sums of -136 x or -24 x in a lane's columns, since bf16 has 128 + n or 16 + n for n - 8."""
     lines = [
         ".reg .b32 e; .reg .b32 f; .reg .f32 y<4>; mov.b32 e, 0xC308C308; mov.b32 f, 0xC1C0C1C0;",
         "mov.f32 y0, 0f00000000; mov.f32 y1, y0; mov.f32 y2, y0; mov.f32 y3, y0;",
@@ -339,7 +339,7 @@ def _mma_ptx(dtype: str, weights: str, x: str) -> str:
 
 @triton.constexpr_function
 def _x_operand(start: int, word: int, nibble: int) -> int:
-    """Of pairs of x that begin with operand `start`: even words, two operands, and odd ones, for each of 4 nibbles."""
+    """The number of the PTX operand with the pair of x for a word (0 to 3) and nibble (0 to 3); `start`: the first."""
     return start + 2 * (2 * nibble + word % 2) + word // 2
 
 
@@ -357,7 +357,7 @@ def int4_row(
     overlap, tensor_cores = overlaps_launches(x), has_ptx(x) and x.dtype != torch.float32
     even, full = words % (128 * tile.warps) == 0 and k == 8 * words, n % block == 0
     packed, scale = (None, None) if up is None else (_aligned(up.packed), up.scale)
-    registers = {"maxnreg": tile.registers} if tile.registers and overlap else {}  # torch.compile does not know it
+    registers = {"maxnreg": tile.registers} if tile.registers and overlap else {}  # torch.compile does not support it
     launch(
         _int4_kernel, (cdiv(n, block),), y, x.contiguous(), _aligned(weight.packed), weight.scale, bias, packed, scale,
         up_bias, n, k, words, tile.pairs, steps, min(tile.early, steps), 32 * tile.warps, even, full, tensor_cores,
@@ -366,12 +366,12 @@ def int4_row(
 
 
 def _aligned(packed: Tensor) -> Tensor:
-    """Words of which four can be loaded at once."""
+    """The words, copied unless they are aligned to 16 bytes, so that four can be loaded at once."""
     return packed if packed.data_ptr() % 16 == 0 else packed.clone()
 
 
 class Tile(NamedTuple):
-    """Of `_int4_kernel`. registers: the most that a lane may have, 0 for any."""
+    """Options of `_int4_kernel`. registers: maximum number that a lane may have; 0: no limit."""
 
     pairs: int
     warps: int
@@ -380,7 +380,7 @@ class Tile(NamedTuple):
 
 
 def _tile(n: int, words: int, glu: bool) -> Tile:
-    """The fastest measured on an H200 in the decoding of an 8B."""
+    """The fastest tiles on an H200, measured in the decoding of an 8B."""
     idle = {warps: -words % (128 * warps) for warps in (8, 4, 2)}
     warps = next((warps for warps in idle if 7 * idle[warps] <= words), 1)
     pairs = 4 if n <= 4096 and warps < 8 and not glu else 8

@@ -59,7 +59,7 @@ def make_joint(parameters: Sequence[Tensor]) -> None:
             or not p.numel()
         ):
             return
-        if p.device.type == "cpu" and (p.is_shared() or not p.untyped_storage().resizable()):  # as of a mapped file
+        if p.device.type == "cpu" and (p.is_shared() or not p.untyped_storage().resizable()):  # such as a mapped file's
             return
     if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1:
         return
@@ -80,7 +80,7 @@ def rows_of(weights: Sequence[Any]) -> list[int]:
 
 
 def as_one(weights: Sequence[Any]) -> Any:
-    """The weights, tensors or quantised ones, as one where they are joint, or there is only one; else None."""
+    """All weights (tensors, or quantised) as one weight if they are joint or there is only one; else None."""
     first = weights[0]
     if len(weights) == 1:
         return first

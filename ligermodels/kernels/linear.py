@@ -4,17 +4,16 @@
 
 What differs from separate layers and torch.cat:
 - Weights that are `joint` are read as one matrix: one matmul for y, one for dx. With other weights, each matmul writes
-  its own columns of y, and adds to dx in its epilogue. One matmul for all weight gradients, views of one buffer.
-- W_i may be a `LowBitWeight`: saved as it is, and dequantised for each matmul (low_bit.py). With few rows, the kernels
-  of quantized.py read int8, fp8 and int4 directly.
-- A layer may have a LoRA adapter (lora.py): one matmul for all A_i; H = x A^T, [T, r], is saved.
+  its own columns of y, and adds to dx in its epilogue. One matmul computes all weight gradients, views of one buffer.
+- W_i may be a `LowBitWeight`, which is saved as it is and dequantised for each matmul (low_bit.py). With few rows, the
+  kernels of quantized.py read int8, fp8 and int4 directly.
+- A layer may have a LoRA adapter (lora.py). One matmul computes H = x A^T, [T, r], for all A_i; H is saved.
 - x is saved only where a weight or an adapter is trained. If a norm computed x, the op saves the norm's inputs instead,
   and recomputes x in the backward (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's
   kernel.
 - Gradients are added to each weight.grad in place where the user asked for it (`_gradients`), by a matmul for each.
 
-It is F.linear where there is nothing to gain, and `gemv` for a single row without a gradient: see `choose` in
-operand.py.
+Where that gains nothing, F.linear runs, and for a single row without a gradient `gemv`: see `choose` in operand.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +49,7 @@ def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
 
 
 def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
-    """F.linear that dequantises the weight again in the backward."""
+    """F.linear whose backward dequantises the weight again instead of saving it."""
     x = x.to(autocast_dtype(x) or x.dtype)
 
     def run(x: Tensor) -> Tensor:
@@ -115,11 +114,11 @@ def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, 
 
 
 def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], tuple[int, Any, Any]]:
-    """(leaves, rest), of which `Layers` are made, in a backward again.
+    """(leaves, rest), from which a forward and its backward each build `Layers`.
 
-    leaves: the tensors that may be trained: of N layers N weights (None: of few bits); N biases, unless none has one or
-    an adapter; the factors of the adapters. They are saved themselves, since FSDP may move them before the backward.
-    rest: N; the weights of few bits, or None; what else the adapters are, or None.
+    leaves: the tensors that may be trained: a weight for each layer (None if quantised); a bias for each layer, left
+    out if no layer has a bias or an adapter; the factors of the adapters. An autograd.Function saves them as they are,
+    since FSDP may move them before the backward. rest: number of layers; quantised weights or None; `Parts` or None.
     """
     weights, biases, adapters = zip(*operands, strict=True)
     count, bits, parts = len(weights), None, None
@@ -142,17 +141,17 @@ def _given(values: Sequence[Any]) -> Any:
 
 
 def without_biases(leaves: Sequence[Any], count: int) -> Sequence[Any]:
-    """The leaves of `count` layers, or what there is for each, with None for each bias."""
+    """The leaves of `count` layers, or a list with a value for each leaf, with None in place of each bias."""
     if len(leaves) == count:
         return leaves
     return *leaves[:count], *(None,) * count, *leaves[2 * count :]
 
 
 class Layers:
-    """Linear layers of one input, side by side: their outputs, and in a backward their gradients, without autograd.
+    """Linear layers of one input, with outputs side by side: computes outputs and gradients without autograd.
 
-    leaves, rest: from `flatten`. dtype: of x, in which adapters compute. needs: whether each leaf needs a gradient.
-    several: gradients are sums over chunks of tokens, in fp32.
+    leaves, rest: from `flatten`. dtype: of x; adapters compute in it by default. needs: whether each leaf needs a
+    gradient. several: gradients are summed over several chunks of tokens, in fp32.
     """
 
     _sums: Sequence[Tensor | None] = ()
@@ -175,7 +174,7 @@ class Layers:
     def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
         """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
 
-        kernel: what `kernel_of` says, where the caller knows.
+        kernel: the result of `kernel_of`, if the caller has it.
         """
         weights: Any = self.weights
         if not kernel and (self.has_bits or x.numel() == x.shape[-1]):
@@ -192,7 +191,7 @@ class Layers:
         return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
 
     def dequantize(self, dtype: torch.dtype) -> None:
-        """Dequantises weights of few bits once for several calls."""
+        """Dequantises quantised weights once, for several calls."""
         self.weights, self.has_bits = dequantized(self.weights, dtype), False
 
     def inner_gradient(self, dy: Tensor) -> Tensor | None:
@@ -229,7 +228,7 @@ class Layers:
             self._bias_sum = part if self._bias_sum is None else self._bias_sum + part
 
     def gradients(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """The gradients of the leaves, once, biases' in `dtype`; None for a weight after it was added to .grad."""
+        """The gradient of each leaf; biases in `dtype`; None where it was added to weight.grad. Call it only once."""
         count = len(self.weights)
         sums: Any = self._sums or (None,) * count
         needs = self.needs[count : 2 * count]
@@ -244,7 +243,7 @@ class Layers:
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; rest, leaves: of the operands; handle: x's, or None -> [..., sum N_i]."""
+    """[..., sum N_i] from x [..., K], of two dims or more. rest, leaves: from `flatten`. handle: of x, or None."""
 
     @staticmethod
     def forward(ctx, x: Tensor, rest: tuple[int, Any, Any], handle: Handle | None, *leaves):
@@ -281,7 +280,7 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
     how = choose(operands, x)
     if how == "formula" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
         return linears_reference(x, operands)
-    if how not in ("gemv", "bits"):  # whose operands `choose` has checked, since decoding is bound by the host
+    if how not in ("gemv", "bits"):  # `choose` has checked the others: decoding is host-bound
         operands = check("linear", "x", x, x.shape[-1], operands)
     leaves, rest = flatten(operands)
     if how == "op":

@@ -1,12 +1,12 @@
-"""LoRA adapters of layers of one input: what they add to the outputs, and their gradients; without autograd.
+"""LoRA adapters of layers of one input: adds their outputs, and computes their gradients; without autograd.
 
     y_i += s_i (x A_i^T) B_i^T        for layers i side by side in y [T, sum N_i]
 
 - One matmul for all A_i. The matmul with B_i adds to its columns of y, scaled, in its epilogue, so that no other tensor
   of y's size is written.
-- A and B may be fp32 beside 16-bit layers. They are cast once per use, and their gradients are summed in fp32; or, as
-  PEFT has it by default, they compute in fp32: beside bf16 on a CUDA device by tensor cores, see _split.py; else x, dy
-  and what is added to y are cast.
+- A and B may be fp32 beside 16-bit layers. By default they are cast once per use, and their gradients are summed in
+  fp32. Adapters of PEFT compute in fp32 by default: beside bf16 on a CUDA device on tensor cores (_split.py), else by
+  casting x, dy and the result.
 
 linear.py and gated_mlp.py run the layers themselves. Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
@@ -24,13 +24,13 @@ from ligermodels.kernels.low_bit import Weight
 from ligermodels.kernels.operand import Adapter
 
 Parts = tuple[Sequence[tuple[slice, slice, float]], torch.dtype | None]
-"""For each adapter the columns of its layer in y, its columns of H = x A^T, and its scale; the dtype that one names."""
+"""((columns of y, columns of H = x A^T, scale) of each adapter; the dtype in which they compute, None: that of x)."""
 
 
 def flatten_adapters(
     weights: Sequence[Weight], adapters: Sequence[Adapter | None]
 ) -> tuple[tuple[Tensor, ...], Parts]:  # fmt: skip
-    """(every A, then every B; the parts) of layers of these weights, some of which have an adapter."""
+    """(factors: every A, then every B; parts). adapters: of each weight's layer, or None."""
     found, parts, row, rank, dtype = [], [], 0, 0, None
     for weight, adapter in zip(weights, adapters, strict=True):
         end = row + weight.shape[0]
@@ -46,14 +46,14 @@ def flatten_adapters(
 
 
 class Branch:
-    """The adapters of layers side by side; made without autograd.
+    """The adapters of layers whose outputs are side by side; built without autograd.
 
-    factors, parts: from `flatten_adapters`. dtype: that of x, in which they compute unless one names another.
+    factors, parts: from `flatten_adapters`. dtype: of x; the adapters compute in it unless `parts` has another.
     """
 
     def __init__(self, factors: Sequence[Tensor], parts: Parts, dtype: torch.dtype):
         self.factors, (self.parts, own) = factors, parts
-        self.dtype = dtype if own is None else torch.promote_types(dtype, own)  # to which x and dy are cast
+        self.dtype = dtype if own is None else torch.promote_types(dtype, own)  # x and dy are cast to it
         self.splits = dtype == torch.bfloat16 and self.dtype == torch.float32 and _can_split(factors[0])
         count = len(self.parts)
         self.a = torch.cat(factors[:count]).to(self.dtype)  # type: ignore[arg-type]  # [sum r_i, K]
@@ -67,7 +67,7 @@ class Branch:
         self.da: Any = None
 
     def _inner(self, x: Tensor) -> Tensor:
-        """H [T, sum r_i] of x [T, K], split where A is."""
+        """H = x A^T [T, sum r_i] of x [T, K]; split if A is split."""
         if not self.splits:
             return x.to(self.dtype) @ self.a.t()
         h = x.new_empty(x.shape[0], self.a.shape[0], dtype=torch.float32)
@@ -89,7 +89,7 @@ class Branch:
         return split(dh, left=True, summed=True) if self.splits else dh
 
     def add_input_gradient(self, dx: Tensor, dh: Tensor) -> Tensor:
-        """Adds the adapters' part to dx [T, K]."""
+        """Adds dH A, the adapters' part, to dx [T, K]."""
         return _add_product(dx, dh, self.a)
 
     def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor) -> None:
@@ -104,7 +104,7 @@ class Branch:
             accumulate(db, dy[:, columns].to(self.dtype), h[:, ranks], first)
 
     def gradients(self) -> list[Tensor | None]:
-        """Those of the factors, in their dtypes; None where they were not added."""
+        """The gradients of the factors, in their dtypes; None for all without a call of `add_gradients`."""
         if self.da is None:
             return [None] * len(self.factors)
         da, db = [self.da[ranks] for _, ranks, _ in self.parts], self.db
@@ -124,7 +124,7 @@ def _set_product(total: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Non
         torch.addmm(total, x, y, beta=0, alpha=scale, out=total)
     elif x.is_cuda:
         torch.addmm(total, x, y, out_dtype=total.dtype, beta=0, alpha=scale, out=total)
-    else:  # only cuBLAS multiplies 16 bits into fp32
+    else:  # only cuBLAS writes fp32 from 16-bit factors
         torch.addmm(total, x.to(total.dtype), y.to(total.dtype), beta=0, alpha=scale, out=total)
 
 

@@ -1,8 +1,7 @@
-"""Frozen weights of 4 or 8 bits: what ops need of them.
+"""Frozen weights of 4 or 8 bits: the interface that ops use.
 
-nf4.py and quantized.py have the formats, as subclasses of `LowBitWeight`. A weight is dequantised before each matmul,
-which cuBLAS computes; between two matmuls no dequantised weight exists. Weights of one input are dequantised side by
-side, so that one matmul reads all of them.
+nf4.py and quantized.py have the formats, as subclasses of `LowBitWeight`. A weight is dequantised before each matmul by
+cuBLAS, and freed after it. Weights of one input are dequantised side by side, so that one matmul reads all of them.
 """
 
 import math
@@ -23,9 +22,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class LowBitWeight:
     """A frozen weight [N, K], or [E, N, K] of a group of layers; ops take it in place of a tensor.
 
-    kind: the format. shape, dtype: of the weight that was quantised. block: how many weights in row-major order share a
-    scale; 0: each row is quantised by itself. The tensors are `tensor_names`, first the bits, `packed`; those of
-    `row_names` follow the rows of the weight. max_rows: the largest number of rows of x with which a kernel reads them.
+    kind: the format. shape, dtype: of the weight that was quantised. block: number of weights in row-major order that
+    share a scale; 0: each row has its own. tensor_names: the tensors, of which `packed` has the bits. row_names: the
+    tensors whose rows belong to rows of the weight, in order. max_rows: a kernel reads the bits for at most as many
+    rows of x.
     """
 
     requires_grad: ClassVar[bool] = False
@@ -49,14 +49,14 @@ class LowBitWeight:
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """type(weight)(*weight.options, *weight.tensors) is the weight again."""
+        """The other arguments: type(weight)(*weight.options, *weight.tensors) builds the weight again."""
         return self.kind, self.shape, self.dtype, self.block
 
     def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-        """The weight, rounded once, without autograd.
+        """The weight in floating point, rounded once, without autograd.
 
-        dtype: by default out's, or that of the weight that was quantised. out: contiguous, of the weight's shape, where
-        the result is written. Raises InputError where it does not fit.
+        out: contiguous, of the weight's shape; the result is written to it. dtype: by default that of out, or else of
+        the weight that was quantised. Raises InputError if out does not fit.
         """
         dtype = dtype or (self.dtype if out is None else out.dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
@@ -78,19 +78,19 @@ class LowBitWeight:
         return {name: found for name in self.row_names if (found := getattr(self, name)) is not None}
 
     def in_groups(self, groups: int) -> Self:
-        """The weight [N, K] as one [E, N / E, K] of a group of layers, over the same memory.
+        """The weight [N, K] as the weight [E, N / E, K] of a group of E layers, over the same memory.
 
-        Raises InputError where a layer does not end with a block.
+        Raises InputError if a block would belong to two layers.
         """
         if self.block and math.prod(self.shape) // groups % self.block:
-            raise InputError(f"a weight {self.shape} with blocks of {self.block} is no group of {groups} layers")
+            raise InputError(f"a weight {self.shape} with blocks of {self.block} cannot be a group of {groups} layers")
         return replace(self, shape=(groups, self.shape[0] // groups, *self.shape[1:]))
 
     @classmethod
     def stack(cls, weights: Sequence[Self]) -> Self:
-        """The weights [N, K] one after the other, each quantised by itself, as one weight of all their rows.
+        """One weight with the rows of all weights [N, K], each of which stays quantised by itself.
 
-        Raises InputError unless all are of one kind, shape and block, and end with a block.
+        Raises InputError unless all have one kind, shape and block, and each ends with a whole block.
         """
         first, shape = weights[0], weights[0].shape
         known = {(one.options, tuple(one._rows())) for one in weights}
@@ -103,16 +103,16 @@ class LowBitWeight:
         return replace(first, shape=(len(weights) * shape[0], *shape[1:]), **found)
 
     def split(self, parts: int) -> list[Self]:
-        """The weight as `parts` weights [N / parts, K], over the same memory; of a `stack`, those that were stacked."""
+        """The weight as `parts` weights [N / parts, K], over the same memory: the inverse of `stack`."""
         names, shape = self._rows(), (self.shape[0] // parts, *self.shape[1:])
         each = zip(*(tensor.chunk(parts) for tensor in names.values()), strict=True)
         return [replace(self, shape=shape, **dict(zip(names, one, strict=True))) for one in each]  # type: ignore[arg-type]
 
     def select(self, index: Tensor) -> Self:
-        """The layers index [R], integers on the device, of a group: [R, N, K], with the same values."""
+        """A copy [R, N, K] of some layers of a group. index [R]: integers on the device."""
 
         def rows(tensor: Tensor) -> Tensor:
-            bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # index_select does not know fp8
+            bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # index_select does not support fp8
             return bits.unflatten(0, (self.shape[0], -1)).index_select(0, index).flatten(0, 1).view(tensor.dtype)
 
         found: Any = {name: rows(tensor) for name, tensor in self._rows().items()}
@@ -123,7 +123,7 @@ Weight = Tensor | LowBitWeight
 
 
 def has_bits(weights: Sequence[Weight]) -> bool:
-    """True if a weight is of few bits."""
+    """True if any of the weights is quantised."""
     for weight in weights:  # noqa: SIM110  # a generator would take the host four times as long
         if not isinstance(weight, Tensor):
             return True
@@ -131,7 +131,7 @@ def has_bits(weights: Sequence[Weight]) -> bool:
 
 
 def check_quantizable(weight: Tensor, kind: str) -> None:
-    """Raises InputError unless the weight is bf16, fp16 or fp32, frozen and finite, for which it synchronises."""
+    """Raises InputError unless the weight is bf16, fp16 or fp32, frozen and finite. Synchronises."""
     if weight.dtype not in _DTYPES or not weight.numel():
         raise InputError(f"quantize: weight has {describe(weight)}; expected elements of bf16, fp16 or fp32")
     if weight.requires_grad:
@@ -144,7 +144,7 @@ def check_quantizable(weight: Tensor, kind: str) -> None:
 
 
 def dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Sequence[Any]:
-    """The weights as tensors, those of few bits dequantised, and `joint`; without autograd."""
+    """The weights as tensors: quantised ones are dequantised so that they are `joint`. Without autograd."""
     found = [weight for weight in weights if isinstance(weight, LowBitWeight)]
     if not found:
         return weights

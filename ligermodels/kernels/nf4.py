@@ -57,9 +57,9 @@ _CHUNK = 1 << 24  # weights quantised at a time, a multiple of any block
 class NF4Weight(LowBitWeight):
     """A weight in 4 bits, from `quantize_nf4`, of any shape; an operand of linear layers where it is [N, K].
 
-    packed: indices, uint8 [ceil(n / 2), 1] for n weights. absmax: fp32 [B] of B blocks; uint8 [B] with double
-    quantisation. quant_map: fp32 [16], the code. With double quantisation nested_absmax fp32 [ceil(B / 256)],
-    nested_quant_map fp32 [256] and nested_offset fp32 [1], else None; of P parts [P ceil(B / P / 256)] and [P].
+    packed: indices, uint8 [ceil(n / 2), 1] for n weights. absmax: fp32 [B] for B blocks; uint8 [B] with double
+    quantisation. quant_map: fp32 [16], the code. Only with double quantisation: nested_absmax fp32 [ceil(B / 256)],
+    nested_quant_map fp32 [256], nested_offset fp32 [1]; for P stacked parts [P ceil(B / P / 256)], [256] and [P].
     """
 
     tensor_names = ("packed", "absmax", "quant_map", "nested_absmax", "nested_quant_map", "nested_offset")
@@ -156,7 +156,7 @@ def dequantize_nf4_reference(weight: NF4Weight, dtype: torch.dtype | None = None
     n, packed, absmax = math.prod(weight.shape), weight.packed.view(-1), weight.absmax
     nested: Any = weight.nested_absmax, weight.nested_quant_map, weight.nested_offset
     if weight.nested_absmax is not None:
-        scales, code, offset = nested  # of each part
+        scales, code, offset = nested  # scales and offset have a row for each part
         codes = code[absmax.int()].view(len(offset), -1)
         scales = scales.view(len(offset), -1).repeat_interleave(NESTED_BLOCK, 1)[:, : codes.shape[1]]
         absmax = (codes * scales + offset[:, None]).view(-1)

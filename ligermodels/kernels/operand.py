@@ -27,7 +27,7 @@ _PLAIN = (Tensor, nn.Parameter)
 class Adapter(NamedTuple):
     """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]; both floating point, of any dtype.
 
-    dtype: in which this is computed, before it is added and rounded to that of x; None: that of x.
+    dtype: of the computation, whose result is then added and rounded to the dtype of x. None: the dtype of x.
     """
 
     a: Tensor
@@ -200,10 +200,10 @@ def check(
     where: str, name: str, x: Tensor, width: int, operands: Sequence[LinearOperand], layers: Sequence[str] = (),
     groups: int = 0,
 ) -> Sequence[LinearOperand]:  # fmt: skip
-    """The operands of layers of `width` inputs, whose shapes, dtypes and devices fit x [..., K].
+    """The operands of layers with `width` inputs, checked: their shapes, dtypes and devices fit x [..., K].
 
-    Under autocast weight and bias are cast as by F.linear; of few bits only the bias, to x's dtype. Strides are free.
-    layers: prefixes of the names of weight and bias in an error. groups: the number E of layers in each group: weights
+    Under autocast weight and bias are cast as by F.linear; beside a quantised weight only the bias, to x's dtype. All
+    strides are valid. layers: prefixes of weight and bias in errors. groups: the number E of layers in a group: weights
     are [E, N, width], factors [E, r, width] and [E, N, r], and there are no biases. Raises InputError.
     """
     dtype, device, cast = x.dtype, x.device, autocast_dtype(x)
@@ -213,7 +213,7 @@ def check(
         if len(shape) != dims or shape[-1] != width or weight.device != device or (groups and shape[0] != groups):
             expected = f"{groups}, N, {width}" if groups else f"N, {width}"
             raise InputError(
-                f"{where}: {layer}weight {tuple(shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
+                f"{where}: {layer}weight {tuple(shape)} on {weight.device} does not fit {name} {tuple(x.shape)} on "
                 f"{device}; expected [{expected}] there. Are the layers before and after of one intermediate_size?"
             )
         if bias is not None and (groups or bias.shape != shape[:1] or bias.device != device):

@@ -52,15 +52,15 @@ _CHUNK = 1 << 24  # weights quantised at a time
 
 
 FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0), "int4": (torch.int32, 8.0)}
-"""kind: the dtype of the packed weights, and what the largest |w| of a row or group becomes."""
+"""{kind: (dtype of the packed weights, the value that the largest |w| of a row or group becomes)}."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class QuantizedWeight(LowBitWeight):
     """A weight of one of FORMATS, from `quantize`.
 
-    int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
-    groups, where columns past K may have any value.
+    int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G], with G = ceil(K / 128)
+    groups; columns past K may have any value.
     """
 
     max_rows = 64
@@ -70,7 +70,7 @@ class QuantizedWeight(LowBitWeight):
 
     @staticmethod
     def joint(weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight | None":
-        """The weights as one over the same memory; None where they are of several kinds, or not `joint`."""
+        """The weights as one weight over the same memory; None if their kinds differ or they are not `joint`."""
         kind, (_, columns), dtype, block = weights[0].options
         packed, scale = joint([weight.packed for weight in weights]), joint([weight.scale for weight in weights])
         if packed is None or scale is None or len({weight.kind for weight in weights}) > 1:
@@ -107,7 +107,7 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
 
 
 def _quantized(rows: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """(packed, scale) of rows [N, K] in fp32. Of int4, the largest |w| of a group becomes -8."""
+    """(packed, scale) of rows [N, K] in fp32. In int4, the largest |w| of a group becomes -8."""
     dtype, largest = FORMATS[kind]
     if kind != "int4":
         scale = rows.abs().amax(1) / largest
@@ -279,7 +279,7 @@ def _rows_kernel(
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """F.linear(x, weight, bias) of rows x [T, K]: [T, N], into `out` where given. `kernel_of` has returned "bits"."""
+    """F.linear(x, weight, bias) [T, N], into `out` if given, for x [T, K]. `kernel_of` has returned "bits"."""
     rows, (n, k), int4 = x.shape[0], weight.shape, weight.kind == "int4"
     if rows == 1 and not int4:
         return gemv(x, weight.packed, bias, out, scale=weight.scale)
@@ -304,7 +304,7 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`gemv` with `up`, for quantised weights of one kind. `choose_mlp` has returned "bits"."""
+    """act(gate(x)) * up(x) of one row, for weights of one kind. `choose_mlp` has returned "bits"."""
     if gate.kind != "int4":
         of_up = dict(up=up.packed, up_bias=up_bias, up_scale=up.scale, activation=activation)
         return gemv(x, gate.packed, gate_bias, scale=gate.scale, **of_up)  # type: ignore[arg-type]

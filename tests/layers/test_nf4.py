@@ -160,7 +160,7 @@ def test_bad_calls_say_what_is_wrong(device):
     layer, x = make(device=device), torch.randn(3, 80, device=device)
     weight = torch.randn(8, 8)
     for call, message in (
-        (lambda: layer(x[:, 1:]), r"does not take x \(3, 79\)"),
+        (lambda: layer(x[:, 1:]), r"does not fit x \(3, 79\)"),
         (lambda: layer(x.int()), "int32"),
         (lambda: layer(x.to("meta")), "meta"),
         (lambda: nf4(nn.Parameter(weight)), "Freeze it first"),
