@@ -48,9 +48,9 @@ def _int4_kernel(
 ):  # fmt: skip
     """A block of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b').
 
-    A block has PAIRS pairs of rows (a, b): neighbours in w, or the same row of w and `up`. W: words of a row.
+    A block has PAIRS pairs of rows (a, b): neighbours in w, or one row each of w and `up`. W: words of a row.
     STEPS: tiles of a row. In a tile each of LANES lanes has four words, loaded as two of 64 bits. EARLY: tiles that are
-    loaded while the kernel before this one ends. EVEN: all words of the tiles exist. FULL: all rows of the blocks exist.
+    loaded while the kernel before this one ends. EVEN: all words of the tiles exist. FULL: all rows of blocks exist.
     """
     GLU: tl.constexpr = up_ptr is not None
     if TENSOR_CORES and OVERLAP:

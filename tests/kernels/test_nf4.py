@@ -104,5 +104,5 @@ def test_what_cannot_be_stacked(device):
     for weights in ([a, a], [b, b[:2]]):  # blocks of 64 do not end where 96 weights end; two shapes
         with pytest.raises(InputError, match="cannot be one stack"):
             NF4Weight.stack([quantize_nf4(weight) for weight in weights])
-    with pytest.raises(InputError, match="no group of 4 layers"):  # of which each has half a block
+    with pytest.raises(InputError, match="cannot be a group of 4 layers"):  # of which each has half a block
         quantize_nf4(b).in_groups(4)
