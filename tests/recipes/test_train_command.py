@@ -1,7 +1,5 @@
 """`ligermodels train` as a user types it: what it learns, writes and says, on one process and on two."""
 
-import contextlib
-import io
 import json
 import re
 import shlex
@@ -20,31 +18,15 @@ from ligermodels.recipes import memory, report
 from ligermodels.recipes.data import Batches
 from ligermodels.recipes.sft import SFTOptions
 from ligermodels.training import add_mtp, load_adapter
-from tests.recipes.runs import (
-    LEARN,
-    check_answers,
-    check_same,
-    metrics,
-    on_two,
-    options_of,
-    train,
-    weights,
-)
+from tests.recipes.runs import LEARN, check_answers, check_same, metrics, on_two, options_of, train, weights
 
 FEW = "--max-length 64 --accumulation 2 --max-steps 5 --learning-rate 3e-3 --warmup-steps 0".split()
 
 
-@pytest.fixture(scope="module")
-def tuned(home):
-    """The folder of a run of sft, with what the command said."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as said:
-        flags = ("--num-train-epochs", "20", "--eval-share", "0.25", "--show", "2")
-        assert train(home, "sft", *LEARN, *flags) == 0
-    return home / "sft", out.getvalue(), said.getvalue()
-
-
-def test_sft_learns_what_the_assistant_says(tuned):
-    folder, out, said = tuned
+def test_sft_learns_what_the_assistant_says(home, capsys):
+    folder, flags = home / "sft", ("--num-train-epochs", "20", "--eval-share", "0.25", "--show", "2")
+    assert train(home, "sft", *LEARN, *flags) == 0
+    out, said = capsys.readouterr()
     assert out == f"{folder / 'model'}\n"
     assert "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said  # what is trained
     losses, evaluated = metrics(folder), metrics(folder, "eval_loss")
@@ -100,6 +82,8 @@ def check_experts(folder, out):
     assert len(experts) == 4 * model.config.num_hidden_layers and all(weight.count_nonzero() for weight in experts)
     options = SFTOptions(**SFTOptions.load(out / "options.yaml"))
     assert sum(weight.numel() for weight in adapters.values()) == memory.adapter_parameters(model, options)
+    merged, ids = ligermodels.load(out / "model"), torch.arange(20)[None]
+    torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 MIXTRAL = dict(model_type="mixtral", num_local_experts=4, attention_bias=None, mlp_bias=None)

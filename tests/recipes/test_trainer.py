@@ -178,8 +178,6 @@ MEASURED = [
     ("1.5B", "bf16", "none", 16384, 1, 31.3),
     ("9B", "lora", "none", 16384, 1, 79.8),  # a hybrid
     ("8B", "fp32", "none", 8192, 8, 39),  # of docs/distributed.md, not measured
-    ("8B", "fp32", "block", 8192, 8, 18),
-    ("8B", "fp32", "none", 8192, 2, 72.6),
     ("8B", "fp32", "block", 32768, 2, 63.7),
     ("8B", "fp32", "mlp", 32768, 2, 86.6),
 ]
