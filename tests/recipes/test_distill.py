@@ -84,7 +84,6 @@ SAID = [{"role": "assistant", "content": "a"}]
 LONGER = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
 ROWS = {  # the row, what is asked, and whether it has an answer for evaluations
     "messages": ({"messages": ASKED + SAID}, ASKED, True),
-    "alpaca": ({"instruction": "Say a.", "output": "a"}, ASKED, True),
     "prompt-completion": ({"prompt": ASKED, "completion": SAID}, ASKED, True),
     "prompt": ({"prompt": ASKED}, ASKED, False),
     "turns": ({"messages": LONGER + SAID}, LONGER, True),

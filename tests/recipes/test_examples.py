@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.examples import IGNORED, Example, encode, packed_batch, show
+from ligermodels.recipes.examples import IGNORED, Example, best_fit, encode, packed_batch, show
 from ligermodels.recipes.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
@@ -183,6 +183,11 @@ def test_show(byte_level):
 
 
 # ---- batches ----
+
+
+def test_best_fit():
+    """The longest first, into the fullest bin with space; what fits nowhere is alone. Beside TRL's: tests/tools."""
+    assert best_fit([2, 3, 6, 7, float("inf")], 10) == [[4], [3, 1], [2, 0]]
 
 
 def test_packed_batch():
