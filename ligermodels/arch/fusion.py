@@ -88,7 +88,7 @@ def fusion_report(model: Any) -> FusionReport:
         head: Found = ("lm_head, loss", "one op", True, "")
     else:
         reason = obstacle(model.lm_head, LMHead)
-        head = ("lm_head, loss", "logits, all in memory", False, reason or "what wraps it")
+        head = ("lm_head, loss", "logits, all in memory", False, reason or "a wrapper around the head")
     found["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
     return FusionReport(_kernels(device), tuple(rows))
@@ -146,13 +146,13 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
 
 
 def _parts(operands: Sequence[LinearOperand]) -> str:
-    """Adapters and few bits among the operands."""
+    """What the operands have: adapters, quantised weights."""
     lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
     return lora + ", weights dequantised" * any(isinstance(one.weight, LowBitWeight) for one in operands)
 
 
 def _chosen(operands: Sequence[LinearOperand]) -> Any:
-    """What `choose` says in training."""
+    """The result of `choose` in training."""
     if not operands:
         return None
     weight = operands[0].weight
@@ -164,7 +164,7 @@ def _chosen(operands: Sequence[LinearOperand]) -> Any:
 def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
     """Why plain modules of one input are not one matmul; "" if they are."""
     modules = [getattr(layer, name) for name in names]
-    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # dequantised one after the other
+    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # joint once dequantised
         return ""
     if gathered:
         return "FSDP gathers each weight by itself"

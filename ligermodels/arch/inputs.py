@@ -58,8 +58,8 @@ class TextInputs(MovableInputs):
         """Raises InputError for a cache of transformers, which cannot store the state of a model with images."""
         if self.cache is not None and self.cache.foreign is not None:
             raise InputError(
-                f"past_key_values is a {type(self.cache.foreign).__name__}; a model that reads images needs a Cache, "
-                "as model.new_cache makes"
+                f"past_key_values is a {type(self.cache.foreign).__name__}; a model that reads images needs a Cache: "
+                "model.new_cache makes one"
             )
 
 

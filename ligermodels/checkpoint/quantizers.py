@@ -262,10 +262,10 @@ class TorchAO(Quantizer):
 
 @dataclass(kw_only=True)
 class NF4(Quantizer):
-    """`QuantizedLinear` modules of 4 bits per weight, under adapters without bitsandbytes, in its format on disk.
+    """`QuantizedLinear` modules with 4 bits per weight, to train adapters on (QLoRA); bitsandbytes' format on disk.
 
-    Embedding, head, norms and routers are not quantised. Experts are, one by one: on disk they are as bitsandbytes
-    writes a linear module each, which transformers 5 does not read; skip_modules=["experts"] leaves them as they are.
+    Embedding, head, norms and routers are not quantised. Experts are quantised and saved one by one, each as a linear
+    module of bitsandbytes, which transformers 5 does not read; skip_modules=["experts"] leaves them as they are.
     double: quantise absmax too, 4.127 bits per weight instead of 4.5.
     skip_modules: names as in BitsAndBytesConfig's llm_int8_skip_modules.
     compute_dtype: for bitsandbytes, in config.json. Here a layer computes in the dtype of its input.

@@ -119,7 +119,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     """
     with usage_errors():
         options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *SAMPLING)}
-        Options(**options)  # `bench` has none
+        Options(**options)  # all None for `bench`
     folder = files.absolute(args.model)
     if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)

@@ -74,7 +74,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Grouped(torch.autograd.Function):
-    """x: [R, K], contiguous; weight: [E, N, K], or None: bits are those of a LowBitWeight -> [R, N]."""
+    """x [R, K], contiguous -> [R, N]. weight: [E, N, K], or None where `bits`, a LowBitWeight, replaces it."""
 
     @staticmethod
     def forward(ctx, x, offsets, weight, bits):

@@ -61,9 +61,9 @@ def choose(operands: Sequence[LinearOperand], x: Tensor, *, routed_rows: int = 0
         to add to .grad in place; else "matmul", an F.linear that autograd sees.
     Else nothing needs a gradient, and `kernel_of` says which kernel runs.
 
-    Of experts, the operands are gate_up and down, with weights [E, N, K], and routed_rows the number of their rows:
+    For experts, the operands are gate_up and down, with weights [E, N, K], and routed_rows is the number of their rows:
     "experts": one op for dense weights without adapters.
-    "chosen": few rows and no gradient: only the weights of few bits that some row chose are dequantised.
+    "chosen": few rows and no gradient: only the quantised weights that some row chose are dequantised.
     "grouped": a grouped matmul for each weight and factor.
     """
     if len(operands[0].weight.shape) == 3:
@@ -92,9 +92,9 @@ def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: i
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
     """How an MLP runs: layers `first` of x [..., K], an activation, and the layer `last`.
 
-    "gemv" and "bits": the gated kernels for one row without a gradient; "formula": PyTorch's own, without Triton and in
-    transforms, and under torch.compile with adapters or few bits; "op": one autograd.Function, or without gradients
-    what it computes; "traced": under torch.compile, the op of activation and last layer after F.linear.
+    "gemv" and "bits": the gated kernels for one row without a gradient. "formula": PyTorch's own, without Triton and in
+    transforms, and under torch.compile with adapters or quantised weights. "op": one autograd.Function, or without
+    gradients the same computation. "traced": under torch.compile, F.linear, then one op for activation and last layer.
     """
     layers = (*first, last)
     if torch.compiler.is_compiling():
@@ -121,12 +121,12 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
 
 
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
-    """The kernel for linear layers of x [..., K] of which nothing needs a gradient.
+    """The kernel for linear layers of x [..., K] where nothing needs a gradient.
 
-    "gemv": one row and dense weights; "bits": up to `max_rows` rows and weights of few bits, which are not dequantised;
-    "matmul": everything else, also what fits neither (tensor subclasses, transforms, autocast, torch.compile, shapes
-    and dtypes that do not fit, strided biases or rows of weights), which is left to torch.
-    columns: K where it is not x's, for layers that read the result of others.
+    "gemv": one row and dense weights. "bits": up to `max_rows` rows and quantised weights, which are not dequantised.
+    "matmul", by torch: everything else, also tensor subclasses, transforms, autocast, torch.compile, strided biases or
+    rows of weights, and shapes and dtypes that do not fit.
+    columns: K for layers that read the result of other layers instead of x.
     """
     if torch.compiler.is_compiling():
         return "matmul"

@@ -8,9 +8,9 @@ Bytes per weight: 1, and for int4 0.5 + 2 / 128. Sums are fp32. Which kernel run
 - 1 row, int8 and fp8: the kernels of gemv.py.
 - 1 row, int4: the kernel of int4_row.py, on tensor cores.
 - 2 to 64 rows: `_rows_kernel` and `_int4_rows_kernel`, on tensor cores. The weight is the left operand, so that few
-  rows of x fill them. q and n - 8 are exact in x's dtype, and scales multiply the sums. Words of int4 are unpacked two
-  at a time, into registers that hold them as tensor cores want a group of 128 columns: nothing but words passes
-  through shared memory. On an H200 the linear layers of an 8B layer with 8 rows take 72 us in int8, 78 in fp8, and 125
+  rows of x fill them. q and n - 8 are exact in x's dtype, and scales multiply the sums. int4 words are unpacked two at
+  a time into registers, in the layout that tensor cores need for a group of 128 columns: only words pass through
+  shared memory. On an H200 the linear layers of an 8B layer with 8 rows take 72 us in int8, 78 in fp8, and 125
   in bf16 by cuBLAS; on an H100 89 us in int4.
 - More rows: the weight is dequantised for cuBLAS (low_bit.py), and so rounded to x's dtype.
 

@@ -243,7 +243,7 @@ class GatedDeltaNet(JointProjections):
     def _verify(
         self, qkv: Tensor, g: Tensor, beta: Tensor, conv: Tensor, state: Tensor, convs: Tensor, states: Tensor
     ) -> Tensor:
-        """Several tokens of one row, of which the last may be dropped: convs and states are those after each token."""
+        """Tokens of one row, the last of which may be dropped later. convs, states: get the state after each token."""
         inputs = torch.cat([conv, qkv.transpose(1, 2)], 2)
         q, k, v = self._heads(self.conv1d(qkv, state=conv))
         out = gated_delta_steps(q[0], k[0], v[0], g[0], beta[0], state[0], states[:, 0])

@@ -259,6 +259,6 @@ def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
         found = obstacle(head, LMHead)
         warn_once(
             "head",
-            f"The loss is not fused with lm_head, because of {found if found else 'what wraps it'}: the logits of "
-            "all tokens are in memory. model.fusion_report() says more.",
+            f"The loss is not fused with lm_head, because of {found if found else 'a wrapper around it'}: the logits "
+            "of all tokens are in memory. model.fusion_report() says more.",
         )

@@ -78,7 +78,7 @@ class Experts(nn.Module):
         if self.tp is not None:
             if not all(layer.is_dense for layer in layers):
                 raise InputError(
-                    "experts with adapters or of few bits cannot run under tensor parallel: use a mesh without tp"
+                    "experts with adapters or quantised weights cannot run under tensor parallel: use a mesh without tp"
                 )
             gate_up, down = (LinearOperand(local_shard(layer.weight, self.tp)) for layer in layers)
             layers = LinearOperand(gate_up.weight.flatten(1, -2)), down  # gate and up have a dim of their own

@@ -470,7 +470,7 @@ def as_cache(cache: Any, num_layers: int) -> Cache:
     is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
     if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
         raise InputError(
-            f"past_key_values is a {type(cache).__name__}; it must be a Cache, as model.new_cache makes, or a "
+            f"past_key_values is a {type(cache).__name__}; it must be a Cache (model.new_cache makes one) or a "
             "DynamicCache of transformers, and not a cache of a fixed size"
         )
     if len(cache.layers) > num_layers:
