@@ -125,15 +125,13 @@ def test_wrong_models(home, tmp_path, refused, case):
 
 
 def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
-    """Line ends of Windows and a byte order mark; evaluation in another format; no token for padding."""
-    text = "\r\n".join([CHAT] * 8).encode()
+    """Evaluation in another format; no token for padding. Line ends and byte order marks: test_rows.py."""
     evaluation = write("evaluation.csv", "prompt,completion\na,b\n")
     shutil.copytree(home / "model", tmp_path / "model")
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
-    data = write("a.jsonl", b"\xef\xbb\xbf" + text)
     flags = ("--max-steps", "1", "--max-length", "32", "--eval-data", evaluation)
-    assert train(tmp_path, tmp_path / "out", *flags, data=data) == 0
-    assert "8 rows of messages" in capsys.readouterr().err
+    assert train(tmp_path, tmp_path / "out", *flags, data=home / "chats.jsonl") == 0
+    assert "16 rows of messages" in capsys.readouterr().err
 
 
 def test_what_cannot_be_resumed(home, capsys):

@@ -11,7 +11,6 @@ from ligermodels.layers import preference
 from ligermodels.processes import Processes
 from ligermodels.recipes.examples import encode_answers
 from ligermodels.recipes.formats import read
-from ligermodels.recipes.preference import DPO_TYPES
 from ligermodels.recipes.steps import shard_batches
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
 
@@ -137,11 +136,6 @@ def test_a_row_is_compared_with_the_others_of_its_forward(home, tokenizer):
     ratio = (metrics["reward_chosen"][0] + metrics["reward_rejected"][0]) / beta
     assert metrics["kl"][0] == 0 and ratio > 1
     assert value.item() == pytest.approx(torch.sigmoid(beta * ratio * (1 - 2 * batch["desirable"][0].double())))
-
-
-def test_the_losses_of_the_command_are_those_of_the_layers():
-    """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
-    assert set(DPO_TYPES) == set(preference.DPO_LOSS_TYPES) - {"aot", "aot_unpaired"}
 
 
 # ---- runs ----
