@@ -1,4 +1,4 @@
-"""Group relative policy optimisation and its kin: the model samples completions, and reward functions judge them.
+"""Group relative policy optimisation and its variants: the model samples completions, and reward functions judge them.
 
 The losses are those of layers/policy.py; completions are compared with others of the same prompt.
 """
@@ -80,7 +80,7 @@ class GRPO(Sampling):
     # ---- rollouts ----
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
-        """The completions of prompts with rewards and advantages; rollout None: one of each, greedily, with rewards.
+        """As in Sampling, with rewards, and with advantages unless rollout is None.
 
         Raises the errors of rewards on all ranks.
         """

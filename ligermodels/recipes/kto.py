@@ -1,7 +1,7 @@
-"""Kahneman-Tversky optimisation: single answers, each good or not, and the model as it was.
+"""Kahneman-Tversky optimisation: single answers, each good or not, compared with the reference model.
 
-Paper: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As in TRL, the point that answers are compared with is
-estimated from the prompts of a batch, each with the answer of another row.
+Paper: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As in TRL, the KL reference point is estimated from the
+prompts of a batch, each with the answer of another row.
 """
 
 from collections.abc import Sequence

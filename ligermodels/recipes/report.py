@@ -25,9 +25,9 @@ from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
 from ligermodels.recipes.options import TrainOptions
 
 _SECONDS = 5.0
-"""Between lines of progress."""
+"""Minimum time between lines of progress."""
 _SHOWN = ("reward", "reward_margin", "reward_accuracy")
-"""Metrics in a line of progress, beside the loss."""
+"""Metrics that a line of progress has beside the loss."""
 
 
 def say(text: str) -> None:
@@ -94,7 +94,7 @@ def _shown(values: Mapping[str, float]) -> str:
 
 
 def check_logger(logger: str) -> None:
-    """Raises InputError where the logger that was asked for is not installed."""
+    """Raises InputError if the chosen logger is not installed."""
     if logger != "none" and importlib.util.find_spec(logger) is None:
         raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
 
@@ -173,7 +173,7 @@ def left_out(counts: Mapping[str, int]) -> str:
 
 
 def write_card(options: TrainOptions, facts: Mapping[str, str], saved: Path) -> None:
-    """Writes README.md, as the Hub shows it, in the folder of what was trained. facts: of plan and run, by name."""
+    """Writes the model card README.md into the folder of the result. facts: lines of the plan and the run, by name."""
     sets = [name for source in options.data if _is_repository(name := re.split(r"[:*]", source)[0])]
     head = {
         "base_model": options.model if _is_repository(options.model) else "",

@@ -1,10 +1,10 @@
-"""Reward functions: plain Python, in the manner of TRL, so that its functions serve as they are.
+"""Reward functions: plain Python functions with the arguments of TRL's, which work here unchanged.
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
 
-Each argument is a list with an entry for each completion: the prompt as the row has it, the completion (a text, or of a
-prompt of messages [{"role": "assistant", "content": text}]), its ids, and the row's other columns by their names. A
-function may leave out what it does not read. None: this function says nothing of the completion.
+Each argument is a list with an entry for each completion: the prompt as in the row, the completion (a text, or, if the
+prompt has messages, [{"role": "assistant", "content": text}]), its ids, and the row's other columns by their names. A
+function may leave out arguments that it does not read. None: this function does not judge the completion.
 """
 
 import inspect
@@ -26,7 +26,7 @@ _OTHERS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class Rewards:
     """Several reward functions, whose weighted sum is the reward.
 
-    functions: by the names that logs and errors use. weights: default 1 each.
+    functions: by the names that logs and errors use. weights: of the functions, by default 1 each.
     """
 
     def __init__(self, functions: Mapping[str, Function], weights: Sequence[float] = ()):
@@ -34,7 +34,7 @@ class Rewards:
 
     @classmethod
     def load(cls, sources: Sequence[str], weights: Sequence[float] = ()) -> "Rewards":
-        """Of files, "FILE.py:function", or "FILE.py" for its function `reward`. Runs them. Raises InputError."""
+        """Runs files and takes their functions: "FILE.py:function", or "FILE.py" for `reward`. Raises InputError."""
         functions: dict[str, Function] = {}
         for source in sources:
             path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
@@ -42,7 +42,7 @@ class Rewards:
         return cls(functions, weights)
 
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
-        """Sets `rewards`, by function, and `reward` of each completion of `rollout`. Raises InputError."""
+        """Sets `rewards`, by function, and `reward` of each completion. Raises InputError."""
         prompts, texts = [one.prompt for one in completions], [one.text for one in completions]
         where = [prompt.where for prompt in prompts]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")

@@ -35,7 +35,7 @@ OFF: dict[str, Any] = dict.fromkeys(
     ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
      "begin_suppress_tokens", "min_new_tokens", "min_length", "max_length", "stop_strings")
 )  # fmt: skip
-"""Options of `generate` that a checkpoint's generation_config may set, switched off."""
+"""The sampling options that a checkpoint's generation_config may set, with the values that switch them off."""
 
 
 @dataclass(kw_only=True)
@@ -80,9 +80,9 @@ class Prompt(Example):
 
 @dataclass
 class Completion:
-    """A sampled completion. ids: with the token that ended it, unless it is truncated. rewards: by function.
+    """A sampled completion. ids: end with its stop token, unless it is truncated. rewards: by function.
 
-    is_tied: all completions of the prompt have the same reward, and teach nothing. trains: its ids are labels.
+    is_tied: all completions of its prompt have the same reward, so they train nothing. trains: its ids are labels.
     """
 
     prompt: Prompt
@@ -102,10 +102,10 @@ class Completion:
 
 
 class Rollouts(StepBatches):
-    """The batches of each step: a rollout of the next prompts, on which `num_iterations` steps train.
+    """The batches of each step. Each rollout samples completions of the next prompts for `num_iterations` steps.
 
     The state is the position in the prompts and the number of the rollout; between the steps of a rollout also its
-    batches, with the log probabilities of the first step. So a run that is resumed samples what it would have sampled.
+    batches, with the log probabilities of the first step. So a resumed run samples the same as an uninterrupted one.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -114,7 +114,7 @@ class Rollouts(StepBatches):
         self._rolled: list[Batch] = []
 
     def make(self, examples: Sequence[Any]) -> Any:
-        """The prompts. Their completions are sampled when they are taken, from the model as it is then."""
+        """The prompts themselves: `take` samples their completions, from the model as it is then."""
         return examples
 
     def take(self) -> list[Batch]:
@@ -172,7 +172,7 @@ class Rollouts(StepBatches):
 
 
 class Sampling(Recipe):
-    """The base of recipes that sample: rows are prompts, and each step trains on a rollout of some."""
+    """The base of recipes that sample: rows are prompts, and each step trains on completions of some prompts."""
 
     StepBatches = Rollouts
     chat = False
@@ -229,7 +229,7 @@ class Sampling(Recipe):
     # ---- the plan ----
 
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
-        """The sizes of the model, with the cache of a rollout of all GPUs."""
+        """The sizes of the model, and of the caches of a rollout on all GPUs."""
         sizes, o = super().memory(sizes, sketch), self.options
         row = sketch.decoder.new_cache(1, o.max_length).nbytes
         elements = row // sketch.decoder.compute_dtype.itemsize
@@ -248,9 +248,9 @@ class Sampling(Recipe):
         self.processes, self.model = processes, model
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
-        """The completions of each prompt; for rollout None one, greedily.
+        """The sampled completions of each prompt. rollout: its number; None: one greedy completion of each prompt.
 
-        Called by all ranks at once, each with as many prompts.
+        All ranks call it together, with the same number of prompts.
         """
         o, p, stops = self.options, self.processes, self.stop_ids
         copies = 1 if rollout is None else o.num_generations
@@ -276,7 +276,7 @@ class Sampling(Recipe):
 
 
 def _prompt_of(row: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What is asked in a row, a text or messages, and its tools: its `prompt`, or its chat without the last answer."""
+    """(prompt, tools) of a row. The prompt, a text or messages, is `prompt`, or the chat without its last answer."""
     if (prompt := row.get("prompt")) is not None:
         return prompt, row.get("tools")
     item = formats.read(row)
@@ -289,11 +289,11 @@ def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
     stop_ids: Sequence[int], seed: Sequence[int], rows: int | None = None, together: bool = False,
 ) -> list[list[int]]:  # fmt: skip
-    """Completions, `copies` of each prompt after each other, each up to its first stop id or max_new_tokens.
+    """`copies` completions of each prompt, one prompt after the other, each up to its first stop id or max_new_tokens.
 
-    They are drawn from softmax(logits / temperature) and nothing else: top_p, penalties and so on of the checkpoint's
-    generation_config are off, so that log probabilities are those of what was drawn. temperature 0 is greedy.
-    rows: the number sampled at a time, at least those of one prompt; one that has ended is replaced by the next.
+    They are drawn from softmax(logits / temperature). top_p, penalties and other options of the checkpoint's
+    generation_config are off, so that log probabilities belong to the distribution that was drawn from. temperature 0
+    is greedy. rows: number sampled at a time, at least one prompt's; a finished one is replaced by the next.
     together: all ranks take the same number of steps, which FSDP needs; they give equally many prompts, and rows that
     have ended are not replaced.
     """
@@ -325,7 +325,7 @@ def sample(
 
 
 class _AllRanks:
-    """A stopping criterion: all rows of all ranks have a stop id."""
+    """A stopping criterion: true once every row of every rank has a stop id."""
 
     def __init__(self, stop_ids: Sequence[int]):
         self._stop_ids = torch.tensor(stop_ids)
