@@ -35,7 +35,7 @@ OFF: dict[str, Any] = dict.fromkeys(
     ("top_k", "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
      "begin_suppress_tokens", "min_new_tokens", "min_length", "max_length", "stop_strings")
 )  # fmt: skip
-"""The sampling options that a checkpoint's generation_config may set, with the values that switch them off."""
+"""Options of `generate` that a checkpoint's generation_config may set. None switches each of them off."""
 
 
 @dataclass(kw_only=True)
