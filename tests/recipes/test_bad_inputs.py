@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from ligermodels.recipes.sft import SFTOptions
 from tests.recipes.runs import RECIPES, train
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -76,7 +77,7 @@ def test_wrong_flags(home, tmp_path, refused, case):
     assert "--skip-bad row" not in said and ("chats.jsonl:" in said) == case.endswith(("tokens", "an error"))
 
 
-def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
+def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2", "--resume") == 0
     assert capsys.readouterr().err.startswith(f"warning: --resume, but {out} has no run: a new one begins")
@@ -88,6 +89,10 @@ def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
         assert train(home, out, *length, *flags, "--resume", **how) == 3
         assert words in capsys.readouterr().err and (out / "options.yaml").read_text() == before
     longer = (*length, "--max-steps", "3", "--learning-rate", "0.5", "--resume")
+    with monkeypatch.context() as patch, pytest.raises(UnicodeEncodeError):
+        patch.setattr(SFTOptions, "dump", lambda options: "\ud800")  # which fails once the file is open
+        train(home, out, *longer)
+    assert (out / "options.yaml").read_text() == before
     assert train(home, out, *longer) == 0
     assert "changed since the run began: max_steps 2 -> 3, learning_rate 2e-05 -> 0.5\n" in capsys.readouterr().err
     assert "max_steps: 3" in (out / "options.yaml").read_text()
