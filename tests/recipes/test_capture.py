@@ -91,13 +91,13 @@ def test_a_captured_run_is_the_run(home, tmp_path, more, forwards, monkeypatch):
     assert weights(captured) == weights(padded) and len(weights(captured)) == 2  # the last and the best
 
 
-def test_the_plan_tells_the_padding(home, capsys):
+def test_the_plan_prints_the_share_of_padding(home, capsys):
     flags = ("--max-length", "100", "--accumulation", "1", "--num-train-epochs", "1", "--scratch", "--capture")
     assert train(home, "text", *flags, recipe="pretrain", data="texts.jsonl") == 0
     tokens = metrics(home / "text", "tokens")
     padding = 1 - tokens[max(tokens)] / (100 * max(tokens))
-    told = re.search(r"forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err)
-    assert float(told[1]) == pytest.approx(100 * padding, abs=0.05) and padding > 0.01
+    match = re.search(r"forwards are padded to 100 tokens, of which (.*)% are padding\n", capsys.readouterr().err)
+    assert float(match[1]) == pytest.approx(100 * padding, abs=0.05) and padding > 0.01
 
 
 def test_what_cannot_be_captured_is_refused():

@@ -46,7 +46,7 @@ def encode(row, first=1, end=None):
 
 
 def batches_of(lengths, process=encode, *, length, per_batch=1, split=False, skip_bad=False, seed=0, **how):
-    """per_batch: the space of a batch, so many times the length."""
+    """per_batch: the maximum tokens of a batch, in multiples of `length`."""
     recipe = SimpleNamespace(
         options=SimpleNamespace(max_length=length, skip_bad=skip_bad, seed=seed), process=process, splits=split,
         capacity=length * per_batch,
