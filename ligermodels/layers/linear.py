@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ligermodels.errors import warn_once
+from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.linear import linears
@@ -141,16 +141,22 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
-    """Warns once for each reason why one of these children of `owner` is not fused."""
+    """Warns once for each reason why one of these children of `owner` is not fused.
+
+    There is no warning where another library has quantised or sharded the module: nobody expects it to be fused.
+    """
     for name in names if warns(x) else ():
-        reason = obstacle(owner._modules[name])  # type: ignore[arg-type]
-        if reason is not None:
-            warn_once(
-                reason,
-                f"{type(owner).__name__} calls {name} as a module, because of {reason}. It is not fused with "
-                f"{', '.join(other for other in names if other != name)}: the step takes more memory and a little more "
-                "time, with the same results. model.fusion_report() shows where.",
-            )
+        module: Any = owner._modules[name]
+        reason = obstacle(module)
+        expected = reason is not None and reason.startswith(("its class", "its weight"))
+        if reason is None or (expected and "parametrizations" not in module._modules) or not is_new(reason):
+            continue
+        warn_once(
+            reason,
+            f"{type(owner).__name__} calls {name} as a module, because of {reason}. It is not fused with "
+            f"{', '.join(other for other in names if other != name)}: the step takes more memory and a little more "
+            "time, with the same results. model.fusion_report() shows where.",
+        )
 
 
 def warns(x: Tensor) -> bool:

@@ -152,3 +152,15 @@ def test_in_training_on_a_gpu_an_adapter_is_warned_of_once(monkeypatch):
     model.lm_head = Adapter(nn.Linear(32, 97))
     (message,) = warned(lambda: model(ids, labels=ids))
     assert f"not fused with lm_head, because of {ADAPTER}" in message
+
+
+def test_a_module_that_a_library_quantised_is_not_warned_of(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+    monkeypatch.setattr(linear, "use_triton", lambda x: True)
+    model, ids = llama(), torch.arange(12).view(2, 6)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.__class__ = type("Linear4bit", (nn.Linear,), {})
+    assert not warned(lambda: model(ids, labels=ids))
+    torch.nn.utils.parametrize.register_parametrization(attention.k_proj, "weight", nn.Identity())
+    (message,) = warned(lambda: model(ids, labels=ids))
+    assert message.startswith("Attention calls k_proj as a module, because of its class")
