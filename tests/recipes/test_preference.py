@@ -9,7 +9,7 @@ import torch
 import ligermodels
 from ligermodels.layers import preference
 from ligermodels.processes import Processes
-from ligermodels.recipes.examples import encode_answers
+from ligermodels.recipes.examples import Example, encode_answers
 from ligermodels.recipes.formats import read
 from ligermodels.recipes.steps import shard_batches
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
@@ -61,6 +61,27 @@ def logprobs(model, sequence):
     return logs[labels != -100].sum(), int((labels != -100).sum()), logs.sum(), len(logs)
 
 
+def mismatched(row, other):
+    """The prompt of one row with the answer of another."""
+    ids = row.sequences[0].ids[: row.prompt] + other.sequences[0].ids[other.prompt :]
+    return Example(ids, [-100] * row.prompt + ids[row.prompt :])
+
+
+def expected_of_kto(o, model, before, batches):
+    """The loss of a step over the rows of two batches, each of which has a point of comparison of its own."""
+    found = []
+    for rows in batches:
+        own, ref = ([logprobs(which, row.sequences[0])[0] for row in rows] for which in (model, before))
+        others = [mismatched(row, rows[n - 1]) for n, row in enumerate(rows)]
+        own_others, ref_others = (torch.stack([logprobs(which, one)[0] for one in others]) for which in (model, before))
+        found.append(preference.kto_loss(
+            torch.stack(own), torch.tensor([row.label for row in rows]), torch.stack(ref),
+            kl=preference.kto_kl(own_others, ref_others), beta=o.beta, loss_type=o.loss_type,
+            desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
+        ))  # fmt: skip
+    return torch.cat(found).mean()
+
+
 def expected_of_pairs(o, model, before, rows):
     """The loss of a step over the rows."""
     own, ref = ([[logprobs(which, one) for one in row.sequences] for row in rows] for which in (model, before))
@@ -86,6 +107,7 @@ def expected_of_pairs(o, model, before, rows):
 CASES = [
     ("dpo", {}), ("dpo", {"loss_type": "sigmoid_norm"}), ("dpo", {"loss_type": "apo_zero", "beta": 0.3}),
     ("dpo", {"label_smoothing": 0.1, "sft_weight": 0.7}),
+    ("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.5}), ("kto", {"loss_type": "apo_zero_unpaired"}),
     ("orpo", {}), ("cpo", {}), ("simpo", {"beta": 2.0, "simpo_gamma": 1.0, "sft_weight": 0.5}),
 ]  # fmt: skip
 
@@ -96,21 +118,27 @@ def load(home):
 
 @pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
 def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, given):
-    """Loss and gradient of a step of two batches; tests/layers has the formulas of the losses. KTO: test_trl.py."""
-    data = data_of(recipe, tokenizer, data=str(home / "pairs.jsonl"), batch_tokens=256, **given)
+    """Loss and gradient of a step of two batches; tests/layers has the formulas of the losses."""
+    file = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
+    data = data_of(recipe, tokenizer, data=str(file), batch_tokens=256, **given)
     model, before, of = load(home), load(home), data.recipe
     of.frozen_model = before
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        model.model.norm.weight.mul_(0.5)  # answers are more likely than before: KTO's point of comparison is not 0
     model.train()
     examples = [next(data.train) for _ in range(2)]
     steps = [of.collate(batch) for batch in examples]
     steps += shard_batches(steps[:1], Processes(torch.device("cpu"), 1, 2))  # which counts nothing
     count = sum(of.count(batch) for batch in steps).float()
     losses, metrics = zip(*(of.loss(model, batch, count) for batch in steps), strict=True)
-    found, expected = sum(losses), expected_of_pairs(of.options, model, before, examples[0] + examples[1])
+    found = sum(losses)
+    if recipe == "kto":
+        expected = expected_of_kto(of.options, model, before, examples)
+    else:
+        expected = expected_of_pairs(of.options, model, before, examples[0] + examples[1])
     assert "nll_loss" not in metrics[0] or sum(one["nll_loss"][1] for one in metrics) == count[2]
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)  # divisors are fp32
     weight = model.lm_head.weight
