@@ -111,8 +111,7 @@ class Qwen3VLTower(VisionTower):
         indexes = self.deepstack_visual_indexes
         return dict(zip(indexes, self.deepstack_merger_list, strict=True)) if indexes else {}
 
-    def embed(self, pixels: Tensor, grids: Grids) -> Tensor:
-        x = super().embed(pixels, grids)
-        rows, weights = resampled(grids, self.merge, self.side, x.device)
+    def add_positions(self, x: Tensor, grids: Grids, cells: Tensor) -> Tensor:
+        rows, weights = resampled(grids, cells, self.side)
         corners = (self.pos_embed(index) * weight[:, None] for index, weight in zip(rows, weights, strict=True))
         return x + sum(corners).to(x.dtype)

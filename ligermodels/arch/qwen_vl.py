@@ -135,17 +135,19 @@ class VisionTower(nn.Module):
     def picked(self) -> dict[int, nn.Module]:
         return {}
 
-    def embed(self, pixels: Tensor, grids: Grids) -> Tensor:
-        """The patches [N, size] before the first block."""
-        return self.patch_embed["proj"](pixels)
+    def add_positions(self, x: Tensor, grids: Grids, cells: Tensor) -> Tensor:
+        """The patches x [N, size] and their learned positions, if there are any. cells: of `patch_cells`, [2, N]."""
+        return x
 
     def forward(self, pixels: Tensor, grids: Grids) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of pixels [N, patch_width] -> (tokens [N / merge^2, hidden_size], and as many states per picked block).
 
         grids: the frames, rows and columns of each image.
         """
-        x, picked = self.embed(pixels, grids), self.picked
-        cos, sin = self.rotary_pos_emb(patch_cells(grids, self.merge, x.device))
+        x, picked = self.patch_embed["proj"](pixels), self.picked
+        cells = patch_cells(grids, self.merge, x.device)
+        x = self.add_positions(x, grids, cells)
+        cos, sin = self.rotary_pos_emb(cells)
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
         if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
             x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))

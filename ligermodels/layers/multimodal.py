@@ -250,12 +250,13 @@ def patch_cells(grids: Grids, merge: int, device: torch.device) -> Tensor:
     return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
 
 
-def resampled(grids: Grids, merge: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def resampled(grids: Grids, cells: Tensor, side: int) -> tuple[Tensor, Tensor]:
     """Bilinear interpolation of a table of side x side positions, stretched over each image so that corners coincide.
 
-    Returns the 4 rows of the table around each patch, int64 [4, patches], and their weights, fp32 [4, patches].
+    cells: of the patches, from `patch_cells`. Returns the 4 rows of the table around each patch, int64 [4, patches],
+    and their weights, fp32 [4, patches].
     """
-    cells, sizes = patch_cells(grids, merge, device), _sizes(grids, 1, device)
+    sizes = _sizes(grids, 1, cells.device)
     sizes = sizes[:, 1:].repeat_interleave(sizes.prod(1), 0, output_size=cells.shape[1]).T
     places = cells.float() * (side - 1) / (sizes - 1).clamp(min=1)
     first = places.floor()
