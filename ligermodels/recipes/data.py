@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ligermodels.checkpoint import files
-from ligermodels.errors import InputError, LigermodelsError, TokenizerError
+from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.examples import Batch, best_fit
 from ligermodels.recipes.formats import format_of
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
@@ -72,23 +72,37 @@ class Outcomes:
 
     def __call__(self, indices: Sequence[int]) -> list[Outcome]:
         """Raises BadRowError, which names the row."""
-        return [self._outcome(index, self.rows.where(index)) for index in indices]
+        return [self._outcome(index) for index in indices]
 
-    def _outcome(self, index: int, where: str) -> Outcome:
-        try:
+    def example(self, index: int) -> Any:
+        """The example of a row, uncut. Raises BadRowError."""
+        with self._named(index):
             row = self.rows[index]
             if self.format is not None and (name := format_of(row)) != self.format[0]:
                 raise InputError(
                     f"the row is in the format {name!r}, but {self.format[1]} is in {self.format[0]!r}; train on rows "
                     "of one format"
                 )
-            example = self.process(row)
-            parts = example.split(self.length) if self.split else [example.cut(self.length)]
+            return self.process(row)
+
+    @contextlib.contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """Turns the errors of a row into a BadRowError, which names it."""
+        try:
+            yield
         except (InputError, TokenizerError) as error:
+            advice = "" if self.skip_bad or isinstance(error, TemplateError) else " (--skip-bad drops such rows)"
+            raise BadRowError(f"{self.rows.where(index)}: {error}".removesuffix(".") + f".{advice}") from error
+
+    def _outcome(self, index: int) -> Outcome:
+        try:
+            example = self.example(index)
+            with self._named(index):
+                parts = example.split(self.length) if self.split else [example.cut(self.length)]
+        except BadRowError:
             if self.skip_bad:
                 return Outcome([], {"rows": 1, "bad": 1})
-            advice = "" if isinstance(error, TemplateError) else " (--skip-bad drops such rows)"
-            raise BadRowError(f"{where}: {error}".removesuffix(".") + f".{advice}") from error
+            raise
         kept = [part for part in parts if part.trained]
         counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
         counts["trained"] = sum(part.trained for part in kept)
@@ -103,7 +117,7 @@ class Outcomes:
             note = f"cut, it has {example.size:,} tokens"
         if kept and example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
-        return Outcome(kept, counts, f"\n  {where}: {note}" if note else "")
+        return Outcome(kept, counts, f"\n  {self.rows.where(index)}: {note}" if note else "")
 
 
 class Counts:
@@ -301,13 +315,16 @@ class Data:
         return [recipe.collate(examples) for examples in batches]
 
     def examples(self, number: int) -> Iterator[str]:
-        """The text of the first rows, with trained tokens marked."""
+        """The text of the first rows, with trained tokens marked. Raises BadRowError without --skip-bad."""
         for index in range(min(number, len(self.rows))):
             try:
-                text = "\n" + self.recipe.show(self.recipe.process(self.rows[index]))
-            except LigermodelsError as error:
-                text = f" {error}"
-            yield f"{self.rows.where(index)}:{text}"
+                example = self.train.outcomes.example(index)
+            except BadRowError as error:
+                if not self.options.skip_bad:
+                    raise
+                yield f"left out, {error}"
+                continue
+            yield f"{self.rows.where(index)}:\n{self.recipe.show(example)}"
 
 
 def digest(paths: Sequence[Path]) -> int:

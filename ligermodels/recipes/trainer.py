@@ -164,7 +164,9 @@ class Trainer:
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
             print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)
-            for example in self.data.examples(o.show):
+        examples = p.from_main(lambda: list(self.data.examples(o.show)))
+        if p.is_main:
+            for example in examples:
                 say(f"\n{example}")
         if o.dry_run:
             return False

@@ -77,6 +77,15 @@ def test_wrong_flags(home, tmp_path, refused, case):
     assert "--skip-bad row" not in said and ("chats.jsonl:" in said) == case.endswith(("tokens", "an error"))
 
 
+def test_a_bad_row_that_would_be_shown_is_named_once(home, write, refused, tmp_path, capsys):
+    data, flags = write("a.jsonl", f"{{\n{CHAT}\n"), ("--show", "2", "--max-steps", "1", "--max-length", "32")
+    for more in ((), ("--dry-run",)):
+        assert refused(home, "(--skip-bad drops such rows)", *flags, *more, data=data).count("a.jsonl:1: ") == 1
+    assert train(home, tmp_path / "out", *flags, "--dry-run", "--skip-bad", data=data) == 0
+    said = capsys.readouterr().err
+    assert f"left out, {data}:1: not valid JSON" in said and f"{data}:2:\n" in said and "--skip-bad" not in said
+
+
 def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2", "--resume") == 0
