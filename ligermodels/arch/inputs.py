@@ -350,9 +350,12 @@ class Targets:
     ):
         if ignore_index != IGNORE_INDEX:
             labels = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
-        targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if cu_seqlens is not None and not shifted:
-            targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
+        targets = labels
+        if not shifted:
+            rows = labels if cu_seqlens is None else labels.reshape(1, -1)  # a packed sequence may go on in the next row
+            targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE_INDEX)
+            if cu_seqlens is not None:
+                targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
         if context is not None:
             targets = context.shard(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets

@@ -230,7 +230,7 @@ class GatedDeltaNet(JointProjections):
         inputs = torch.cat([before, qkv.detach().transpose(1, 2)], 2)
         width = conv.shape[2]
         if mask is None:
-            inputs = inputs[:, :, -width:]
+            inputs = inputs[:, :, inputs.shape[2] - width :]
         else:  # those up to the last token of each row, after which there is padding
             tokens = torch.arange(1, mask.shape[1] + 1, device=mask.device)
             last = (mask * tokens).amax(1)

@@ -153,6 +153,17 @@ def test_shifted_labels_and_another_ignored_label(model):
     torch.testing.assert_close(found, model(IDS, labels=labels, return_logprobs=True).logprobs)
 
 
+@pytest.mark.parametrize("lengths", [(3, 4, 3), (0, 7, 3), (10,)], ids=str)
+def test_a_packed_sequence_may_go_on_in_the_next_row(model, lengths):
+    """Its tokens, and their labels, are those of the sequence alone."""
+    packed = bounds(*torch.tensor([0, *lengths]).cumsum(0))
+    texts = [text[None] for text in IDS.flatten().split(lengths) if len(text)]
+    logits = torch.cat([model(text).logits for text in texts], 1)
+    torch.testing.assert_close(model(IDS, cu_seqlens=packed).logits, logits.view(B, S, -1))
+    expected = sum(model(text, labels=text, num_items_in_batch=1).loss for text in texts)
+    torch.testing.assert_close(model(IDS, labels=IDS, cu_seqlens=packed, num_items_in_batch=1).loss, expected)
+
+
 def test_logits_that_were_not_computed(model):
     """Read as an attribute or by position, they are an error that says how to get them; for tools they are None."""
     output = model(IDS, labels=IDS, output_hidden_states=True)
