@@ -135,8 +135,8 @@ class CausalLM(Pretrained, TrainerInterface):
 
         shift_labels: [B, S], labels of the next tokens, shifted by the caller, in place of `labels`. Trainer expects
             each parameter of forward with "label" in its name in every batch, so that this cannot be one.
-        cu_seqlens: int32 [N + 1], the boundaries of the packed sequences in a batch of one row. max_seqlen: the length
-            of the longest one.
+        cu_seqlens: int32 [N + 1], the boundaries of the packed sequences in the rows, which follow each other.
+            max_seqlen: the length of the longest one.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, for queries and for keys, which must be equal. seq_idx, which comes with
             them, is ignored.

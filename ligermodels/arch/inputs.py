@@ -352,7 +352,8 @@ class Targets:
             labels = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
         targets = labels
         if not shifted:
-            rows = labels if cu_seqlens is None else labels.reshape(1, -1)  # a packed sequence may go on in the next row
+            # A packed sequence may go on in the next row.
+            rows = labels if cu_seqlens is None else labels.reshape(1, -1)
             targets = F.pad(rows[:, 1:], (0, 1), value=IGNORE_INDEX)
             if cu_seqlens is not None:
                 targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
