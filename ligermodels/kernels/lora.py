@@ -56,7 +56,9 @@ class Branch:
         self.dtype = dtype if own is None else torch.promote_types(dtype, own)  # x and dy are cast to it
         self.splits = dtype == torch.bfloat16 and self.dtype == torch.float32 and _can_split(factors[0])
         count = len(self.parts)
-        self.a = torch.cat(factors[:count]).to(self.dtype)  # type: ignore[arg-type]  # [sum r_i, K]
+        # Under autocast torch.cat takes fp32 and autocast's dtype alone.
+        rows = [a if a.dtype == torch.float32 else a.to(self.dtype) for a in factors[:count]]
+        self.a = torch.cat(rows).to(self.dtype)  # [sum r_i, K]
         self.b = [b.to(self.dtype) for b in factors[count:]]
         if self.splits:
             self.dtype, self.a = dtype, split(self.a, left=False, rows=True)

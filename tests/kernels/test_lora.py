@@ -286,6 +286,23 @@ def test_strides_are_free(device, adapted, grad, rows):
     close(linears(x, layers), expected, torch.float32)
 
 
+def test_adapters_in_the_other_16_bits_under_autocast(device):
+    """Beside one in fp32, as torch.cat refuses them there."""
+    weights, biases, adapters = make(device, torch.float16, [(OUT, HIDDEN), (OUT // 2, HIDDEN)], (1, 1))
+    other = adapters[0]._replace(a=adapters[0].a.detach().bfloat16(), b=adapters[0].b.detach().bfloat16())
+    adapters[0] = other._replace(a=other.a.requires_grad_(), b=other.b.requires_grad_())
+    x = torch.randn(3, 7, HIDDEN, device=device).half().requires_grad_()
+    with torch.autocast(device, torch.float16):
+        y = linears(x, layers(weights, biases, adapters))
+    dy = torch.randn_like(y)
+    found = torch.autograd.grad(y, [x, *leaves(adapters)], dy)
+    copies, x64 = exact(adapters), x.detach().double().requires_grad_()
+    y64 = torch.cat([formula(x64, *one) for one in zip(weights, biases, copies, strict=True)], -1)
+    expected = torch.autograd.grad(y64, [x64, *leaves(copies)], dy.double())
+    for one, wanted in zip((y, *found), (y64, *expected), strict=True):
+        close(one, wanted, torch.float16)
+
+
 def test_four_bits_under_autocast(device):
     """As the dequantised weights, cast."""
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
