@@ -17,6 +17,7 @@ from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.argmax import argmax
+from ligermodels.kernels.operand import autocast_dtype
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
@@ -142,7 +143,9 @@ class DraftStep(Step):
 
     def __init__(self, model: Any, count: int):
         decoder, mixer = model.decoder, model.mtp.layers[0].self_attn
-        options = dict(kv_cache_dtype="auto", dtype=decoder.compute_dtype, device=decoder.embed_tokens.weight.device)
+        table = decoder.embed_tokens.weight
+        dtype = autocast_dtype(table) or decoder.compute_dtype  # the step does not move an empty state
+        options = dict(kv_cache_dtype="auto", dtype=dtype, device=table.device)
         with torch.inference_mode(False):  # they outlive the call
             self.cache = Cache([mixer.new_state(1, BUCKET, whole=True, **options)], 1)
             super().__init__(self.cache, count + 1)
