@@ -14,6 +14,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
 }
 """`activation` in PyTorch. Sources: torch.nn.functional; quick_gelu as in OpenAI's CLIP."""
 
@@ -34,7 +35,7 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
         cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
     else:
-        # All others are x sigmoid(z): gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u).
+        # All others are x sigmoid(z), or sigmoid(z): gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u).
         z = x
         if NAME == "gelu_tanh":
             z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -46,6 +47,8 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
         if NAME == "gelu_tanh":
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
             return x * sigmoid, sigmoid + (x * sigmoid) * rest * dz
+        elif NAME == "sigmoid":
+            return sigmoid, sigmoid * rest
         else:
             return x * sigmoid, sigmoid * (1.0 + z * rest)  # z' x = z
 

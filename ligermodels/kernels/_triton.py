@@ -75,11 +75,28 @@ def overlapping(overlap: bool) -> dict[str, bool]:
 
 
 @triton.jit
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """Lets the next kernel start, and waits until the kernel before this one has ended."""
+def let_next_start(OVERLAP: tl.constexpr):
+    """Lets the next kernel start. Until `wait`, this one may load what is older than its step, and store nothing.
+
+    Older are weights, and states and caches from the step before: a step begins with launches that do not overlap. All
+    kernels of the same step may still be running.
+    """
     if OVERLAP:
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Waits until the kernel before this one has ended."""
+    if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Lets the next kernel start, and waits until the kernel before this one has ended."""
+    let_next_start(OVERLAP)
+    wait(OVERLAP)
 
 
 def assume_constant_result(function: Callable) -> Callable:

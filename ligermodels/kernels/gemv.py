@@ -25,47 +25,64 @@ from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
+    let_next_start,
     overlapping,
     overlaps_launches,
     tl,
     triton,
     use_triton,
-    wait_for_previous,
+    wait,
 )
 
 
 @triton.jit
 def _gemv_kernel(
     y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, w_stride, up_ptr, up_s_ptr, up_b_ptr, up_stride, N, K,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), which loads w and up at once.
 
-    s_ptr: one scale per row of w, or None. EVEN: BK divides K.
+    s_ptr: one scale per row of w, or None. EARLY: tiles that are loaded while the kernel before this one ends. EVEN: BK
+    divides K.
     """
-    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+    GLU: tl.constexpr = up_ptr is not None
     at = tl.program_id(0) * BN + tl.arange(0, BN)
     cols = tl.arange(0, BK)
     rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
     w_ptr += rows * w_stride + cols[None, :]
     total = tl.zeros((BN, BK), tl.float32)
-    if up_ptr is not None:
+    scale, bias = _load_row(s_ptr, at, N, 1.0), _load_row(b_ptr, at, N, 0.0)
+    if GLU:
         up_ptr += rows * up_stride + cols[None, :]
         up_total = tl.zeros((BN, BK), tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
+        up_scale, up_bias = _load_row(up_s_ptr, at, N, 1.0), _load_row(up_b_ptr, at, N, 0.0)
+    ws, ups = (), ()
+    for i in tl.static_range(EARLY):
+        mask = (cols < K - i * BK)[None, :]
+        ws += (load(w_ptr + i * BK, mask, EVEN),)  # type: ignore[assignment]
+        if GLU:
+            ups += (load(up_ptr + i * BK, mask, EVEN),)  # type: ignore[assignment]
+    wait(OVERLAP)
+    for i in tl.static_range(EARLY):
+        x = load(x_ptr + i * BK + cols, cols < K - i * BK, EVEN).to(tl.float32)[None, :]
+        total += _to_fp32(ws[i], PTX) * x
+        if GLU:
+            up_total += _to_fp32(ups[i], PTX) * x
+    for k in tl.range(EARLY * BK, K, BK, num_stages=STAGES):
         mask = (cols < K - k)[None, :]
-        w = _load(w_ptr + k, mask, EVEN, PTX)
-        if up_ptr is not None:
-            v = _load(up_ptr + k, mask, EVEN, PTX)
-        x = _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
-        total += w * x
-        if up_ptr is not None:
-            up_total += v * x
-    y = add_bias(_scaled(tl.sum(total, 1), s_ptr, at, N), b_ptr, at, N)
-    if up_ptr is not None:
+        w = load(w_ptr + k, mask, EVEN)
+        if GLU:
+            up = load(up_ptr + k, mask, EVEN)
+        x = load(x_ptr + k + cols, cols < K - k, EVEN).to(tl.float32)[None, :]
+        total += _to_fp32(w, PTX) * x
+        if GLU:
+            up_total += _to_fp32(up, PTX) * x
+    y = tl.sum(total, 1) * scale + bias
+    if GLU:
         y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-        y *= add_bias(_scaled(tl.sum(up_total, 1), up_s_ptr, at, N), up_b_ptr, at, N)
+        y *= tl.sum(up_total, 1) * up_scale + up_bias
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
 
 
@@ -81,12 +98,16 @@ def _four_int8() -> str:
 
 
 @triton.jit
-def _load(ptr, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
-    """Loads a tile as fp32."""
-    if EVEN:  # noqa: SIM108  # else both are compiled
-        x = tl.load(ptr)
+def load(ptr, mask, EVEN: tl.constexpr):
+    """tl.load; unless EVEN, with a mask, and 0 where it is False."""
+    if EVEN:
+        return tl.load(ptr)
     else:
-        x = tl.load(ptr, mask=mask, other=0.0)
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _to_fp32(x, PTX: tl.constexpr):
     if PTX and x.dtype == tl.int8:
         return tl.inline_asm_elementwise(_four_int8(), "=r,=r,=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=4)
     else:
@@ -94,10 +115,12 @@ def _load(ptr, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def _scaled(y, s_ptr, at, N):
-    if s_ptr is not None:
-        y *= tl.load(s_ptr + at, mask=at < N, other=0.0)
-    return y
+def _load_row(ptr, at, N, OTHER: tl.constexpr):
+    """Scales or biases [BN] in fp32, or OTHER where there are none."""
+    if ptr is not None:
+        return tl.load(ptr + at, mask=at < N, other=OTHER).to(tl.float32)
+    else:
+        return OTHER
 
 
 @triton.jit
@@ -123,11 +146,11 @@ def gemv(
         row, place = x.reshape(-1), y.view(-1)
         torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
         return y
-    bn, bk, warps, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
-    overlap, up_stride = overlaps_launches(x), 0 if up is None else up.stride(0)
+    bn, bk, warps, early, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
+    early, overlap, up_stride = min(early, cdiv(k, bk)), overlaps_launches(x), 0 if up is None else up.stride(0)
     launch(
         _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, weight.stride(0), up, up_scale, up_bias,
-        up_stride, n, k, bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
+        up_stride, n, k, bn, bk, early, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
         **overlapping(overlap),
     )  # fmt: skip
     return y
@@ -137,24 +160,24 @@ _MANY = 8192
 """Elements of y from which on a multiprocessor gets many programs."""
 
 
-def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(elements of y, columns of the weight per tile, warps, tiles in flight) of a program.
+def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int, int]:
+    """(elements of y, columns of the weight per tile, warps, early tiles, tiles in flight) of a program.
 
     A tile that reaches past the end of a row takes as long as a whole one: on an H200 in bf16, [12352, 2560] takes
     16.1 us in tiles of 512 columns, 20.6 in tiles of 2048. Few programs are faster with few tiles in a row:
     [2560, 9216] takes 13.6 us in tiles of 1024, 15.5 in tiles of 512.
     """
     if itemsize == 1:
-        return 4, 1024, 2, 3
+        return 4, 1024, 2, 0, 3
     if n >= _MANY and k % 1024:
-        return 4, 512, 2, 1
+        return 4, 512, 2, 1, 1
     if cdiv(k, 1024) % 2 == 0:  # tiles of 2048 columns reach no farther than those of 1024
-        return 4, 2048, 4, 1
-    return (8, 1024, 8, 1) if k > 8192 else (4, 1024, 4, 1)
+        return 4, 2048, 4, 1, 1
+    return (8, 1024, 8, 1, 1) if k > 8192 else (4, 1024, 4, 1, 1)
 
 
-def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
+def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int, int]:
     """As `_tile`, for each of the two weights."""
     if itemsize == 1:
-        return 2, 512, 1, 4
-    return (2, 1024, 4, 1) if k % 1024 == 0 else (2, 512, 2, 1)
+        return 2, 512, 1, 0, 4
+    return (2, 1024, 4, 1, 1) if k % 1024 == 0 else (2, 512, 2, 1, 1)

@@ -30,7 +30,19 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
-from ligermodels.kernels._triton import accumulator, as_rows, cdiv, once_differentiable, tl, triton, use_triton
+from ligermodels.kernels._triton import (
+    FEW_ROWS,
+    accumulator,
+    as_rows,
+    cdiv,
+    once_differentiable,
+    overlapping,
+    overlaps_launches,
+    tl,
+    triton,
+    use_triton,
+    wait_for_previous,
+)
 from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.operand import LinearOperand, check
 
@@ -49,8 +61,9 @@ def glu_linear_reference(
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     h_ptr, gate_ptr, up_ptr, n_rows, gate_stride, up_stride, UP_AT: tl.constexpr, NAME: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(OVERLAP)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
@@ -116,9 +129,10 @@ def glu_forward(
     gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, joint)
     if n_rows:
         block, rows, blocks = tile(width)
+        overlap = n_rows <= FEW_ROWS and overlaps_launches(x)
         launch(
             _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
-            up_at, activation, width, block, rows, num_warps=4,
+            up_at, activation, width, block, rows, overlap, num_warps=4, **overlapping(overlap),
         )  # fmt: skip
     return h
 
@@ -239,7 +253,8 @@ def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") 
 
     gate_up: [..., 2F], rows [gate | up]; or the gate [..., F] beside an up of its shape and dtype. Any strides; copied
     where the last dim is not contiguous.
-    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf) or "quick_gelu".
+    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf), "quick_gelu" or
+        "sigmoid".
     Returns [..., F] of gate_up's dtype.
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """

@@ -16,28 +16,18 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation
 from ligermodels.kernels._triton import (
     cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
     has_ptx,
+    let_next_start,
     overlapping,
     overlaps_launches,
     tl,
     triton,
-    wait_for_previous,
+    wait,
 )
-from ligermodels.kernels.gemv import add_bias
+from ligermodels.kernels.gemv import add_bias, load
 
 _PRODUCTS_OPERANDS = tl.constexpr("=&f,=&f,f,f,l,l,l,l,f,f,f,f,r,r,f,f" + 16 * ",r")  # of `_products_ptx`
 _LESS_OPERANDS = tl.constexpr("=&f,=&f" + 16 * ",r")  # of `_less_ptx`
-
-
-@triton.jit
-def load(ptr, mask, EVEN: tl.constexpr):
-    """tl.load; unless EVEN, with a mask, and 0 where it is False."""
-    if EVEN:
-        return tl.load(ptr)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -53,21 +43,16 @@ def _int4_kernel(
     loaded while the kernel before this one ends. EVEN: all words of the tiles exist. FULL: all rows of blocks exist.
     """
     GLU: tl.constexpr = up_ptr is not None
-    if TENSOR_CORES and OVERLAP:
-        gdc_launch_dependents()
-    else:
-        wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
     w_ptr = w_ptr.to(tl.pointer_type(tl.int64))
     b_w_ptr = up_ptr.to(tl.pointer_type(tl.int64)) if GLU else w_ptr
     b_s_ptr = up_s_ptr if GLU else s_ptr
     block = tl.program_id(0)
-    # No kernel writes weights, so their loads need not wait for the kernel before this one. Loads of x must wait.
     words, scales = (), ()
     for i in tl.static_range(EARLY):
         words += _words(w_ptr, b_w_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL)
         scales += _scales(s_ptr, b_s_ptr, block, i, N, W, PAIRS, LANES, GLU, EVEN, FULL, TENSOR_CORES)
-    if TENSOR_CORES and OVERLAP:
-        gdc_wait()
+    wait(OVERLAP)
     total = tl.zeros((PAIRS, 2 * LANES), tl.float32)
     for i in tl.static_range(STEPS):
         if i >= EARLY:

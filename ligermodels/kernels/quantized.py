@@ -39,8 +39,8 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.fp8 import convert
-from ligermodels.kernels.gemv import add_bias, gemv
-from ligermodels.kernels.int4_row import int4_row, load
+from ligermodels.kernels.gemv import add_bias, gemv, load
+from ligermodels.kernels.int4_row import int4_row
 from ligermodels.kernels.joint import joint
 from ligermodels.kernels.low_bit import LowBitWeight, check_quantizable
 

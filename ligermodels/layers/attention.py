@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
+from ligermodels.kernels.glu import glu
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
@@ -96,7 +97,9 @@ class Attention(JointProjections):
         key_mask = batch.key_mask
         if cache is not None and token is not None:
             out = cache.attend(q, k, v, token, tables, window=self.window, softcap=self.softcap, scale=self.scale)
-            return run_linear(o_proj, (out if gate is None else out * gate.sigmoid()).flatten(2), output)
+            if gate is not None:
+                out = glu(gate, out, activation="sigmoid")
+            return run_linear(o_proj, out.flatten(2), output)
         if cache is not None:
             k, v = cache.append(k, v, batch.past)
             if key_mask is not None:  # over all tokens so far; a state with a window returns only the last
@@ -118,7 +121,7 @@ class Attention(JointProjections):
         if context is not None:
             out = context.to_tokens(out)
         if gate is not None:
-            out = out * gate.sigmoid()
+            out = glu(gate, out, activation="sigmoid")
         y = run_linear(o_proj, attach_to_view(out, out.flatten(2)), output)
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
 

@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
 }
 GATED = ["silu", "gelu", "gelu_tanh"]
 PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
