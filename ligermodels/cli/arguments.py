@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -45,6 +46,8 @@ class Parser(argparse.ArgumentParser):
         """Ends with the error for arguments that the command does not have. found: those that it has."""
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         near = nearest(rest[0].partition("=")[0], flags) if rest[0].startswith("--") else ""
+        if not rest[0].startswith("-") and "--prompt" in flags:
+            near = f"--prompt {shlex.quote(rest[0])}"
         advice = f"did you mean {near}?" if near else f"`{self.prog} --help` lists all"
         self.error(f"unrecognized arguments: {' '.join(rest)}; {advice}")
 

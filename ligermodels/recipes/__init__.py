@@ -3,6 +3,8 @@
 import importlib
 from typing import Any
 
+from ligermodels.errors import InputError
+
 RECIPES = {
     "sft": ("sft:SFT", "Supervised fine-tuning: chats, prompts with completions, instructions."),
     "pretrain": ("sft:Pretrain", "Next-token prediction on plain text."),
@@ -19,7 +21,9 @@ RECIPES = {
 
 
 def find(name: str) -> Any:
-    """The class of a recipe, a subclass of `base.Recipe`."""
+    """The class of a recipe, a subclass of `base.Recipe`. Raises InputError for another name."""
+    if name not in RECIPES:
+        raise InputError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
     module, _, cls = RECIPES[name][0].partition(":")
     return getattr(importlib.import_module(f"ligermodels.recipes.{module}"), cls)
 
@@ -32,4 +36,4 @@ def train(name: str, **options: Any) -> int:
     from ligermodels.recipes.trainer import train
 
     kind = find(name)
-    return train(kind, kind.Options(**options))
+    return train(kind, kind.Options.merged(options))

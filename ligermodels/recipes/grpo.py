@@ -16,6 +16,7 @@ from ligermodels.layers import policy
 from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.options import option
 from ligermodels.recipes.policy import Greedy, policy_inputs, policy_loss, reference_logprobs
+from ligermodels.recipes.report import say
 from ligermodels.recipes.rewards import Rewards
 from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
 from ligermodels.recipes.steps import Metrics
@@ -70,6 +71,7 @@ class GRPOOptions(RolloutOptions):
 
 class GRPO(Sampling):
     Options = GRPOOptions
+    _has_warned = False  # of rewards that are all the same
     _deviation = 0.0  # the standard deviation of all rewards of a rollout
 
     def __init__(self, options: GRPOOptions, tokenizer: Any, multiple: int = 1, rewards: Rewards | None = None) -> None:
@@ -93,6 +95,12 @@ class GRPO(Sampling):
         rewards = torch.tensor(every).reshape(-1, o.num_generations)
         advantages, self._deviation = policy.group_advantages(rewards, o.scale_rewards).flatten(), float(rewards.std())
         tied = (rewards == rewards[:, :1]).all(1)
+        if tied.all() and p.is_main and not self._has_warned:
+            self._has_warned = True
+            say(
+                "warning: the rewards prefer no completion of this step to another of the same prompt, so that it "
+                "learns nothing from them; `tied` in metrics.jsonl is the share of such prompts"
+            )
         for n, one in enumerate(completions, p.batch_rank * len(completions)):
             one.advantage, one.is_tied = float(advantages[n]), bool(tied[n // o.num_generations])
         return completions

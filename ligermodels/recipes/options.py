@@ -191,7 +191,7 @@ class TrainOptions(
     @classmethod
     def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
         """Options from flags, over those of a YAML file, over the defaults. Raises InputError."""
-        return cls(**{**({} if file is None else cls.load(file)), **flags})
+        return cls(**typed(cls, {**({} if file is None else cls.load(file)), **flags}))
 
     @classmethod
     def load(cls, file: str | Path) -> dict[str, Any]:
@@ -300,7 +300,8 @@ def shown(value: Any) -> str:
 def unknown(options: type[TrainOptions], name: str) -> str:
     """The error for an option that a recipe does not have, as it was given: a flag, or a key of a file."""
     near = nearest(name, [flag(field) for field in fields_of(options)])
-    advice = f"did you mean {near}?" if near else f"`ligermodels train {options.recipe} --help` lists all"
+    listed = f"`ligermodels train {options.recipe} --help` lists all, and docs/options.md the names of other tools"
+    advice = f"did you mean {near}?" if near else listed
     return f"{options.recipe} has no option {name}; {advice}"
 
 

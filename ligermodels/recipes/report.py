@@ -130,6 +130,7 @@ def make_plan(
     tokens = "not counted, since --max-steps is given"
     if counts is not None:
         tokens = f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{left_out(counts)}"
+    forwards = f"{o.accumulation} forward pass{'es' * (o.accumulation > 1)}"
     several = f", on {p.size} processes" * (p.size > 1)
     memory = ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size)
     memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
@@ -138,7 +139,7 @@ def make_plan(
         "trained": trained,
         "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
         "tokens": tokens,
-        "steps": f"{steps:,} of {o.accumulation} forward passes, up to {o.batch_tokens:,} tokens each{several}",
+        "steps": f"{steps:,}, each of {forwards} of up to {o.batch_tokens:,} tokens{several}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",
         "memory": f"{gib(sum(need.values()))} (tensors, estimated): {memory}",
     }

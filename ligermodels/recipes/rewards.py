@@ -11,7 +11,7 @@ import inspect
 import math
 import runpy
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from reprlib import repr as short
@@ -68,12 +68,17 @@ def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: 
     if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         given = {key: values for key, values in given.items() if key in parameters}
     try:
-        found: list[Any] = list(function(**given))
+        returned: Any = function(**given)
+        found: list[Any] | None = list(returned) if isinstance(returned, Iterable) else None
     except Exception as error:
         frame, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
         raise InputError(
             f"the reward {name} failed at {frame.filename}:{frame.lineno}, for completions of {rows}: {what}"
         ) from error
+    if found is None:
+        raise InputError(
+            f"the reward {name} returned {short(returned)} for completions of {rows}, not a list of numbers"
+        )
     if len(found) != len(where):
         raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions of {rows}")
     for n, value in enumerate(found):

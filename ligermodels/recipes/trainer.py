@@ -216,7 +216,10 @@ class Trainer:
         o, context = self.options, sketch.config.get_text_config().max_position_embeddings
         length = o.max_length or min(4096, context)
         if length > context and self.processes.is_main:
-            say(f"warning: --max-length {length} is more than the model's {context} positions")
+            say(
+                f"warning: --max-length {length} is more than the model's context of {context} tokens "
+                "(max_position_embeddings), beyond which it has not been trained; lower it, unless that is the aim"
+            )
         return dataclasses.replace(
             o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
         )

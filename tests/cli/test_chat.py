@@ -73,6 +73,12 @@ def test_wrong_usage_exits_with_2(argv):
     assert stopped.value.code == 2
 
 
+def test_a_text_without_its_option_is_a_prompt(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "model", "Say it."])
+    assert "unrecognized arguments: Say it.; did you mean --prompt 'Say it.'?" in capsys.readouterr().err
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])

@@ -86,6 +86,13 @@ def test_a_bad_row_that_would_be_shown_is_named_once(home, write, refused, tmp_p
     assert f"left out, {data}:1: not valid JSON" in said and f"{data}:2:\n" in said and "--skip-bad" not in said
 
 
+def test_rows_longer_than_the_context_are_warned_of(home, tmp_path, capsys):
+    for length, warned in (("2048", False), ("2049", True)):
+        assert train(home, tmp_path / "out", "--max-length", length, "--max-steps", "1", "--dry-run") == 0
+        words = f"warning: --max-length {length} is more than the model's context of 2048 tokens"
+        assert (words in capsys.readouterr().err) == warned
+
+
 def test_a_resume_that_fails_keeps_the_options(home, tmp_path, monkeypatch, capsys):
     out, length = tmp_path / "out", ("--max-length", "64")
     assert train(home, out, *length, "--max-steps", "2", "--resume") == 0

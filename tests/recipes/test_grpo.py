@@ -148,7 +148,7 @@ WRONG = {
     "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
     "nan": r"the reward nan returned nan for x.jsonl:1, not a finite",
     "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
-    "nothing": r"the reward nothing failed at .*: TypeError: 'NoneType'",
+    "nothing": "the reward nothing returned None for completions of x.jsonl:1 to x.jsonl:2, not a list of numbers",
     "asks": "the reward asks needs the columns solution; the rows have answer, prompts, completions, completion_ids",
     "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     "other": "has no function other; it has reward, right, fails",
@@ -205,6 +205,7 @@ def test_a_constant_reward_teaches_nothing(home, tmp_path, capsys):
     assert "4 of each prompt, at most 5 tokens, temperature 1\n" in said
     assert "4; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
     assert said.count(", sampled, reward 0.5:\n") == 2
+    assert said.count("warning: the rewards prefer no completion of this step to another") == 1
     lines, lengths = completions(whole), metrics(whole, "completion_length")
     assert len(lines) == 4 * 16 and lengths[1] == sum(line["tokens"] for line in lines[:16]) / 16
     assert metrics(whole, "trained_tokens")[1] == 16 * lengths[1]

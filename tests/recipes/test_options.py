@@ -9,7 +9,7 @@ import pytest
 
 from ligermodels import cli
 from ligermodels.errors import InputError
-from ligermodels.recipes import RECIPES, find
+from ligermodels.recipes import RECIPES, find, train
 from ligermodels.recipes.options import add_flags, fields_of
 from ligermodels.recipes.sft import PretrainOptions, SFTOptions
 from tests.recipes.runs import NEEDS
@@ -130,12 +130,19 @@ def test_a_list_that_is_given_twice_has_the_items_of_both():
 
 SAID = {
     ("--save_step=3",): "sft has no option --save-step; did you mean --save-steps?",
-    ("--stamps", "3", "--deepspeed", "x"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
+    ("--stamps", "3", "--deepspeed", "x"): "sft --help` lists all, and docs/options.md the names of",
     ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
     ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
     ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
     ("other",): "unexpected argument 'other'; only MODEL has no name",
 }
+
+
+def test_python_is_told_which_recipe_or_option_is_meant():
+    with pytest.raises(InputError, match="there is no recipe 'stf'; there are sft, pretrain, dpo"):
+        train("stf")
+    with pytest.raises(InputError, match="sft has no option max_step; did you mean --max-steps"):
+        train("sft", **NEEDED, max_step=1)
 
 
 def test_an_unknown_flag_says_which_is_meant(capsys):

@@ -138,7 +138,7 @@ def test_a_file_of_options_and_a_dry_run(home, tmp_path, capsys):
     plan, said = capsys.readouterr()
     for words in (
         "107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "\nlearning_rate: 0.0001\n",
-        "\nsteps          16 of 1 forward passes, up to 64 tokens each\n", " MiB (tensors, estimated): weights",
+        "\nsteps          16, each of 1 forward pass of up to 64 tokens\n", " MiB (tensors, estimated): weights",
         "504 a pass", "GiB", "\nbatch_tokens: 64\n", '\nactivations: "none"\n',
     ):  # fmt: skip
         assert words in plan
