@@ -26,7 +26,8 @@ class GenerateOutput(Attributes):
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
     processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values: the
-    cache of all tokens but the last.
+    cache of all tokens but the last. It is empty, and the next call reads the whole text, where a row ended before the
+    others and a layer has a recurrent state, which has read pad ids.
     """
 
     fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))

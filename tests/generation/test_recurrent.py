@@ -143,6 +143,22 @@ def test_rows_move_and_a_cache_continues(model):
     assert torch.equal(found, by_full_forward(model, text, torch.ones_like(text)))
 
 
+def test_a_cache_after_a_row_that_ended_early_continues_without_its_pad_ids(by_graph):
+    """Attention can mask them; a recurrent state, which has read them, cannot."""
+    model, (ids, mask) = with_large_weights(qwen3_5()), padded([9, 9])
+    plain = generate(model, ids, attention_mask=mask, max_new_tokens=8)
+    stop = plain[0, 11].item()
+    assert stop not in plain[1]
+    options = dict(eos_token_id=stop, pad_token_id=0, return_dict_in_generate=True)
+    first = generate(model, ids, attention_mask=mask, max_new_tokens=8, **options)
+    text = torch.cat([first.sequences, prompt(2, 3)], 1)
+    mask = torch.ones_like(text, dtype=torch.bool)
+    mask[0, 12:17] = False
+    options = dict(attention_mask=mask, max_new_tokens=6)
+    expected = generate(model, text, **options)
+    assert torch.equal(generate(model, text, past_key_values=first.past_key_values, **options), expected)
+
+
 def guess(monkeypatch, text, rate):
     """Prompt lookup guesses the tokens of `text`, each with this probability, else another one."""
 
