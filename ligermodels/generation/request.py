@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
+from ligermodels.layers import GatedDeltaNet
 from ligermodels.layers.state import as_cache
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -93,6 +94,7 @@ class Request:
         self.pad_id = pad_id or 0
         self.cache = None if past_key_values is None else as_cache(past_key_values, config.num_hidden_layers)
         self._check_combinations()
+        self._check_gaps()
 
     def _check_combinations(self) -> None:
         """Raises InputError for arguments that do not go together."""
@@ -132,6 +134,18 @@ class Request:
             )
         if cache.length and cache.rows != rows:
             raise InputError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}; they must be equal")
+
+    def _check_gaps(self) -> None:
+        """Raises InputError for padding between tokens, where a recurrent layer reads the mask: its convolution would
+        see zeros in place of the tokens before. Cached columns were read before, by a mask of their own."""
+        if self.mask is None or self.pads_left or not any(isinstance(m, GatedDeltaNet) for m in self.model.modules()):
+            return
+        gaps = (self.mask.cumsum(1) > 0) & ~self.mask
+        if gaps[:, 0 if self.cache is None else self.cache.length :].any():
+            raise InputError(
+                f"{type(self.model).__name__} has recurrent layers, which take no padding between tokens: pad on the "
+                "left alone; without attention_mask, ids equal to pad_token_id are padding"
+            )
 
 
 def is_adapted(model: Any) -> bool:

@@ -5,7 +5,8 @@
     y = out_proj(RMSNorm(gated_delta_rule(q, k, v, g, beta)) * silu(z)),  one norm weight for all value heads
 
 Its state has one size however long the text is. Convolution and state restart at each packed document. Padding, on
-either side, neither writes to the state nor lets it decay: with and without padding the results are the same.
+either side, neither writes to the state nor lets it decay: with and without padding the results are the same. Padding
+between tokens differs: the convolution sees zeros there, and `generate` refuses it.
 
 Source: Yang et al. 2024, "Gated Delta Networks", https://arxiv.org/abs/2412.06464; models/qwen3_5 of transformers 5.23.
 """

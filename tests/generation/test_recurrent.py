@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter, generate_many, graphs
 from ligermodels.generation.drafters import PromptLookup
 from ligermodels.layers import Attention, Batch, GatedDeltaNet, GatedMLP, RMSNorm
@@ -144,19 +145,34 @@ def test_rows_move_and_a_cache_continues(model):
 
 
 def test_a_cache_after_a_row_that_ended_early_continues_without_its_pad_ids(by_graph):
-    """Attention can mask them; a recurrent state, which has read them, cannot."""
-    model, (ids, mask) = with_large_weights(qwen3_5()), padded([9, 9])
-    plain = generate(model, ids, attention_mask=mask, max_new_tokens=8)
+    """A recurrent state, which has read them, is emptied; a mask, which attention takes, is refused."""
+    model, (ids, _) = with_large_weights(qwen3_5()), padded([9, 9])
+    plain = generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
     stop = plain[0, 11].item()
     assert stop not in plain[1]
-    options = dict(eos_token_id=stop, pad_token_id=0, return_dict_in_generate=True)
-    first = generate(model, ids, attention_mask=mask, max_new_tokens=8, **options)
-    text = torch.cat([first.sequences, prompt(2, 3)], 1)
-    mask = torch.ones_like(text, dtype=torch.bool)
-    mask[0, 12:17] = False
+    own = dict(eos_token_id=stop, pad_token_id=0, return_dict_in_generate=True)
+    first = generate(model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **own)
+    more, mask = prompt(2, 3), torch.arange(20) >= torch.tensor([[5], [0]])
+    text = torch.stack([torch.cat([ids[0, :5] * 0, plain[0, :12], more[0]]), torch.cat([plain[1], more[1]])])
     options = dict(attention_mask=mask, max_new_tokens=6)
     expected = generate(model, text, **options)
     assert torch.equal(generate(model, text, past_key_values=first.past_key_values, **options), expected)
+    with_gap = torch.cat([first.sequences, more], 1)
+    options["attention_mask"] = torch.cat([first.sequences != 0, more != 0], 1)
+    for cached in ({}, dict(past_key_values=model.new_cache(2, 1))):
+        with pytest.raises(InputError, match="no padding between tokens"):
+            generate(model, with_gap, **cached, **options)
+
+
+def test_a_gap_in_the_mask_of_cached_tokens_is_taken():
+    """A text that was padded on the right when it was cached."""
+    model, ids, mask = with_large_weights(qwen3_5()), prompt(2, 9), torch.arange(9) < torch.tensor([[6], [9]])
+    cache, more = model.new_cache(2, 20), prompt(2, 3)
+    model(ids, mask, (mask.cumsum(1) - 1), past_key_values=cache)
+    mask = torch.nn.functional.pad(mask, (0, 3), value=True)
+    found = generate(model, torch.cat([ids, more], 1), attention_mask=mask, past_key_values=cache, max_new_tokens=6)
+    text = torch.cat([ids[:1, :6], more[:1]], 1)
+    assert torch.equal(found[0, 12:], generate(model, text, max_new_tokens=6)[0, 9:])
 
 
 def guess(monkeypatch, text, rate):
