@@ -48,7 +48,7 @@ class BadRowError(InputError):
 
 
 class Outcome(NamedTuple):
-    """What a row gives: examples (several of a long text that is split), counts by name, and a note if it is cut."""
+    """What a row gives: examples (several of a long text that is split), counts by name, a note if not all is used."""
 
     examples: list[Any]
     counts: Mapping[str, int]
@@ -74,34 +74,27 @@ class Outcomes:
         """Raises BadRowError, which names the row."""
         return [self._outcome(index) for index in indices]
 
-    def example(self, index: int) -> Any:
-        """The example of a row, uncut. Raises BadRowError."""
-        with self._named(index):
+    def parts(self, index: int) -> tuple[Any, list[Any]]:
+        """The example of a row, and what fits into `length`: its first tokens, or several. Raises BadRowError."""
+        try:
             row = self.rows[index]
             if self.format is not None and (name := format_of(row)) != self.format[0]:
                 raise InputError(
                     f"the row is in the format {name!r}, but {self.format[1]} is in {self.format[0]!r}; train on rows "
                     "of one format"
                 )
-            return self.process(row)
-
-    @contextlib.contextmanager
-    def _named(self, index: int) -> Iterator[None]:
-        """Turns the errors of a row into a BadRowError, which names it."""
-        try:
-            yield
+            example = self.process(row)
+            return example, example.split(self.length) if self.split else [example.cut(self.length)]
         except (InputError, TokenizerError) as error:
             advice = "" if self.skip_bad or isinstance(error, TemplateError) else " (--skip-bad drops such rows)"
             raise BadRowError(f"{self.rows.where(index)}: {error}".removesuffix(".") + f".{advice}") from error
 
     def _outcome(self, index: int) -> Outcome:
         try:
-            example = self.example(index)
-            with self._named(index):
-                parts = example.split(self.length) if self.split else [example.cut(self.length)]
-        except BadRowError:
+            example, parts = self.parts(index)
+        except BadRowError as error:
             if self.skip_bad:
-                return Outcome([], {"rows": 1, "bad": 1})
+                return Outcome([], {"rows": 1, "bad": 1}, str(error))
             raise
         kept = [part for part in parts if part.trained]
         counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
@@ -117,7 +110,7 @@ class Outcomes:
             note = f"cut, it has {example.size:,} tokens"
         if kept and example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
-        return Outcome(kept, counts, f"\n  {self.rows.where(index)}: {note}" if note else "")
+        return Outcome(kept, counts, f"{self.rows.where(index)}: {note}" if note else "")
 
 
 class Counts:
@@ -130,18 +123,21 @@ class Counts:
     """
 
     def __init__(self, rows: int, length: int) -> None:
-        self.total, self.length, self.notes = rows, length, ""
+        self.total, self.length, self.notes, self.bad_notes = rows, length, "", ""
         self.numbers = collections.Counter[str]()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Warns at the first row that is cut or dropped. Raises InputError if too few train, or no stop token."""
-        n, noted = self.numbers, [outcome.note for outcome in outcomes if outcome.note]
+        n = self.numbers
         for outcome in outcomes:
             n.update(outcome.counts)
-        if noted and not self.notes:
-            self.notes = "".join(noted[:_SHOWN])
-            if os.environ.get("RANK", "0") == "0":
-                warnings.warn(f"rows are cut at --max-length {self.length}, or dropped:{self.notes}", stacklevel=2)
+        noted = [outcome for outcome in outcomes if outcome.note]
+        if not self.notes:
+            cut = [outcome.note for outcome in noted if "bad" not in outcome.counts]
+            self.notes = _warn(f"rows are cut at --max-length {self.length}, or dropped", cut)
+        if not self.bad_notes:
+            bad = [outcome.note for outcome in noted if "bad" in outcome.counts]
+            self.bad_notes = _warn("rows that cannot be read are left out (--skip-bad)", bad)
         dropped, next_step = n["untrained"] + n["cut_away"], f"{self.notes}\n  Next: raise --max-length, or"
         if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
             raise InputError(
@@ -157,6 +153,14 @@ class Counts:
                 "cut before it, or the chat template ends turns without a trained token that is one of the model's eos "
                 f"tokens.{next_step} give --chat-template FILE"
             )
+
+
+def _warn(what: str, notes: Sequence[str]) -> str:
+    """Warns of the first notes, if there are any, on rank 0. Returns them as lines."""
+    lines = "".join(f"\n  {note}" for note in notes[:_SHOWN])
+    if lines and os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"{what}:{lines}", stacklevel=3)
+    return lines
 
 
 # ---- batches ----
@@ -315,16 +319,23 @@ class Data:
         return [recipe.collate(examples) for examples in batches]
 
     def examples(self, number: int) -> Iterator[str]:
-        """The text of the first rows, with trained tokens marked. Raises BadRowError without --skip-bad."""
+        """The text of the first rows as they are trained, with trained tokens marked.
+
+        Raises BadRowError without --skip-bad.
+        """
         for index in range(min(number, len(self.rows))):
             try:
-                example = self.train.outcomes.example(index)
+                example, parts = self.train.outcomes.parts(index)
             except BadRowError as error:
                 if not self.options.skip_bad:
                     raise
                 yield f"left out, {error}"
                 continue
-            yield f"{self.rows.where(index)}:\n{self.recipe.show(example)}"
+            shown = parts[0] if parts else example
+            more = f"; the first of {len(parts)} examples" * (len(parts) > 1)
+            if not more and shown.size < example.size:
+                more = f"; cut, the row has {example.size:,} tokens"
+            yield f"{self.rows.where(index)}{more}:\n{self.recipe.show(shown)}"
 
 
 def digest(paths: Sequence[Path]) -> int:

@@ -86,6 +86,27 @@ def test_a_bad_row_that_would_be_shown_is_named_once(home, write, refused, tmp_p
     assert f"left out, {data}:1: not valid JSON" in said and f"{data}:2:\n" in said and "--skip-bad" not in said
 
 
+def test_rows_are_shown_as_they_are_trained(home, write, tmp_path, capsys):
+    long = {"messages": [said("user", "a"), said("assistant", "b" * 90)]}
+    data, text = write("a.jsonl", [long, *[ROW] * 19]), write("a.txt", "word " * 30)
+    flags = ("--show", "1", "--max-steps", "1", "--max-length", "64", "--dry-run")
+    assert train(home, tmp_path / "out", *flags, data=data) == 0
+    shown = capsys.readouterr().err
+    assert f"{data}:1; cut, the row has 112 tokens:\n" in shown and "(44 of 64 tokens are trained)" in shown
+    assert train(home, tmp_path / "out", *flags, recipe="pretrain", data=text) == 0
+    shown = capsys.readouterr().err
+    assert f"{text}:1; the first of 3 examples:\nw[" in shown and "(63 of 64 tokens are trained)" in shown
+
+
+def test_rows_that_are_left_out_are_named(home, write, tmp_path, capsys):
+    data = write("a.jsonl", f"{CHAT}\n{{\n{CHAT}\n[]\n")
+    assert train(home, tmp_path / "out", "--max-steps", "1", "--max-length", "64", "--skip-bad", data=data) == 0
+    named = capsys.readouterr().err
+    assert "warning: rows that cannot be read are left out (--skip-bad):\n" in named
+    for line, words in ((2, "not valid JSON"), (4, "a row is a JSON object")):
+        assert named.count(f"\n  {data}:{line}: {words}") == 1
+
+
 def test_rows_longer_than_the_context_are_warned_of(home, tmp_path, capsys):
     for length, warned in (("2048", False), ("2049", True)):
         assert train(home, tmp_path / "out", "--max-length", length, "--max-steps", "1", "--dry-run") == 0
