@@ -221,9 +221,12 @@ def load_adapter(
     given = {name: tuple(tensor.shape) for name, tensor in others.items()}
     if wanted != given:
         differ = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+        likely = "another vocabulary (call resize_token_embeddings first), or another model"
+        if options.get("ensure_weight_tying"):
+            likely = "PEFT trained a tied head (ensure_weight_tying); `ligermodels convert` with --adapter merges it"
         raise CheckpointError(
             f"{folder}: of modules_to_save {list(names)}, {', '.join(differ[:3])} differ from this {_kind(model)} in "
-            "name or shape.\n  Likely: another vocabulary (call resize_token_embeddings first), or another model."
+            f"name or shape.\n  Likely: {likely}."
         )
     _freeze(model, saved, names)
     for name, part in parts.items():

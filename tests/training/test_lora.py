@@ -143,6 +143,16 @@ def test_modules_to_save(tmp_path):
     assert other.config.tie_word_embeddings is False
 
 
+def test_a_head_that_peft_keeps_tied_is_refused_by_name(tmp_path):
+    """PEFT saves both tensors and names one."""
+    save_adapter(adapted("llama", targets=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config |= {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"lm_head.weight differ(.*\n)*.*a tied head \(ensure_weight_tying\)"):
+        load_adapter(make("llama"), tmp_path)
+
+
 def test_off_and_copied():
     model, base = adapted("gemma2", dora=True), make("gemma2")
     on = logits(model)
