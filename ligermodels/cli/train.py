@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.cli.models import refuse_run
+from ligermodels.errors import InputError
 from ligermodels.recipes import RECIPES, find
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
@@ -72,7 +73,7 @@ class _RecipeParser(Parser):
     def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
         if flags := [text.partition("=")[0] for text in rest if text.startswith("--")]:
             self.error("\n".join(unknown(self._options(), text) for text in flags))
-        is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet") and "data" not in found
+        is_data = Path(rest[0]).suffix in (".jsonl", ".json", ".csv", ".parquet")
         hint = f"did you mean --data {rest[0]}?" if is_data else "only MODEL has no name; lists have commas"
         hint = "a switch has no value: --merge, or --no-merge" if rest[0].lower() in ("true", "false") else hint
         self.error(f"unexpected argument {rest[0]!r}; {hint}")
@@ -83,7 +84,10 @@ def _train(args: argparse.Namespace) -> int:
 
     kind = find(args.recipe)
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
+    model = str(given.get("model", ""))
     with usage_errors():
+        if model.endswith((".yaml", ".yml")):
+            raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
         options = kind.Options.merged(given, vars(args).get("config"))
     refuse_run(options.model)
     return train(kind, options)

@@ -300,6 +300,8 @@ def shown(value: Any) -> str:
 def unknown(options: type[TrainOptions], name: str) -> str:
     """The error for an option that a recipe does not have, as it was given: a flag, or a key of a file."""
     near = nearest(name, [flag(field) for field in fields_of(options)])
+    if not near and "model" in name.replace("_", "-").split("-"):  # --model, --model-name-or-path, --base-model
+        near = "MODEL, which has no flag (`model:` in a file)"
     listed = f"`ligermodels train {options.recipe} --help` lists all, and docs/options.md the names of other tools"
     advice = f"did you mean {near}?" if near else listed
     return f"{options.recipe} has no option {name}; {advice}"

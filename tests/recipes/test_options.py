@@ -134,6 +134,8 @@ SAID = {
     ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
     ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
     ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
+    ("--base_model", "x"): "sft has no option --base-model; did you mean MODEL, which has no flag (`model:` in a",
+    ("--data", "a.jsonl", "b.jsonl"): "unexpected argument 'b.jsonl'; did you mean --data b.jsonl?",
     ("other",): "unexpected argument 'other'; only MODEL has no name",
 }
 
@@ -153,6 +155,8 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "sft", "m", "rows.jsonl"])
     assert "unexpected argument 'rows.jsonl'; did you mean --data rows.jsonl?" in capsys.readouterr().err
+    assert cli.main(["train", "sft", "recipe.yaml"]) == 2
+    assert "MODEL is recipe.yaml, a file of options; did you mean --config recipe.yaml?" in capsys.readouterr().err
 
 
 def test_the_documentation_says_which_options_a_resumed_run_may_change():
