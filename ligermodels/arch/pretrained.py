@@ -350,6 +350,15 @@ class Pretrained(nn.Module):
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
         beside = {name: x for name, x in given.items() if weights.plain_name(name).startswith("mtp.")}
         given = {name: x for name, x in given.items() if name not in beside}
+        if self.mtp is not None:
+            layer = {f"mtp.{name}": p.shape for name, p in empty_mtp(self, self.mtp.loss_weight).named_parameters()}
+            found = {weights.plain_name(name): x.shape for name, x in beside.items()}
+            if differ := sorted(name for name in {*layer, *found} if layer.get(name) != found.get(name)):
+                raise CheckpointError(
+                    f"The weights cannot be saved.\n  {', '.join(differ[:3])} and {len(differ)} in all are missing, or "
+                    "not those of the layer for multi-token prediction.\n  Likely: adapters in it (merge_lora first), "
+                    "or a state_dict without it."
+                )
         values, metadata = config.to_hf(), None
         # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")

@@ -15,7 +15,7 @@ from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import drafters, generate, graphs
 from ligermodels.generation.drafters import MultiToken
-from ligermodels.training import AdamW, add_mtp, load_mtp
+from ligermodels.training import AdamW, add_lora, add_mtp, load_mtp
 from tests.arch import qwen2_vl, qwen3_vl
 from tests.arch.suite import read_tensors, relative, write_checkpoint
 from tests.arch.test_qwen3_5 import tiny
@@ -105,6 +105,16 @@ def test_what_is_read_is_saved(model, folder, tmp_path):
     )
     rest = read_tensors(folder)
     assert all(torch.equal(x, rest[n]) for n, x in read_tensors(tmp_path / "changed").items() if n != "mtp.fc.weight")
+
+
+def test_a_layer_that_would_be_saved_in_part_is_refused(model, tmp_path):
+    state = {name: x for name, x in model.state_dict().items() if name != "mtp.fc.weight"}
+    with pytest.raises(CheckpointError, match=r"mtp.fc.weight and 1 in all are missing.*\n.*a state_dict without it"):
+        model.save_pretrained(tmp_path / "part", state_dict=state)
+    add_lora(model, r=2, targets=["mtp.layers.0.self_attn.q_proj"])
+    with pytest.raises(CheckpointError, match=r"q_proj.lora_A.weight, .* and 2 in all.*\n.*merge_lora first"):
+        model.save_pretrained(tmp_path / "adapted")
+    assert not [*tmp_path.glob("part*"), *tmp_path.glob("adapted*")]
 
 
 def test_refusals(model, folder):
