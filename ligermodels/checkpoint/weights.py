@@ -619,7 +619,7 @@ def _guess(
         return f"a partial copy, or another config.json: {layers} layers on disk, {wanted} expected."
     if "lm_head.weight" in missing:
         return "the head is the embedding; then set tie_word_embeddings to true in config.json."
-    if embedding in misshapen:
+    if embedding in misshapen and {*misshapen} <= {embedding, "lm_head.weight"}:
         return "the vocabulary was resized; set vocab_size in config.json to the embedding's rows."
     if misshapen:
         return "config.json is another model's; its hidden_size, heads or intermediate_size differ."

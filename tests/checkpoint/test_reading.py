@@ -226,6 +226,9 @@ BAD: dict[str, tuple[Spoil, str]] = {
         tensors(lambda t: t.update({Q: t[Q][:8].clone()})), rf"wrong shape \(1\): {Q} is \[8, 16\].*another model's"),
     "a resized vocabulary": (
         tensors(lambda t: t.update({EMBEDDING: torch.zeros(40, 16)})), "vocabulary was resized"),
+    "another hidden size": (
+        tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING][:, :8].clone(), Q: t[Q][:, :8].clone()})),
+        r"wrong shape \(2\).*config.json is another model's"),
     "both directions": (
         tensors(lambda t: [t.pop(name) for name in list(t) if "_proj" in name] and t.update(extra=torch.ones(1))),
         r"does not match Llama.*missing \(7 of 12\): .*, \.\.\..*unexpected \(1\): extra"),
