@@ -74,10 +74,10 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
         raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what is read here")
     unknown = sorted(key for key, value in options.items() if key not in _FIELDS | computed and value)
     if unknown:
-        raise CheckpointError(
-            f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n"
-            "  Next: merge it with PEFT itself (merge_and_unload), and use the result."
-        )
+        step = "merge it with PEFT itself (merge_and_unload), and use the result"
+        if unknown == ["use_dora"]:
+            step = "merge it in Python: load_adapter and merge_lora of ligermodels.training compute DoRA"
+        raise CheckpointError(f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n  Next: {step}.")
     if (init := options.get("init_lora_weights")) not in _INITS:
         raise CheckpointError(
             f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"

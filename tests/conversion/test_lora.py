@@ -181,7 +181,7 @@ def tensors(change):
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD = {
     "IA3": (options(peft_type="IA3"), "peft_type 'IA3'"),
-    "DoRA": (options(use_dora=True), "use_dora"),
+    "DoRA": (options(use_dora=True), "sets use_dora, which (?s:.*)load_adapter and merge_lora of ligermodels.training"),
     "PiSSA": (options(init_lora_weights="pissa_niter_4"), "changed the base"),
     "another rank": (options(r=8), "has rank 4 in A and 4 in B, r 8"),
     "magnitudes": (tensors(lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(32)}), "variant of LoRA"),
