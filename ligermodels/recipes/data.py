@@ -326,10 +326,10 @@ class Data:
         for index in range(min(number, len(self.rows))):
             try:
                 example, parts = self.train.outcomes.parts(index)
-            except BadRowError as error:
+            except BadRowError:
                 if not self.options.skip_bad:
                     raise
-                yield f"left out, {error}"
+                yield f"{self.rows.where(index)}: left out, it cannot be read"  # a warning of the run says why
                 continue
             shown = parts[0] if parts else example
             more = f"; the first of {len(parts)} examples" * (len(parts) > 1)

@@ -83,7 +83,7 @@ def test_a_bad_row_that_would_be_shown_is_named_once(home, write, refused, tmp_p
         assert refused(home, "(--skip-bad drops such rows)", *flags, *more, data=data).count("a.jsonl:1: ") == 1
     assert train(home, tmp_path / "out", *flags, "--dry-run", "--skip-bad", data=data) == 0
     said = capsys.readouterr().err
-    assert f"left out, {data}:1: not valid JSON" in said and f"{data}:2:\n" in said and "--skip-bad" not in said
+    assert f"{data}:1: left out, it cannot be read\n" in said and f"{data}:2:\n" in said and "--skip-bad" not in said
 
 
 def test_rows_are_shown_as_they_are_trained(home, write, tmp_path, capsys):
