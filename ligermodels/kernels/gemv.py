@@ -38,13 +38,13 @@ from ligermodels.kernels._triton import (
 @triton.jit
 def _gemv_kernel(
     y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, w_stride, up_ptr, up_s_ptr, up_b_ptr, up_stride, N, K,
-    BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    PTX: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), which loads w and up at once.
 
-    s_ptr: one scale per row of w, or None. EARLY: tiles that are loaded while the kernel before this one ends. EVEN: BK
-    divides K.
+    s_ptr: one scale per row of w, or None. STAGES: tiles in flight; with one, the first loads while the kernel before
+    this one ends. EVEN: BK divides K.
     """
     let_next_start(OVERLAP)
     GLU: tl.constexpr = up_ptr is not None
@@ -58,19 +58,20 @@ def _gemv_kernel(
         up_ptr += rows * up_stride + cols[None, :]
         up_total = tl.zeros((BN, BK), tl.float32)
         up_scale, up_bias = _load_row(up_s_ptr, at, N, 1.0), _load_row(up_b_ptr, at, N, 0.0)
-    ws, ups = (), ()
-    for i in tl.static_range(EARLY):
-        mask = (cols < K - i * BK)[None, :]
-        ws += (load(w_ptr + i * BK, mask, EVEN),)  # type: ignore[assignment]
+    first = 0
+    if STAGES == 1:
+        w = load(w_ptr, (cols < K)[None, :], EVEN)
         if GLU:
-            ups += (load(up_ptr + i * BK, mask, EVEN),)  # type: ignore[assignment]
-    wait(OVERLAP)
-    for i in tl.static_range(EARLY):
-        x = load(x_ptr + i * BK + cols, cols < K - i * BK, EVEN).to(tl.float32)[None, :]
-        total += _to_fp32(ws[i], PTX) * x
+            up = load(up_ptr, (cols < K)[None, :], EVEN)
+        wait(OVERLAP)
+        x = load(x_ptr + cols, cols < K, EVEN).to(tl.float32)[None, :]
+        total += _to_fp32(w, PTX) * x
         if GLU:
-            up_total += _to_fp32(ups[i], PTX) * x
-    for k in tl.range(EARLY * BK, K, BK, num_stages=STAGES):
+            up_total += _to_fp32(up, PTX) * x
+        first = BK
+    else:
+        wait(OVERLAP)
+    for k in tl.range(first, K, BK, num_stages=STAGES):
         mask = (cols < K - k)[None, :]
         w = load(w_ptr + k, mask, EVEN)
         if GLU:
@@ -146,11 +147,11 @@ def gemv(
         row, place = x.reshape(-1), y.view(-1)
         torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
         return y
-    bn, bk, warps, early, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
-    early, overlap, up_stride = min(early, cdiv(k, bk)), overlaps_launches(x), 0 if up is None else up.stride(0)
+    bn, bk, warps, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
+    overlap, up_stride = overlaps_launches(x), 0 if up is None else up.stride(0)
     launch(
         _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, weight.stride(0), up, up_scale, up_bias,
-        up_stride, n, k, bn, bk, early, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
+        up_stride, n, k, bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
         **overlapping(overlap),
     )  # fmt: skip
     return y
@@ -160,24 +161,24 @@ _MANY = 8192
 """Elements of y from which on a multiprocessor gets many programs."""
 
 
-def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """(elements of y, columns of the weight per tile, warps, early tiles, tiles in flight) of a program.
+def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
+    """(elements of y, columns of the weight per tile, warps, tiles in flight) of a program.
 
     A tile that reaches past the end of a row takes as long as a whole one: on an H200 in bf16, [12352, 2560] takes
     16.1 us in tiles of 512 columns, 20.6 in tiles of 2048. Few programs are faster with few tiles in a row:
     [2560, 9216] takes 13.6 us in tiles of 1024, 15.5 in tiles of 512.
     """
     if itemsize == 1:
-        return 4, 1024, 2, 0, 3
+        return 4, 1024, 2, 3
     if n >= _MANY and k % 1024:
-        return 4, 512, 2, 1, 1
+        return 4, 512, 2, 1
     if cdiv(k, 1024) % 2 == 0:  # tiles of 2048 columns reach no farther than those of 1024
-        return 4, 2048, 4, 1, 1
-    return (8, 1024, 8, 1, 1) if k > 8192 else (4, 1024, 4, 1, 1)
+        return 4, 2048, 4, 1
+    return (8, 1024, 8, 1) if k > 8192 else (4, 1024, 4, 1)
 
 
-def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int, int]:
+def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
     """As `_tile`, for each of the two weights."""
     if itemsize == 1:
-        return 2, 512, 1, 0, 4
-    return (2, 1024, 4, 1, 1) if k % 1024 == 0 else (2, 512, 2, 1, 1)
+        return 2, 512, 1, 4
+    return (2, 1024, 4, 1) if k % 1024 == 0 else (2, 512, 2, 1)

@@ -368,5 +368,7 @@ def _tile(n: int, words: int, glu: bool) -> Tile:
     """The fastest tiles on an H200, measured in the decoding of an 8B."""
     idle = {warps: -words % (128 * warps) for warps in (8, 4, 2)}
     warps = next((warps for warps in idle if 7 * idle[warps] <= words), 1)
-    pairs = 4 if n <= 4096 and warps < 8 and not glu else 8
-    return Tile(pairs, warps, 1, registers=128 if pairs == 8 and (glu or words > 128 * warps) else 0)
+    one_step = words <= 128 * warps
+    if glu:
+        return Tile(4, warps, 1, registers=96)
+    return Tile(8 if n > 4096 and one_step else 4, warps, 1, registers=0 if one_step else 128)
