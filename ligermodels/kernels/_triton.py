@@ -59,7 +59,8 @@ def overlaps_launches(x: Tensor) -> bool:
     """True where a kernel may start while the one before it ends (programmatic dependent launch): on Hopper and later.
 
     The kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before its first
-    load or store. False under torch.compile: Inductor cannot analyse such a kernel, and would copy its inputs.
+    load or store; or `let_next_start(True)` and `wait(True)`, with loads of weights between them. False under
+    torch.compile: Inductor cannot analyse such a kernel, and would copy its inputs.
     """
     return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _capability(x.get_device()) >= 90
 
@@ -76,11 +77,8 @@ def overlapping(overlap: bool) -> dict[str, bool]:
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Lets the next kernel start. Until `wait`, this one may load what is older than its step, and store nothing.
-
-    Older are weights, and states and caches from the step before: a step begins with launches that do not overlap. All
-    kernels of the same step may still be running.
-    """
+    """Lets the next kernel start. Until `wait`, this one stores nothing, and loads nothing but weights that are older
+    than the launch before it: the kernels before may all be running, and what they write is not yet visible."""
     if OVERLAP:
         gdc_launch_dependents()
 

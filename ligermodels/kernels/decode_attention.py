@@ -36,7 +36,6 @@ from ligermodels.kernels._triton import (
     cdiv,
     has_ptx,
     last_dim_contiguous,
-    let_next_start,
     next_power_of_2,
     num_sms,
     overlapping,
@@ -44,7 +43,6 @@ from ligermodels.kernels._triton import (
     tl,
     triton,
     use_triton,
-    wait,
     wait_for_previous,
 )
 from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
@@ -117,41 +115,15 @@ def _scales(k_ptr, v_ptr, positions, end, stride, capacity, RING: tl.constexpr):
 
 
 @triton.jit
-def _places(begin, end, columns, capacity, RING: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a tile of positions: their columns in the cache [BLOCK_N, 1], and which elements [BLOCK_N, ...] exist."""
-    positions = begin + tl.arange(0, BLOCK_N)
-    slots = (positions % capacity if RING else positions).to(tl.int64)[:, None]
-    return slots, (positions < end)[:, None] & (columns < COLUMNS)[None, :]
-
-
-@triton.jit
-def _tables(cos_ptr, sin_ptr, dims, HALF: tl.constexpr):
-    """cos and sin of the dims, 1 and 0 past 2 * HALF; sin with the sign of the other dim's product."""
-    at, rotates = tl.where(dims < HALF, dims, dims - HALF), dims < 2 * HALF
-    cos = tl.load(cos_ptr + at, mask=rotates, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at, mask=rotates, other=0.0).to(tl.float32)
-    return cos, tl.where(dims < HALF, -sin, sin)
-
-
-@triton.jit
-def _rotated(x_ptr, dims, mask, tables, HALF: tl.constexpr):
-    """The heads at x_ptr, rotated; the dims past 2 * HALF as they are."""
+def _rotated(x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr):
+    """The heads at x_ptr + offsets, rotated; the dims past 2 * HALF as they are."""
     other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the other dim of a pair
-    x = tl.load(x_ptr + dims, mask=mask, other=0.0)
-    y = tl.load(x_ptr + other, mask=mask & (dims < 2 * HALF), other=0.0)
-    return (x.to(tl.float32) * tables[0] + y.to(tl.float32) * tables[1]).to(x.dtype)
-
-
-@triton.jit
-def _softmax_step(s, begin, end, highest, total, FACTOR: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For the scores of a tile: (probabilities, the factor of the sums so far, the new `highest`, the new `total`)."""
-    positions = begin + tl.arange(0, BLOCK_N)
-    s = tl.where((positions < end)[None, :], s, float("-inf"))
-    # Less the maximum, then times the factor: see flash_attention.
-    higher = tl.maximum(highest, tl.max(s, 1))
-    p = tl.exp2((s - higher[:, None]) * FACTOR)
-    shrink = tl.exp2((highest - higher) * FACTOR)
-    return p, shrink, higher, total * shrink + tl.sum(p, 1)
+    rotates = dims < 2 * HALF
+    cos = tl.load(cos_ptr + tl.minimum(dims, other), mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + tl.minimum(dims, other), mask=rotates, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets + dims, mask=mask & (dims < D), other=0.0)
+    y = tl.load(x_ptr + offsets + other, mask=mask & rotates, other=0.0)
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * tl.where(dims < HALF, -sin, sin)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["window", "capacity"])
@@ -167,9 +139,8 @@ def _kernel(
     """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
 
     HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache.
-    With a new key, the first tile of older ones is loaded while the kernel before this one ends.
     """
-    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
     PARTS: tl.constexpr = 2 if PAIRS else 1
@@ -178,12 +149,9 @@ def _kernel(
     b = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
     split = tl.program_id(1)
-    if HALF is None:
-        wait(OVERLAP)  # for the new key in the cache
     first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
     if split >= used:
         return
-    last = end - 1  # the position of the new token
     begin = first + split * share
     if SPLITS > 1:
         end = tl.minimum(end, begin + share)
@@ -193,30 +161,27 @@ def _kernel(
     head = b * HQ + kv_head * GROUP  # the first of the group
     q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
     columns = tl.arange(0, BLOCK_D // PARTS)
-    k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
-    v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
-    acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     if PAIRS:  # q and acc have the first dim of each
         of_pairs = (members < GROUP)[:, None] & (columns < D // 2)[None, :]
         q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
         q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
         acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-    elif HALF is None:
-        q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
+    elif HALF is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+        q = _rotated(q_ptr, 0, dims[None, :], (members < GROUP)[:, None], cos_ptr, sin_ptr, D, HALF)
     else:
-        end = tl.minimum(end, last)
-        slots, inside = _places(begin, end, columns, capacity, RING, BLOCK_N, D)
-        k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
-        v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
-        q_tables = _tables(cos_ptr + b * table_b, sin_ptr + b * table_b, dims[None, :], HALF)
-        k_tables = _tables(cos_ptr + b * table_b, sin_ptr + b * table_b, dims, HALF)
-        wait(OVERLAP)
-        q = _rotated(q_ptr, dims[None, :], of_group, q_tables, HALF)
-        new_k = _rotated(new_k_ptr + b * new_k_b + kv_head * new_k_h, dims, dims < D, k_tables, HALF)
-        new_v = tl.load(new_v_ptr + b * new_v_b + kv_head * new_v_h + dims, mask=dims < D, other=0.0)
+        q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
+    k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
+    v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
+    acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if HALF is not None:
+        last = tl.load(ends_ptr + b) - 1  # where the new token goes
         if split == used - 1:
+            new_k = _rotated(new_k_ptr, b * new_k_b + kv_head * new_k_h, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
+            new_v = tl.load(new_v_ptr + b * new_v_b + kv_head * new_v_h + dims, mask=dims < D, other=0.0)
             slot = (last % capacity if RING else last).to(tl.int64)
             tl.store(k_ptr + slot * k_s + dims, new_k, mask=dims < D)
             tl.store(v_ptr + slot * v_s + dims, new_v, mask=dims < D)
@@ -226,13 +191,7 @@ def _kernel(
                     highest, _ = capped(highest, SCALE, CAP, dtype)
                 total += 1.0
                 acc += new_v.to(tl.float32)[None, :]
-        if begin < end:
-            s = tl.dot(q, tl.trans(k))
-            if CAP is not None:
-                s, _ = capped(s, SCALE, CAP, dtype)
-            p, shrink, highest, total = _softmax_step(s, begin, end, highest, total, FACTOR, BLOCK_N)
-            acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v)
-            begin += BLOCK_N
+            end = tl.minimum(end, last)
     if FP8:  # scales are loaded a tile ahead
         scales = b * scales_b + kv_head
         k_scales_ptr += scales
@@ -241,7 +200,8 @@ def _kernel(
         next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity, RING)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = n + tl.arange(0, BLOCK_N)
-        slots, inside = _places(n, end, columns, capacity, RING, BLOCK_N, D // PARTS)
+        slots = (positions % capacity if RING else positions).to(tl.int64)[:, None]
+        inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
         v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
         if FP8:
             k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
@@ -259,7 +219,12 @@ def _kernel(
             s = s * k_scales[None, :]
         if CAP is not None:
             s, _ = capped(s, SCALE, CAP, dtype)
-        p, shrink, highest, total = _softmax_step(s, n, end, highest, total, FACTOR, BLOCK_N)
+        s = tl.where((positions < end)[None, :], s, float("-inf"))
+        # Less the maximum, then times the factor: see flash_attention.
+        higher = tl.maximum(highest, tl.max(s, 1))
+        p = tl.exp2((s - higher[:, None]) * FACTOR)
+        shrink = tl.exp2((highest - higher) * FACTOR)
+        total = total * shrink + tl.sum(p, 1)
         if PAIRS:
             v, v_odd = unpack_pairs(v, dtype, PTX)
             if dtype == tl.float16:  # probabilities times small scales would leave its range
@@ -273,6 +238,7 @@ def _kernel(
             acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype))
         if PAIRS:
             acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
+        highest = higher
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
     if SPLITS == 1:

@@ -339,12 +339,17 @@ def int4_row(
     (n, k), words = weight.shape, weight.packed.shape[1]
     tile = _tile(n, words, up is not None)
     steps, block = cdiv(words, 128 * tile.warps), tile.pairs * (2 if up is None else 1)
-    overlap, tensor_cores = overlaps_launches(x), has_ptx(x) and x.dtype != torch.float32
+    tensor_cores = has_ptx(x) and x.dtype != torch.float32
     even, full = words % (128 * tile.warps) == 0 and k == 8 * words, n % block == 0
-    packed, scale = (None, None) if up is None else (_aligned(up.packed), up.scale)
+    packed, up_packed, up_scale = _aligned(weight.packed), None, None
+    if up is not None:
+        up_packed, up_scale = _aligned(up.packed), up.scale
+    # The kernel does not wait for a copy that is made here.
+    copied = packed is not weight.packed or (up is not None and up_packed is not up.packed)
+    overlap = not copied and overlaps_launches(x)
     registers = {"maxnreg": tile.registers} if tile.registers and overlap else {}  # torch.compile does not support it
     launch(
-        _int4_kernel, (cdiv(n, block),), y, x.contiguous(), _aligned(weight.packed), weight.scale, bias, packed, scale,
+        _int4_kernel, (cdiv(n, block),), y, x.contiguous(), packed, weight.scale, bias, up_packed, up_scale,
         up_bias, n, k, words, tile.pairs, steps, min(tile.early, steps), 32 * tile.warps, even, full, tensor_cores,
         activation, overlap, num_warps=tile.warps, **registers, **overlapping(overlap),
     )  # fmt: skip
@@ -368,7 +373,5 @@ def _tile(n: int, words: int, glu: bool) -> Tile:
     """The fastest tiles on an H200, measured in the decoding of an 8B."""
     idle = {warps: -words % (128 * warps) for warps in (8, 4, 2)}
     warps = next((warps for warps in idle if 7 * idle[warps] <= words), 1)
-    one_step = words <= 128 * warps
-    if glu:
-        return Tile(4, warps, 1, registers=96)
-    return Tile(8 if n > 4096 and one_step else 4, warps, 1, registers=0 if one_step else 128)
+    pairs = 4 if n <= 4096 and warps < 8 and not glu else 8
+    return Tile(pairs, warps, 1, registers=128 if pairs == 8 and (glu or words > 128 * warps) else 0)
