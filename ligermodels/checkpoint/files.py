@@ -241,3 +241,12 @@ def write_errors(target: Path) -> Iterator[None]:
         failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
         failure.errno = error.errno
         raise failure from error
+
+
+def readable_size(count: float) -> str:
+    """A number of bytes as text, such as 2.89 MB."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} GB"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, write_errors
+from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, readable_size, write_errors
 from ligermodels.checkpoint.reading import DTYPES
 from ligermodels.checkpoint.weights import Exported, TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
@@ -125,7 +125,7 @@ def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Pat
     home.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(home).free
     if size > free:
-        raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
+        raise OSError(errno.ENOSPC, f"it takes {readable_size(size)} and {readable_size(free)} are free")
     staging = home / f".{target.name[:100]}.saving-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         staging.mkdir()

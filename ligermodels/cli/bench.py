@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels import __version__
-from ligermodels.checkpoint.files import write_errors
+from ligermodels.checkpoint.files import readable_size, write_errors
 from ligermodels.cli.arguments import UsageError
 from ligermodels.cli.models import load_model, model_options, resolve_adapter
-from ligermodels.cli.output import readable_size, say
+from ligermodels.cli.output import say
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.checkpoint.files import readable_size
 from ligermodels.cli.arguments import dtype
 from ligermodels.cli.models import check_source
-from ligermodels.cli.output import readable_size, say
+from ligermodels.cli.output import say
 from ligermodels.errors import HubError, InputError, LigermodelsError, MismatchError
 
 if TYPE_CHECKING:

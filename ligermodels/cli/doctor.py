@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ligermodels import __version__
-from ligermodels.cli.output import readable_size
+from ligermodels.checkpoint.files import readable_size
+from ligermodels.cli.arguments import UsageError
+from ligermodels.cli.models import check_source
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,6 +33,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _doctor(args: argparse.Namespace) -> int:
     """Prints a line for each finding, and a second line with the fix of a problem."""
+    if args.model is not None:
+        check_source(args.model)
     problems = 0
     for name, value, fix in _findings():
         print(f"{'FIX ' if fix else 'ok  '} {name:14}{value}")
@@ -98,6 +102,8 @@ def _fusion(model: str) -> str:
     from ligermodels.checkpoint import files, hub
 
     folder = hub.resolve(model, weights=False)
+    if (folder / files.ADAPTER).is_file() and not (folder / "config.json").exists():
+        raise UsageError(f"{model} is an adapter; give the model that it belongs to")
     config = files.read_json(folder / "config.json")
     return str(arch.arch_of(folder).from_config(config, device="meta").fusion_report())
 

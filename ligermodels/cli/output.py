@@ -25,12 +25,3 @@ def say_error(text: str) -> None:
     if file is not None:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}  # as torch's ErrorHandler writes it
         Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-
-
-def readable_size(count: float) -> str:
-    """A number of bytes as text, such as 2.89 MB."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.1f} GB"

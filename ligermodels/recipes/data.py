@@ -1,9 +1,10 @@
 """Training data: rows, processed by a recipe and made into batches, in an order that a seed gives.
 
 An epoch is a permutation of the rows, drawn from (seed, epoch). It is cut into windows; the rows of a window are
-processed, and their examples packed into batches. So the state of the data is three integers: epoch, the place in the
-permutation where the window begins, and the batches of it that were taken. Resuming processes the window again. All
-ranks process all rows, and each takes its own batches: none needs to ask another how many there are.
+processed, and their examples packed into batches. So the position in the data is three integers: epoch, the place in
+the permutation where the window begins, and the batches of it that were taken. Resuming processes the window again; the
+counts of the rows before it are in the state too. All ranks process all rows, and each takes its own batches: none
+needs to ask another how many there are.
 """
 
 import collections
@@ -116,6 +117,7 @@ class Outcomes:
 class Counts:
     """What became of the rows: numbers by name, and notes of the first rows that are cut or dropped.
 
+    A row counts in each epoch, from when the window that it is in is read.
     rows. tokens, trained: all tokens, and those with a label, that go into batches. truncated: rows that are cut;
     tokens_cut: the tokens cut off. untrained: rows dropped since they train no token; cut_away: rows dropped since
     truncation left none to train. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
@@ -181,10 +183,13 @@ class Batches(Iterator[list[Any]]):
         o, self.rows, self.epochs, self.shuffle, self.workers = recipe.options, rows, epochs, shuffle, workers
         self.outcomes = Outcomes(rows, recipe.process, o.max_length, format, recipe.splits, o.skip_bad)
         self.capacity, self.seed, self.window, self._digest = recipe.capacity, o.seed, window, digest
-        self._start(0, 0)
+        self._start(0, 0, {})
 
-    def _start(self, epoch: int, row: int) -> None:
+    def _start(self, epoch: int, row: int, counts: Mapping[str, int]) -> None:
+        """Begins with the window at a row of an epoch. counts: the numbers of the rows before it."""
         self.counts = Counts(len(self.rows), self.outcomes.length)
+        self.counts.numbers.update(counts)
+        self._counts_before = dict(counts)
         self._epoch, self._row, self._batch = epoch, row, 0  # where the window begins; its batch that comes next
         self._window: list[list[Any]] = []  # the batches of the window
         self._windows = self._make_windows(epoch, row)
@@ -196,18 +201,20 @@ class Batches(Iterator[list[Any]]):
         return self._window[self._batch - 1]
 
     def _next_window(self) -> None:
+        before = dict(self.counts.numbers)
         (self._epoch, self._row, self._window), self._batch = next(self._windows), 0
+        self._counts_before = before
 
     def close(self) -> None:
         """Ends the thread or the worker processes."""
         self._windows.close()
 
-    def state_dict(self) -> dict[str, int]:
-        """The position after the batch that was taken last, and the rows for which it means the same."""
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was taken last, the rows for which it means the same, and their counts."""
         position = {"epoch": self._epoch, "row": self._row, "batch": self._batch}
-        return position | {"rows": len(self.rows), "digest": self._digest}
+        return position | {"rows": len(self.rows), "digest": self._digest, "counts": self._counts_before}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the batch after which `state_dict` was called. Raises InputError if the rows differ."""
         if (state["rows"], state["digest"]) != (len(self.rows), self._digest):
             raise InputError(
@@ -216,7 +223,7 @@ class Batches(Iterator[list[Any]]):
                 "out with --skip-bad), or start a new run with another --output-dir"
             )
         self.close()
-        self._start(state["epoch"], state["row"])
+        self._start(state["epoch"], state["row"], state["counts"])
         if state["batch"]:
             self._next_window()
             if state["batch"] > len(self._window):

@@ -23,7 +23,7 @@ from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.model import sketch
+from ligermodels.recipes.model import check_length, sketch
 from ligermodels.recipes.options import option
 from ligermodels.recipes.rollout import RolloutOptions, Sampling
 from ligermodels.recipes.steps import Metrics
@@ -58,7 +58,8 @@ class Distill(Recipe):
         super().__init__(options, tokenizer, multiple)
         self.teacher_folder = hub.resolve(options.teacher)
         self.teacher_sketch = sketch(self.teacher_folder)
-        check_teacher(Tokenizer.from_hub(self.teacher_folder), self.teacher_sketch, tokenizer, options.max_length)
+        check_teacher(Tokenizer.from_hub(self.teacher_folder), self.teacher_sketch, tokenizer)
+        check_length(options.max_length, self.teacher_sketch, "teacher")
 
     @classmethod
     def of(cls, options: DistillOptions) -> type[Recipe]:
@@ -98,8 +99,8 @@ class OnPolicy(Sampling):
         return self.off_policy.loss(model, batch, count)
 
 
-def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_length: int) -> None:
-    """Raises InputError if the teacher's tokens or lengths do not fit a student with this tokenizer."""
+def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer) -> None:
+    """Raises InputError if the teacher's tokens do not fit a student with this tokenizer."""
     config = sketch.config.get_text_config()
     probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
     ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (tokenizer, teacher))
@@ -109,8 +110,6 @@ def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer, max_len
             f"the teacher has another tokenizer ({differ} tokens differ, or how texts are split) or too few "
             "logits; give a --teacher of the same family"
         )
-    if max_length > (context := config.max_position_embeddings):
-        raise InputError(f"max_length={max_length} is more than the teacher's {context} positions")
 
 
 def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, o: Any) -> tuple[Tensor, Metrics]:

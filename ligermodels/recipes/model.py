@@ -1,7 +1,9 @@
 """The model of a run, its tokenizer and its optimizer, as the options say."""
 
 import math
+import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,17 @@ def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:
             raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
         tokenizer.read_chat_template(Path(options.chat_template).expanduser())
     return tokenizer
+
+
+def check_length(length: int, sketch: Any, name: str) -> None:
+    """Warns, on rank 0, if sequences are longer than the context. name: of the model, as in "the teacher's context"."""
+    context = sketch.config.get_text_config().max_position_embeddings
+    if length > context and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"--max-length {length} is more than the {name}'s context of {context} tokens (max_position_embeddings), "
+            "beyond which it has not been trained; lower it, unless that is the aim",
+            stacklevel=2,
+        )
 
 
 def check_capture(sketch: Any, processes: Processes) -> None:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ligermodels.checkpoint.files import write_errors
+from ligermodels.checkpoint.files import readable_size, write_errors
 from ligermodels.checkpoint.saving import replacing
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
@@ -215,11 +215,7 @@ class Trainer:
         """The options with values for max_length and batch_tokens."""
         o, context = self.options, sketch.config.get_text_config().max_position_embeddings
         length = o.max_length or min(4096, context)
-        if length > context and self.processes.is_main:
-            say(
-                f"warning: --max-length {length} is more than the model's context of {context} tokens "
-                "(max_position_embeddings), beyond which it has not been trained; lower it, unless that is the aim"
-            )
+        models.check_length(length, sketch, "model")
         return dataclasses.replace(
             o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
         )
@@ -349,11 +345,12 @@ class Trainer:
     # ---- saving ----
 
     def save(self, *, wait: bool) -> None:
-        """Saves a checkpoint. An error names the free space, which torch's does not."""
+        """Saves a checkpoint. An error names the free space, which torch's does not; that of a full disk does."""
         try:
             self.checkpoints.save(self.progress.step, wait=wait)
         except CheckpointError as error:
-            error.add_note(f"  {shutil.disk_usage(self.out).free / 1e9:,.1f} GB are free on that disk.")
+            if "The disk is full" not in str(error):
+                error.add_note(f"  {readable_size(shutil.disk_usage(self.out).free)} are free on that disk.")
             raise
 
     def _save_model(self, target: Path, *, merged: bool = False) -> None:
@@ -426,7 +423,8 @@ class Trainer:
             return
         lines, counts = self.reporter.lines(), self.data.train.counts.numbers
         facts = self.plan | {
-            "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained{report.left_out(counts)}",
+            "tokens seen": f"{progress.tokens:,}, of which {progress.trained:,} were trained",
+            "rows read": f"{counts['rows']:,}, over all epochs{report.left_out(counts)}",
             "speed": f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s in {progress.seconds:,.0f} s",
         }
         if progress.best_step >= 0:

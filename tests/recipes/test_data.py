@@ -113,7 +113,8 @@ def test_resume_at_any_point_and_worker_processes_change_nothing():
         expected.append(mine)
         states.append(here.state_dict())
         assert theirs == mine and there.state_dict() == states[-1]
-    assert reported(here) == reported(there) and states[-1]["epoch"] == 2
+    counted = reported(here)
+    assert counted == reported(there) and counted["rows"] == 3 * 117 and states[-1]["epoch"] == 2
     for at in range(0, len(expected), 7):
         for resumed in (here, batches_of(sizes, epochs=3, **how)):
             resumed.load_state_dict(json.loads(json.dumps(states[at])))
@@ -121,6 +122,7 @@ def test_resume_at_any_point_and_worker_processes_change_nothing():
             assert list(itertools.islice(resumed, 4)) == expected[at : at + 4]
     there.load_state_dict(states[20])
     assert list(there) == expected[20:]
+    assert reported(there) == counted  # of the rows before the state, too, and each once
     with pytest.raises(InputError, match="the rows have changed"):  # more in test_bad_inputs.py
         there.load_state_dict(states[20] | {"batch": 99})
 

@@ -77,6 +77,18 @@ def test_a_teacher_of_another_tokenizer_is_refused(home, tmp_path, capsys, says,
         assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_the_teachers_context_is_warned_of_as_the_models_is(home, tmp_path, capsys):
+    shutil.copytree(home / "model", tmp_path / "teacher")
+    values = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 100}))
+    for length, warned in ((100, 0), (101, 1)):
+        flags = ("--teacher", tmp_path / "teacher", "--max-length", length, "--dry-run")
+        assert run(home, tmp_path / "out", "distill", *flags) == 0
+        words = f"warning: --max-length {length} is more than the teacher's context of 100 tokens"
+        said = capsys.readouterr().err
+        assert said.count(words) == said.count("context of") == warned
+
+
 # ---- on-policy ----
 
 ASKED = [{"role": "user", "content": "Say a."}]

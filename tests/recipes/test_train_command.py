@@ -184,6 +184,8 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
     on_all(lambda: main(shlex.split(again)), 0)
     assert metrics(out) == metrics(skipped)
     assert weights(out) == weights(skipped)
+    read = [re.search(r"rows read \| .*", (folder / "model" / "README.md").read_text())[0] for folder in (out, skipped)]
+    assert read[0] == read[1] and "over all epochs; 1 rows skipped that cannot be read" in read[0]
 
 
 def test_a_template_of_the_command_line(home, tmp_path, capsys):

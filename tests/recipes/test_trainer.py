@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,13 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, tmp_path, c
         assert weights(out) == weights(tmp_path / "undisturbed")
 
 
+def test_the_space_of_a_full_disk_is_said_once(home, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+    assert train(home, tmp_path / "out", *STEPS) == 3
+    said = capsys.readouterr().err
+    assert "The disk is full" in said and "are free" not in said
+
+
 def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
     """No file may become as large as a checkpoint, from some moment of the run on."""
     flags, saved = (*STEPS, "--max-steps", "400", "--save-steps", "4"), home / "full" / "checkpoints"
@@ -128,7 +136,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
     assert child.wait() == 3
     said = capfd.readouterr().err
     failed = int(re.search(r"step (\d+) could not be saved", said)[1])
-    assert "checkpoints before it are unchanged" in said and re.search(r"[\d.]+ GB are free on that disk", said)
+    assert "checkpoints before it are unchanged" in said and re.search(r"[\d.]+ [MG]B are free on that disk", said)
     kept = [step for step in (failed - 8, failed - 4) if step > 0]  # step 8 may still be written when the disk is full
     assert sorted(int(path.name[5:]) for path in saved.iterdir()) == kept and kept
     assert train(home, "full", *flags, "--resume", "--max-steps", str(failed)) == 0
