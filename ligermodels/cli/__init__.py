@@ -7,6 +7,7 @@ Each command imports what it needs, so that --help does not import torch.
 """
 
 import argparse
+import errno
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels import __version__
+from ligermodels.checkpoint.files import write_errors
 from ligermodels.cli import bench, chat, checkpoints, doctor, train
 from ligermodels.cli.arguments import Parser, UsageError
 from ligermodels.cli.output import say, say_error
@@ -44,8 +46,19 @@ def main(argv: list[str] | None = None) -> int:
             say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130
         except BrokenPipeError:  # the reader of stdout has exited, as `| head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             return 0
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _discard_output()
+            say_error("error: the output cannot be written: no space is left on its disk")
+            return 3
+
+
+def _discard_output() -> None:
+    """What stdout still holds, or gets, goes nowhere: Python would write it at its end, and fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _MODULES: dict[str, Any] = {
@@ -81,6 +94,8 @@ def _demo(args: argparse.Namespace) -> int:
     if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise UsageError(f"--keep {keep} exists and is not an empty folder: name a new folder")
     folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
+    with write_errors(folder):  # before the training, not after it
+        folder.mkdir(parents=True, exist_ok=True)
     from ligermodels.cli import demo
 
     return 0 if demo.run(seconds=args.seconds, folder=folder) else 1

@@ -59,6 +59,10 @@ def check_options(dst: str | Path | None, options: Options) -> tuple[Path | None
         return None, False
     if not name:
         raise InputError("DST is missing: give the folder or .gguf file to write, or --dry-run to write nothing")
+    if name.endswith((".safetensors", ".bin")):
+        raise InputError(
+            f"{dst} has the name of a file of weights, and DST is the folder for them and their config.json"
+        )
     target = absolute(name)
     with write_errors(target):
         is_folder, is_file = target.is_dir(), target.is_file()

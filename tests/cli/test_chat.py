@@ -99,6 +99,8 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate MODEL < binary", 3, "error: stdin is not text (byte 0x80 is not UTF-8). Likely cause: a binary file"),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
+    ("demo --keep runs/config.json/new", 3, "runs/config.json/new cannot be written"),
+    ("doctor nowhere/at/all", 3, "error: {here}/nowhere/at/all is not there"),
 ])  # fmt: skip
 def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

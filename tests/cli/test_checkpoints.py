@@ -87,6 +87,7 @@ def test_convert_and_verify(folder, capsys, tmp_path):
     (["convert", "MODEL"], 2, "--dry-run"),
     (["convert", "MODEL", "FILE"], 2, "or of a file that ends in .gguf"),
     (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),
+    (["convert", "MODEL", "OUT.safetensors"], 2, "has the name of a file of weights, and DST is the folder"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),
 ])  # fmt: skip
@@ -96,9 +97,11 @@ def test_the_exit_status_of_a_conversion(argv, code, message, folder, capsys, tm
         "MODEL": folder,
         "OUT": tmp_path / "out",
         "OUT.gguf": tmp_path / "out.gguf",
+        "OUT.safetensors": tmp_path / "out.safetensors",
         "EMPTY": tmp_path / "empty",
         "FILE": folder / "config.json",
     }
     status, out, err = run(capsys, *(places.get(argument, argument) for argument in argv))
     assert (status, out) == (code, "") and err.startswith("error: ") and message in err, err
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.gguf").exists()
+    assert not (tmp_path / "out.safetensors").exists()

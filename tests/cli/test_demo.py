@@ -62,6 +62,27 @@ def test_doctor_says_what_of_a_model_is_fused_without_reading_weights(on_cpu, ca
     assert status == 3 and "nowhere" in err
 
 
+def test_doctor_wants_a_model(on_cpu, capsys, tmp_path):
+    adapter, trained = tmp_path / "adapter", tmp_path / "run"
+    adapter.mkdir()
+    trained.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (trained / "options.yaml").touch()
+    for folder, words in ((adapter, f"{adapter} is an adapter; give the model"), (trained, "the folder of a run")):
+        status, _, err = run(capsys, "doctor", folder)
+        assert status == 2 and words in err
+
+
+def test_output_to_a_full_disk_is_one_message(monkeypatch):
+    """Of a process of its own: Python writes what is left in stdout when it ends, and must not fail again."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        argv = [sys.executable, "-m", "ligermodels", "doctor"]
+        ended = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert ended.returncode == 3
+    assert ended.stderr == "error: the output cannot be written: no space is left on its disk\n"
+
+
 @pytest.mark.gpu
 def test_doctor_tries_a_kernel_on_the_gpu():
     done = subprocess.run([sys.executable, "-m", "ligermodels", "doctor"], capture_output=True, text=True, timeout=120)
