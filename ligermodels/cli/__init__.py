@@ -27,6 +27,9 @@ from ligermodels.errors import LigermodelsError
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it, as `<&-` does
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # for the whole command
     args = _parser(argv[0] if argv else "").parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -75,6 +75,8 @@ def _bench(args: argparse.Namespace) -> int:
         raise UsageError("--new 1 leaves no token after the first to measure: give 2 or more")
     out = None if args.out is None else Path(args.out)
     if out is not None:
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out} is a file; give a folder")
         with write_errors(out):
             out.mkdir(parents=True, exist_ok=True)
     resolve_adapter(args)

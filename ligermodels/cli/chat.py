@@ -26,7 +26,14 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     option("--min-p", type=float, metavar="X", help="sample among tokens at least X times as likely as the likeliest")
     option("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (1)")
     option("--seed", type=int, metavar="N", help="makes sampling repeatable")
-    option("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; may be given several times")
+    option(
+        "--stop",
+        action="append",
+        type=_stop,
+        metavar="TEXT",
+        default=[],
+        help="end before TEXT; may be given several times",
+    )
 
     generate = commands.add_parser("generate", parents=[shared], help="continue a text")
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (stdin)")
@@ -44,6 +51,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--max-new-tokens", type=int, metavar="N", help="per answer (1024, less at the end of the context)"
     )
     chat.set_defaults(run=_chat, default_length=1024)
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("a text to end before must not be empty")
+    return text
 
 
 def _generate(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ligermodels.checkpoint import files, hub
 from ligermodels.cli.arguments import UsageError, dtype, usage_errors
+from ligermodels.cli.output import say
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.generation.options import Options
 
@@ -64,9 +65,12 @@ def resolve_adapter(args: argparse.Namespace) -> None:
 
     args.adapter = files.absolute(args.model if is_adapter else args.adapter)
     found = adapters.read_options(args.adapter, computed=frozenset({"use_dora"}))
+    base = found.get("base_model_name_or_path")
     if not is_adapter:
+        if base and Path(base).name != given.name:
+            say(f"note: {args.adapter} names {base} as its base, and MODEL is {args.model}; they must be one model")
         return
-    base, args.revision = found.get("base_model_name_or_path"), args.revision or found.get("revision")
+    args.revision = args.revision or found.get("revision")
     advice = f"Next step: give the base as MODEL, and --adapter {args.model}"
     if not base:
         raise CheckpointError(f"{args.adapter / files.ADAPTER} does not name its base model. {advice}")

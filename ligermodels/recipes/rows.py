@@ -239,7 +239,10 @@ def _open_file(path: Path) -> Rows:
         raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
     if suffix == ".parquet":
         with _errors(str(path)) as datasets:
-            data = datasets.load_dataset("parquet", data_files=str(path), split="train")
+            import pyarrow.parquet  # comes with datasets, whose error for a file without rows is unclear
+
+            has_rows = pyarrow.parquet.read_metadata(path).num_rows > 0
+            data = datasets.load_dataset("parquet", data_files=str(path), split="train") if has_rows else ()
         rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
     elif "json" in suffix and head.removeprefix(_BOM).lstrip()[:1] != b"[":
         rows = JSONLines(path)

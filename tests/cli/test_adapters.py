@@ -72,11 +72,19 @@ def test_both_commands_say_what_peft_says(home, adapter, alone, capsys, monkeypa
     assert said != expected(home, None, ids, tokenizer.eos_token_ids)
     given = (folder,) if alone else (base, "--adapter", folder)
     status, out, err = run(capsys, "generate", *given, "--prompt", HELLO, "--max-new-tokens", 16)
-    assert (status, out.strip()) == (0, said.strip()), err
+    assert (status, out.strip()) == (0, said.strip()) and "note: " not in err, err
     monkeypatch.setattr(sys, "stdin", stdin_of(f"{HELLO}\n"))
     status, out, err = run(capsys, "chat", *given, "--max-new-tokens", 16)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": HELLO}], add_generation_prompt=True)
     assert (status, out) == (0, expected(home, adapter, asked, tokenizer.chat_stop_ids) + "\n"), err
+
+
+def test_another_base_than_the_adapter_names_is_noted(home, capsys, tmp_path):
+    """It may be a copy, so it is no error."""
+    shutil.copytree(home / "base", tmp_path / "copy")
+    status, _, err = run(capsys, "generate", tmp_path / "copy", "--adapter", home / "ours", "--prompt", HELLO)
+    assert status == 0
+    assert f"note: {home / 'ours'} names {home / 'base'} as its base, and MODEL is {tmp_path / 'copy'}" in err
 
 
 def test_what_inspect_says_of_an_adapter_works(home, capsys):
@@ -140,7 +148,7 @@ def test_what_does_not_fit_is_one_message(home, wrong, message, capsys, tmp_path
     names["lost"] = copy(ours, tmp_path / "lost", base_model_name_or_path="/nowhere/base")
     names["unfetched"] = copy(ours, tmp_path / "unfetched", base_model_name_or_path="someone/base")
     names["dropped"] = copy(ours, tmp_path / "dropped", alora_invocation_tokens=[1])
-    names["other"], names["wide"] = copy(ours, tmp_path / "other"), tmp_path / "wide"
+    names["other"], names["wide"] = copy(ours, tmp_path / "other"), tmp_path / "wide" / "base"
     from safetensors.torch import load_file, save_file
 
     file = names["other"] / "adapter_model.safetensors"

@@ -115,7 +115,7 @@ def test_a_case_without_memory_is_a_line_and_other_errors_are_not(capsys, folder
         (("--prompts", 510), 2, "has 512 positions"),
         (("--adapter", "nowhere"), 3, "nowhere"),
         (("--device", "cuda"), 2, "--device cuda cannot be used"),
-        (("--out", "{folder}/config.json"), 3, "cannot be written"),
+        (("--out", "{folder}/config.json"), 2, "config.json is a file; give a folder"),
     ],
 )
 def test_what_cannot_be_is_one_message(options, status, message, capsys, folder):

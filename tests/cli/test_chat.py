@@ -65,7 +65,15 @@ def test_the_folder_of_a_run_is_no_model(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["nothing"], ["generate"], ["inspect", "x", "--nothing"], ["convert", "a", "--v"]]
+    "argv",
+    [
+        [],
+        ["nothing"],
+        ["generate"],
+        ["inspect", "x", "--nothing"],
+        ["convert", "a", "--v"],
+        ["chat", "x", "--stop", ""],
+    ],
 )
 def test_wrong_usage_exits_with_2(argv):
     with pytest.raises(SystemExit) as stopped:
@@ -96,6 +104,7 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate MODEL --prompt x --device gpu7", 2, "error: --device gpu7"),
     ("generate MODEL --prompt ''", 2, NOTHING),
     ("generate MODEL < /dev/null", 2, NOTHING),
+    ("generate MODEL < closed", 2, NOTHING),
     ("generate MODEL < binary", 3, "error: stdin is not text (byte 0x80 is not UTF-8). Likely cause: a binary file"),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
@@ -112,7 +121,7 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     command, _, source = command.partition(" < ")
     pipe = io.TextIOWrapper(io.BytesIO(stdin.get(source, b"")), "utf-8", errors="surrogateescape")
     monkeypatch.setattr(pipe, "isatty", lambda: source == "/dev/tty")
-    monkeypatch.setattr(sys, "stdin", pipe)
+    monkeypatch.setattr(sys, "stdin", None if source == "closed" else pipe)
     status, out, err = run(capsys, *(folder if word == "MODEL" else word for word in shlex.split(command)))
     assert (status, out) == (code, "") and "Traceback" not in err
     assert err.startswith("error: ") and message.format(here=tmp_path) in err, err

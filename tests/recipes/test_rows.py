@@ -115,6 +115,9 @@ def test_parquet_without_the_nulls_that_its_schema_adds(splits, tmp_path):
     type(splits["test"]).from_list(rows).to_parquet(tmp_path / "a.parquet")
     found = open_rows(tmp_path / "a.parquet")
     assert read(found) == rows and found.where(1).endswith("a.parquet: row 2")
+    type(splits["test"]).from_dict({"text": []}).to_parquet(tmp_path / "none.parquet")
+    with pytest.raises(InputError, match=r"none\.parquet has no rows"):
+        open_rows(tmp_path / "none.parquet")
 
 
 def test_folders(splits, write, tmp_path):
