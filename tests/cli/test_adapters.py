@@ -139,7 +139,7 @@ def test_the_tokenizer_beside_an_adapter_is_taken_and_the_bases_stops_stay(home,
     ("chat {lost}", "It is the base that {lost}/adapter_config.json names. Next step: give the base as MODEL"),
     ("chat {unfetched}", "the cache lacks any snapshot"),
     ("chat {base} --adapter {dropped}", "sets alora_invocation_tokens, which is not computed here"),
-    ("generate {wide} --adapter {ours} --prompt x", "Likely: the adapter of another model"),
+    ("generate {larger} --adapter {ours} --prompt x", "Likely: the adapter of another model"),
     ("generate {base} --adapter {other} --prompt x", "an adapter for model.layers.7.mlp.down_proj, which is not there"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_message(home, wrong, message, capsys, tmp_path, monkeypatch):
@@ -148,15 +148,15 @@ def test_what_does_not_fit_is_one_message(home, wrong, message, capsys, tmp_path
     names["lost"] = copy(ours, tmp_path / "lost", base_model_name_or_path="/nowhere/base")
     names["unfetched"] = copy(ours, tmp_path / "unfetched", base_model_name_or_path="someone/base")
     names["dropped"] = copy(ours, tmp_path / "dropped", alora_invocation_tokens=[1])
-    names["other"], names["wide"] = copy(ours, tmp_path / "other"), tmp_path / "wide" / "base"
+    names["other"], names["larger"] = copy(ours, tmp_path / "other"), tmp_path / "larger" / "base"
     from safetensors.torch import load_file, save_file
 
     file = names["other"] / "adapter_model.safetensors"
     save_file({name.replace("layers.0", "layers.7"): tensor for name, tensor in load_file(file).items()}, file)
     model = ligermodels.load(home / "base", progress=False)
     changes = {"intermediate_size": 64, "torch_dtype": "float32"}
-    type(model).from_config(model.config.to_hf() | changes, device="cpu").save_pretrained(names["wide"])
-    Tokenizer.from_folder(home / "base").save(names["wide"])
+    type(model).from_config(model.config.to_hf() | changes, device="cpu").save_pretrained(names["larger"])
+    Tokenizer.from_folder(home / "base").save(names["larger"])
     monkeypatch.setattr(sys, "stdin", stdin_of("Hi\n"))
     status = main(wrong.format(tmp=tmp_path, **names).split())
     out, err = capsys.readouterr()
