@@ -52,7 +52,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 FEW_ROWS = 64
-"""Norms and gates of at most this number of rows, as in decoding, overlap the kernel before them."""
+"""Norms, gates and activations of at most this number of rows, as in decoding, overlap the kernel before them."""
 
 
 def overlaps_launches(x: Tensor) -> bool:

@@ -253,7 +253,7 @@ def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") 
 
     gate_up: [..., 2F], rows [gate | up]; or the gate [..., F] beside an up of its shape and dtype. Any strides; copied
     where the last dim is not contiguous.
-    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf), "quick_gelu", "sigmoid".
+    activation: "silu", "gelu_tanh" (the tanh approximation), "gelu" (exact, by erf), "quick_gelu" or "sigmoid".
     Returns [..., F] of gate_up's dtype.
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
