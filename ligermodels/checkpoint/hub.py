@@ -26,11 +26,11 @@ def resolve(
 
     A GGUF file is given by its path, or by that of a folder with one and no other weights.
 
-    revision: branch, tag or commit. weights: False fetches no weight files.
+    revision: branch, tag or commit; a local folder has "main" alone. weights: False fetches no weight files.
     The Hub is asked for the commit of a branch or tag, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A
     complete copy in the cache needs neither network nor token: it is used if the revision is a commit, and if the Hub
     cannot be reached or refuses. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT work as in huggingface_hub.
-    Raises HubError, and InputError for an empty name.
+    Raises HubError, and InputError for an empty name or the revision of a folder.
     """
     if not str(repo_or_folder):
         raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
@@ -41,6 +41,8 @@ def resolve(
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
     if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
         folder = local / inside
+        if revision not in (None, "main"):
+            raise InputError(f"revision={revision!r} is for repositories of the Hub, and {repo} is local: leave it out")
         if file := find_gguf(folder):
             from ligermodels.checkpoint.gguf.reader import folder_of
 

@@ -161,7 +161,8 @@ class Options:
             ):  # fmt: skip
                 kind = "an integer" if rule["kind"] is Integral else "a number"
                 most = "" if rule["high"] == math.inf else f" and at most {rule['high']}"
-                raise InputError(f"{name}={value!r:.80} must be {kind} of at least {rule['low']}{most}")
+                least = "0, or at least 1e-20" if name == "temperature" else f"at least {rule['low']}"
+                raise InputError(f"{name}={value!r:.80} must be {kind} of {least}{most}")
         if isinstance(self.stop_strings, str):
             self.stop_strings = [self.stop_strings]
         if not all(isinstance(string, str) and string for string in self.stop_strings or ()):

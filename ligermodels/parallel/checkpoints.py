@@ -62,7 +62,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ligermodels.checkpoint.dcp import CHECKSUMS, Reader, Writer, cause, checksum, one_process
-from ligermodels.checkpoint.files import METADATA, absolute, json_bytes
+from ligermodels.checkpoint.files import METADATA, absolute, json_bytes, readable_size
 from ligermodels.checkpoint.saving import finish, sync
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, InputError
@@ -297,8 +297,8 @@ class Checkpoints:
                 reason = f"rank {rank}: {type(failure).__name__}: {failure}"
             if any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT)):
                 full = (
-                    f"\n  The disk is full: the checkpoint takes {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB were "
-                    "free.\n  Next: free some space, or give a folder on another disk."
+                    f"\n  The disk is full: the checkpoint takes {readable_size(size)}, and {readable_size(free)} were free.\n"
+                    "  Next: free some space, or give a folder on another disk."
                 )
             raise CheckpointError(
                 f"Checkpoints: step {step} could not be saved to {self.folder}: {reason}\n"

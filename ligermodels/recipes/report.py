@@ -167,7 +167,7 @@ def left_out(counts: Mapping[str, int]) -> str:
         "cut_away": "rows dropped whose trained tokens come after --max-length",
         "bad": "rows skipped that cannot be read",
     }
-    return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
+    return "".join(f"; {text}: {counts[name]:,}" for name, text in names.items() if counts[name])
 
 
 # ---- after it ----

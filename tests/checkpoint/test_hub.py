@@ -22,7 +22,7 @@ import ligermodels
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.reading import open_checkpoint
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.checkpoint.fixtures import make_model
 
 REPO = "owner/name"
@@ -247,6 +247,12 @@ def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, offline, lost
 
 
 # Refusals
+
+
+def test_a_local_folder_has_no_revisions(tmp_path):
+    assert hub.resolve(tmp_path, revision="main") == tmp_path
+    with pytest.raises(InputError, match=f"revision='v1.0' .*{tmp_path} is local: leave it out"):
+        hub.resolve(tmp_path, revision="v1.0")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def filled(rows):
     (TWO, dict(max_new_tokens=0), "at least 1"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
-    (TWO, dict(temperature=float("nan")), "temperature=nan must be a number of at least 1e-20 and at most 1e"),
+    (TWO, dict(temperature=float("nan")), "temperature=nan must be a number of 0, or at least 1e-20 and at most 1e"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
     (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
     (TWO, dict(no_repeat_ngram_size=3), "logits_processor=NoRepeatNGramLogitsProcessor"),

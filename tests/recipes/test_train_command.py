@@ -174,7 +174,7 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
             assert run() == status
 
     on_all(lambda: train(home, skipped, *FEW, "--skip-bad", data=data), 0)
-    assert "1 rows skipped that cannot be read" in (skipped / "model" / "README.md").read_text()
+    assert "rows skipped that cannot be read: 1" in (skipped / "model" / "README.md").read_text()
     on_all(lambda: train(home, out, *FEW, data=data), 3)
     said = capfd.readouterr().err
     assert "some.jsonl:6: messages: expected a list" in said and "Traceback" not in said
@@ -185,7 +185,7 @@ def test_a_bad_row_in_the_middle_of_a_run_loses_nothing(home, tmp_path, monkeypa
     assert metrics(out) == metrics(skipped)
     assert weights(out) == weights(skipped)
     read = [re.search(r"rows read \| .*", (folder / "model" / "README.md").read_text())[0] for folder in (out, skipped)]
-    assert read[0] == read[1] and "over all epochs; 1 rows skipped that cannot be read" in read[0]
+    assert read[0] == read[1] and "over all epochs; rows skipped that cannot be read: 1" in read[0]
 
 
 def test_a_template_of_the_command_line(home, tmp_path, capsys):
