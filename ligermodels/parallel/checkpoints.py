@@ -297,8 +297,8 @@ class Checkpoints:
                 reason = f"rank {rank}: {type(failure).__name__}: {failure}"
             if any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT)):
                 full = (
-                    f"\n  The disk is full: the checkpoint takes {readable_size(size)}, and {readable_size(free)} were free.\n"
-                    "  Next: free some space, or give a folder on another disk."
+                    f"\n  The disk is full: the checkpoint takes {readable_size(size)}, and {readable_size(free)} were "
+                    "free.\n  Next: free some space, or give a folder on another disk."
                 )
             raise CheckpointError(
                 f"Checkpoints: step {step} could not be saved to {self.folder}: {reason}\n"
