@@ -13,7 +13,8 @@ backward), +captured (the step is one CUDA graph), +in_place (micro-batches add 
 with +flashqla FlashQLA's. Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the
 same on a model in 4 bits (QLoRA): ours by `load_adapter`, or with +peft by PEFT, theirs by PEFT and bitsandbytes, from
 one file that PEFT wrote. Around theirs PEFT runs as in TRL: under autocast to bf16, adapters in fp32; on 4 bits bf16.
-Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`.
+Recomputation other than the case's stands after a colon: `ligermodels:mlp`, `hf+liger:none`, `ligermodels:block*27`,
+which is that of the first 27 blocks.
 
 Every baseline runs in a fresh process, so that neither patches nor memory leak from one to the next, and loads the same
 checkpoint, which transformers wrote. Before it is timed it must agree with transformers in fp32 on a shallow model of
@@ -84,11 +85,12 @@ class Settings(Case):
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """A baseline, read from its name. base: a key of OPTIONS."""
+    """A baseline, read from its name. base: a key of OPTIONS. blocks: the first, which are recomputed, or all."""
 
     base: str
     options: frozenset[str]
     recompute: str
+    blocks: int | None
 
     @property
     def ours(self) -> bool:
@@ -105,11 +107,12 @@ class Baseline:
         kind, _, own = name.partition(":")
         base, *options = kind.split("+")
         policies = ("none", "block", "mlp") if base == "ligermodels" else ("none", "block")
-        recompute = own or settings.recompute
-        if base not in OPTIONS or not set(options) <= set(OPTIONS[base]) or recompute not in policies:
+        recompute, _, blocks = (own or settings.recompute).partition("*")
+        fits = base in OPTIONS and set(options) <= set(OPTIONS[base]) and recompute in policies
+        if not fits or (blocks and base == "hf"):
             known = "; ".join(f"{base} with any of +{', +'.join(known)}" for base, known in OPTIONS.items())
             raise ValueError(f"unknown baseline {name!r}; known: {known}; and :none, :block, or of ours :mlp after it")
-        found = cls(base, frozenset(options), recompute)
+        found = cls(base, frozenset(options), recompute, int(blocks) if blocks else None)
         if MODELS[settings.model].drawn_in_nf4 and not (found.ours and found.adapters == "nf4"):
             raise ValueError(f"{name}: {settings.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
         return found
@@ -242,7 +245,9 @@ def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Modul
         if adapters is not None:
             lora.load_adapter(model, adapters)
     if baseline.recompute != "none" or "offload" in baseline.options:
-        policy = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
+        policy: dict[str, Any] = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
+        if baseline.blocks is not None:
+            policy["blocks"] = min(baseline.blocks, model.config.num_hidden_layers)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=policy)
     return model.train()
 
