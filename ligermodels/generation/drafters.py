@@ -18,6 +18,7 @@ from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.argmax import argmax
 from ligermodels.kernels.operand import autocast_dtype
+from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
@@ -33,10 +34,11 @@ class Drafter:
     def begin(self, cache: Cache, *, captures: bool) -> None:
         """Called once, after the prompt. cache: the model's. captures: whether proposals may run as a CUDA graph."""
 
-    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+    def propose(self, tokens: list[int], states: Tensor) -> list[int] | Tensor:
         """Guesses the tokens that follow `tokens`, the ids of the whole text.
 
         states [N, H]: the model's hidden states since the last call, up to the state of the last token but one.
+        Returns up to `count` ids: a list, or an int64 tensor on the model's device, for which the host does not wait.
         """
         raise NotImplementedError
 
@@ -89,8 +91,8 @@ class Medusa(Drafter):
         check_device(model, medusa=weights[0])
         self.heads, self.count = heads, len(heads)
 
-    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
-        return torch.stack([logits.argmax(-1) for logits in self.heads(states[-1:])])[:, 0].tolist()
+    def propose(self, tokens: list[int], states: Tensor) -> Tensor:
+        return torch.cat([logits.argmax(-1) for logits in self.heads(states[-1:])])
 
 
 class MultiToken(Drafter):
@@ -117,7 +119,7 @@ class MultiToken(Drafter):
         self.captures, self.cache = captures, self.step.cache
         self.cache.reset()
 
-    def propose(self, tokens: list[int], states: Tensor) -> list[int]:
+    def propose(self, tokens: list[int], states: Tensor) -> Tensor:
         model, cache, step, ids = self.model, self.cache, self.step, tokens[-len(states) :]
         known, first = cache.length + len(ids), max(0, len(ids) - step.tokens)
         if first:  # more tokens than a step reads
@@ -131,7 +133,7 @@ class MultiToken(Drafter):
         step.read(ids[first:], states[first:])
         step.run(model, cache)
         cache.crop(known)
-        return step.proposed.tolist()  # the only synchronisation
+        return step.proposed
 
 
 class DraftStep(Step):
@@ -182,9 +184,13 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
 class DraftingEngine(PaddedEngine):
     """`generate` of one row with a drafter. Logits after a proposed token exist before that token is sampled.
 
-    text: the ids of the row. tokens: the ids that the last pass read, the end of the text and then the proposals.
-    verified: index in `tokens` of the last id that sampling confirmed. hidden: [N, H], N >= len(tokens), the states
-    after `tokens`. unread: states that the drafter has not read.
+    The host launches draft and verification in a row, and then waits once for a turn: `reading`. It has the tokens that
+    the pass read, and where nothing but the logits decides (`greedy`), the likeliest token after each of them.
+
+    text: the ids of the row. reading: int64 [1 or 3, N], the N tokens of the last pass, and below, of `argmax`, what
+    follows each; None after a pass of one token. proposed: the number of proposals in it. verified: index of the last
+    token that sampling confirmed. hidden: [N, H], the states after the tokens. unread: states that the drafter has not
+    read.
     """
 
     def __init__(self, request: Request):
@@ -193,7 +199,9 @@ class DraftingEngine(PaddedEngine):
         if self.drafter.count > MAX_GUESSES:
             raise InputError(f"a step verifies at most {MAX_GUESSES} proposed tokens, not {self.drafter.count}")
         self.capacity += self.drafter.count  # a step writes all of its guesses
-        self.text, self.tokens, self.verified = request.input_ids[0].tolist(), list[int](), -1
+        self.text, self.proposed, self.verified = request.input_ids[0].tolist(), 0, -1
+        self.reading: AsyncToHost | None = None
+        self.greedy = not (self.options.do_sample or self.processors or self.keeps_logits)
         self.hidden: Any = None
         self.unread: list[Tensor] = []
         self.call = self._run
@@ -203,6 +211,12 @@ class DraftingEngine(PaddedEngine):
         self.runs_ahead = False
         self.drafter.begin(self.cache, captures=self.captures)
 
+    def sample(self) -> Tensor:
+        if self.reading is None or not self.greedy:
+            return super().sample()
+        self.count_token()
+        return self.reading.result()[1:, self.verified : self.verified + 1]
+
     def step(self) -> None:
         drafter, rotary = self.drafter, self.model.decoder.rotary_emb
         if self.length == self.start:
@@ -210,37 +224,48 @@ class DraftingEngine(PaddedEngine):
             return
         last, after = self.rows[0].ids[-1], self.verified + 1  # type: ignore[union-attr]
         self.text.append(last)
-        if after < len(self.tokens) and self.tokens[after] == last:
+        if self.reading is not None and after <= self.proposed and self.reading.result()[0, after] == last:
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
         self.unread.append(self.hidden[:after].clone())  # a copy, since the next pass overwrites `hidden`
-        self.cache.crop(self.length - 1)
-        self.drop_stale()
-        self.tokens, self.verified = [last], 0
-        if not self.past:
-            self.forward()
-            return
         most = min(self.end - self.length - 1, rotary.tokens_left(self.longest), drafter.count)
+        guesses: list[int] | Tensor = []
         if most:
-            self.tokens += drafter.propose(self.text, torch.cat(self.unread))[: int(most)]
+            guesses = drafter.propose(self.text, torch.cat(self.unread))[: int(most)]
             self.unread = []
-        if self.captured is None:
-            by_host = not self.captures
-            self.captured = Step.of(self.model, self.cache, self.capacity, 1 + drafter.count, by_host=by_host)
-        self.place(self.captured)
-        self.captured.run(self.model, self.cache)
-        self.hidden, self.logits = self.captured.hidden, self.captured.logits[:1]
+        self.cache.crop(self.length - 1)  # the GPU drafts meanwhile
+        self.drop_stale()
+        self.proposed, self.verified, self.reading = 0, 0, None
+        if self.past:
+            self.verify(last, guesses)
+        else:
+            self.forward()
 
-    def place(self, step: Step) -> None:
+    def verify(self, last: int, guesses: list[int] | Tensor) -> None:
+        """Computes the logits after the last token and after each guess, and sends the host what it reads of them."""
+        if self.captured is None:
+            by_host, tokens = not self.captures, 1 + self.drafter.count
+            self.captured = Step.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
+        step, length, self.proposed = self.captured, self.length, len(guesses)
+        self.place(step, last, guesses)
+        step.run(self.model, self.cache)
+        self.hidden, self.logits, found = step.hidden, step.logits[:1], step.ids.t()
+        if self.greedy:
+            found = torch.cat([found, argmax(step.logits)])
+            self.ids[:, length : length + step.tokens] = found[1:2, : self.end - length]
+        self.reading = AsyncToHost(found)
+
+    def place(self, step: Step, last: int, guesses: list[int] | Tensor) -> None:
         """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself.
 
-        Where proposals are missing, the last token is repeated at its own position, since rotary tables may depend on
-        the largest position.
+        Where guesses are missing, the last token is repeated at the position of the last guess, since rotary tables may
+        depend on the largest position.
         """
-        past = self.cache.length
-        repeated = [max(0, i + 1 - len(self.tokens)) for i in range(step.tokens)]
-        tokens = [self.tokens[i - n] for i, n in enumerate(repeated)]
-        step.write(tokens, repeated, range(past, past + step.tokens))
+        past, known = self.cache.length, [last] if isinstance(guesses, Tensor) else [last, *guesses]
+        repeated = [max(0, i - len(guesses)) for i in range(step.tokens)]
+        step.write(known + [last] * (step.tokens - len(known)), repeated, range(past, past + step.tokens))
+        if isinstance(guesses, Tensor):
+            step.ids[1 : 1 + len(guesses), 0] = guesses
 
     def _run(self, **inputs: Any) -> Any:
         """The output of the model, with logits of the last token alone; stores the hidden states."""

@@ -76,6 +76,8 @@ class Engine:
         self.scores: list[Tensor] | None = [] if keeps and options.output_scores else None
         self.raw_logits: list[Tensor] | None = [] if keeps and options.output_logits else None
         self.processors = make_processors(request, self.rows, None if request.without_ids else mask)
+        # Whether anyone may store the logits; the caller's processor may.
+        self.keeps_logits = self.raw_logits is not None or self.scores is not None or bool(request.processors)
         self.generator = None
         if options.seed is not None:
             self.generator = torch.Generator(self.device).manual_seed(int(options.seed))
@@ -145,9 +147,8 @@ class Engine:
     def sample(self) -> Tensor:
         """Appends a token to each row. Returns [2, B]: the tokens, and 1 where no token is possible."""
         logits, sampled = self.logits, self.options.do_sample
-        kept = self.raw_logits is not None or self.scores is not None or bool(self.request.processors)
-        if kept or self.processors or sampled:  # the caller's processor may store the tensor
-            logits = logits.to(torch.float32, copy=kept)
+        if self.keeps_logits or self.processors or sampled:
+            logits = logits.to(torch.float32, copy=self.keeps_logits)
         if self.raw_logits is not None:
             self.raw_logits.append(logits)
         for process in self.processors:
@@ -163,11 +164,15 @@ class Engine:
         if self.finished is not None:
             token.masked_fill_(self.finished, self.request.pad_id)
         self.ids[:, self.length] = token
+        self.count_token()
+        return chosen
+
+    def count_token(self) -> None:
+        """Counts the token that was appended to each row."""
         self.length += 1
         for row in self.rows:
             if row is not None:
                 row.new += 1
-        return chosen
 
     def read(self, reading: AsyncToHost) -> Tensor:
         """Reads the last tokens and marks the rows that end with them. Raises InputError for NaN logits."""

@@ -314,8 +314,8 @@ class RecurrentState(State):
         dropped = cache.length - length
         written = cache.last_pass if self._snapshots and cache.last_pass <= len(self._snapshots[0]) else 0
         if 0 < dropped < written:
-            for x, snapshots in zip(self.buffers, self._snapshots, strict=True):
-                x.copy_(snapshots[written - 1 - dropped])
+            sources = [snapshots[written - 1 - dropped] for snapshots in self._snapshots]
+            cache.copies += zip(self.buffers, sources, strict=True)
         return dropped == 0 or dropped < written
 
     def reorder(self, rows: Tensor) -> None:
@@ -345,6 +345,7 @@ class Cache:
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
         self.farthest = self.last_pass = 0
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (to, from), which states ask for in `crop`
 
     def __getitem__(self, layer: int) -> Any:
         return self.states[layer]
@@ -390,7 +391,11 @@ class Cache:
 
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
+        self.copies = []
         if length and length <= self.length and all([state.crop(length, self) for state in self.states]):
+            for kind in {x.dtype for x, _ in self.copies}:  # a launch for each, not for each tensor
+                same = [pair for pair in self.copies if pair[0].dtype == kind]
+                torch._foreach_copy_([x for x, _ in same], [x for _, x in same])
             self.length, self.last_pass = length, 0
         else:
             self.reset()

@@ -27,16 +27,19 @@ def steps(request, monkeypatch):
     monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"} if request.param == "captured" else set())
     seen = []
 
-    def spy(call):
-        def run(self, *args):
-            if self.length > self.start:
-                seen.append(list(self.tokens))
-            call(self, *args)
+    place, forward = DraftingEngine.place, DraftingEngine.forward
 
-        monkeypatch.setattr(DraftingEngine, call.__name__, run)
+    def verify(self, step, last, guesses):
+        seen.append([last, *map(int, guesses)])
+        place(self, step, last, guesses)
 
-    spy(DraftingEngine.place)
-    spy(DraftingEngine.forward)
+    def without_guesses(self):
+        if self.length > self.start:
+            seen.append(self.text[-1:])
+        forward(self)
+
+    monkeypatch.setattr(DraftingEngine, "place", verify)
+    monkeypatch.setattr(DraftingEngine, "forward", without_guesses)
     return seen
 
 
