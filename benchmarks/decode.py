@@ -5,6 +5,7 @@
     python -m benchmarks.decode --cases 1x32768+64,8x8192+64 --baselines captured,captured-fp8    # the KV cache in fp8
     python -m benchmarks.decode --first-token 4096 --baselines captured,host,hf
     python -m benchmarks.decode --rollout 64x8x128+256 --models llama-3.2-1b                      # beside TRL
+    python -m benchmarks.decode --mtp 1,2 --accepted 0.75 --models qwen3.5-4b
     python -m benchmarks.decode --dry
 
 A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes. Baselines: `captured` decodes as a CUDA graph,
@@ -22,9 +23,13 @@ after the same text, or tie with it; ties are counted.
 --first-token: prompts of one row and the given number of tokens; the median of ten calls. "host" and "hf" are
 `generate` with max_new_tokens=1, from the call to its return; "captured" is the first of several tokens of
 `generate_iter`. "matmuls ms" is the time of the prompt's matmuls alone, by cuBLAS: in each block q, k and v as one,
-gate and up as one, the output and down projections, and the head of the last token. "attention ms" is that of the
-attentions alone. All take turns in one process. Parity: in fp32, the first ids of a shallow model, and of transformers
-with the same weights, must be those of one forward pass.
+gate and up as one, the output and down projections, and the head of the last token. All take turns in one process.
+Parity: in fp32, the first ids of a shallow model, and of transformers with the same weights, must be those of one
+forward pass.
+
+--mtp: turns of the given numbers of tokens, proposed by a layer for multi-token prediction. Random weights accept none,
+so each proposal, once drafted, is made right with the probability --accepted, or wrong. Parity: in fp32, a shallow
+model must write the text of plain decoding, whether proposals are its own or so made.
 
 --rollout PROMPTSxGROUPxPROMPT+NEW: a step of GRPO; see benchmarks/rollout.py.
 """
@@ -50,11 +55,10 @@ from benchmarks.kernels import ceilings
 from benchmarks.train_cases import MODELS, changed, ours, theirs
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.weights import export
-from ligermodels.generation import generate_iter, graphs
-from ligermodels.kernels.attention import attention
-from ligermodels.layers import Attention
+from ligermodels.generation import drafters, generate_iter, graphs
 from ligermodels.layers.linear import JointProjections
 from ligermodels.layers.state import RecurrentState
+from ligermodels.training import add_mtp
 
 CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
 """Our baselines, and the format of their keys and values."""
@@ -71,6 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baselines", type=harness.names(*CACHES, "hf", "hf-static"), default="captured,host")
     parser.add_argument("--weights", type=harness.names("bf16", "int8", "fp8", "int4", "nf4"), default="bf16")
     parser.add_argument("--first-token", type=harness.numbers, default="", metavar="TOKENS", help="lengths of prompts")
+    parser.add_argument("--mtp", type=harness.numbers, default="", metavar="TOKENS", help="numbers of proposed tokens")
+    parser.add_argument("--accepted", type=float, default=0.75, help="of proposed tokens, with --mtp")
     parser.add_argument("--rollout", metavar="CASE", help="a step of GRPO")
     parser.add_argument("--tokens", type=int, default=12288, help="of a forward in the update of --rollout")
 
@@ -86,7 +92,10 @@ def measure(options: argparse.Namespace, record: Record) -> None:
         for name in options.models if options.first_token else ():
             record.setdefault("first token", []).extend(first_tokens(name, options, red))
             harness.free(options.device)
-        default = "" if options.first_token else "1x128+256,8x128+256,64x128+256,1x32768+64"
+        for name in options.models if options.mtp else ():
+            record.setdefault("drafted", []).extend(drafted(name, options, red))
+            harness.free(options.device)
+        default = "" if options.first_token or options.mtp else "1x128+256,8x128+256,64x128+256,1x32768+64"
         cases = [tuple(map(int, re.split(r"[x+]", case))) for case in (options.cases or default).split(",") if case]
         if options.dry:
             cases = [(min(batch, 2), min(prompt, 16), min(new, 8)) for batch, prompt, new in cases]
@@ -190,16 +199,17 @@ def choices(model: Any, batches: Sequence[int], new: int = 32) -> Row:
 # Tokens per second
 
 
-def stream(model: Any, ids: Tensor, new: int, **options: Any) -> list[float]:
-    """Seconds from the call to each token."""
+def stream(model: Any, ids: Tensor, new: int, **options: Any) -> tuple[list[float], list[int]]:
+    """(seconds from the call to each token, the first row's tokens)."""
     synchronize(ids.device.type)
-    start, times = time.perf_counter(), []
-    for _ in generate_iter(
+    start, times, text = time.perf_counter(), [], []
+    for tokens in generate_iter(
         model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0,
         eos_token_id=model.config.vocab_size + 7, **options,
     ):  # fmt: skip
         times.append(time.perf_counter() - start)
-    return times
+        text.append(int(tokens[0]))
+    return times, text
 
 
 def speeds(
@@ -221,7 +231,7 @@ def speeds(
             # Twice as many tokens take the host twice as long, and are as fast.
             steps = min(new, 64) if baseline == "host" else new
             how = {"disable_compile": baseline == "host", "kv_cache_dtype": kind}
-            first, times = (stream(model, ids, steps, **how) for _ in range(2))
+            (first, _), (times, _) = (stream(model, ids, steps, **how) for _ in range(2))
             speed = batch * (steps - 1) / (times[-1] - times[0])
             row = {
                 **of, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline, "first call s": first[0] - times[0],
@@ -257,6 +267,9 @@ def peer(name: str, options: argparse.Namespace, dtype: torch.dtype | None = Non
 
 def first_call(model: Any, ids: Tensor, new: int = 1, baseline: str = "host") -> tuple[int, float]:
     """(the last id, seconds) of `generate` of the first row, by our model or by transformers'."""
+    if baseline.startswith("captured"):
+        times, text = stream(model, ids, 8, kv_cache_dtype=CACHES[baseline])
+        return text[0], times[0]
     how: dict[str, Any] = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
     if baseline.startswith("hf"):
         how["min_new_tokens"] = new
@@ -293,7 +306,7 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
     for length in lengths:
         ids = random_ids(model, 1, length)
         clocks: dict[str, Callable[[], float]] = {
-            "matmuls": matmuls(model, length), "attention": attentions(model, length),
+            "matmuls": matmuls(model, length),
             **{baseline: lambda call=call, ids=ids: call(ids)[1] for baseline, call in calls.items()},
         }  # fmt: skip
         turns = [{what: seconds() for what, seconds in clocks.items()} for _ in range(3 + runs)]  # three to warm up
@@ -301,8 +314,7 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
         for baseline in calls:
             rows.append({
                 "model": name, "prompt": length, "baseline": baseline, "first token ms": ms[baseline],
-                "matmuls ms": ms["matmuls"], "attention ms": ms["attention"],
-                "of matmuls": ms[baseline] / ms["matmuls"],
+                "matmuls ms": ms["matmuls"], "of matmuls": ms[baseline] / ms["matmuls"],
             })  # fmt: skip
             harness.announce(rows[-1])
     model.release()
@@ -311,25 +323,8 @@ def first_tokens(name: str, options: argparse.Namespace, red: list[str]) -> list
 
 def first_calls(name: str, model: Any, options: argparse.Namespace) -> dict[str, Callable[[Tensor], tuple[int, float]]]:
     """{baseline: a call of ids [1, T] that returns the first token after them, and the seconds until it was there}."""
-
-    def captured(ids: Tensor, kind: str) -> tuple[int, float]:
-        synchronize(options.device)
-        start, never = time.perf_counter(), model.config.vocab_size + 7
-        mask = torch.ones_like(ids)
-        tokens = generate_iter(
-            model, ids, attention_mask=mask, max_new_tokens=8, eos_token_id=never, do_sample=False, pad_token_id=0,
-            kv_cache_dtype=kind,
-        )  # fmt: skip
-        id = int(next(tokens)[0])
-        elapsed = time.perf_counter() - start
-        tokens.close()  # type: ignore[attr-defined]
-        return id, elapsed
-
     calls: dict[str, Callable[[Tensor], tuple[int, float]]] = {}
     for baseline in options.baselines:
-        if baseline.startswith("captured"):
-            calls[baseline] = lambda ids, kind=CACHES[baseline]: captured(ids, kind)
-            continue
         owner = model
         if baseline.startswith("hf"):
             owner = peer(name, options, model.dtype, num_hidden_layers=model.config.num_hidden_layers)
@@ -367,22 +362,45 @@ def matmuls(model: Any, length: int) -> Callable[[], float]:
     return lambda: harness.timed(torch.no_grad()(run), model.device.type)[0]
 
 
-def attentions(model: Any, length: int) -> Callable[[], float]:
-    """A call that returns the seconds of the attentions of all blocks, on joint q, k and v."""
-    calls = []
-    for layer in model.decoder.modules():
-        if isinstance(layer, Attention):
-            heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-            shape = 1, length, sum(heads), layer.head_dim
-            if not calls or calls[-1][0][0].shape[2:] != (layer.num_heads, layer.head_dim):
-                qkv = torch.randn(shape, dtype=model.dtype, device=model.device).split(heads, 2)
-            calls.append((qkv, dict(window=layer.window, softcap=layer.softcap, scale=layer.scale)))
+# Multi-token prediction
 
-    def run() -> None:
-        for (q, k, v), how in calls:
-            attention(q, k, v, **how)
 
-    return lambda: harness.timed(torch.no_grad()(run), model.device.type)[0]
+def imposing(text: Tensor, prompt: int, wrong: Tensor, turns: list[int]) -> Any:
+    """After the real draft, proposal i of turn t is the next token of `text`, or another where wrong[t, i] is 1."""
+    draft = drafters.MultiToken.propose
+
+    def propose(self: Any, tokens: list[int], states: Tensor) -> Tensor:
+        draft(self, tokens, states)
+        turns.append(self.count)
+        ahead = text[len(tokens) - prompt :][: self.count]
+        return (ahead + wrong[len(turns) - 1, : len(ahead)]) % self.model.config.vocab_size
+
+    return mock.patch.object(drafters.MultiToken, "propose", propose)
+
+
+def drafted(name: str, options: argparse.Namespace, red: list[str]) -> list[Row]:
+    """A row for plain decoding and for each --mtp; none, and a line in `red`, where their texts differ in fp32."""
+    prompt, new = (12, 16) if options.dry else (128, 257)
+    for dtype, changes in ((torch.float32, MODELS[name].shallow), (None, {})):
+        model, rows, texts = make(name, "bf16", options, dtype, **changes), list[Row](), list[list[int]]()
+        add_mtp(model)
+        ids = random_ids(model, 1, prompt)
+        for count in (0, *options.mtp):
+            how = dict(use_mtp=True, num_assistant_tokens=count) if count else {}
+            _, text = stream(model, ids, new, **how)  # in bf16 verification rounds otherwise than plain decoding
+            draw, turns = torch.Generator().manual_seed(0), list[int]()
+            wrong = (torch.rand(new, count, generator=draw) >= options.accepted).to(ids)
+            with imposing(torch.tensor(text).to(ids), prompt, wrong, turns):
+                times, found = stream(model, ids, new, **how)
+            texts += [text, found]
+            steps, seconds = len(turns) or new - 1, times[-1] - times[0]
+            row = {"model": name, "case": f"1x{prompt}+{new}", "proposals": count, "tokens a turn": (new - 1) / steps}
+            rows.append(row | {"ms a turn": seconds / steps * 1e3, "tokens/s": (new - 1) / seconds})
+        model.release()
+        if dtype and any(text != texts[0] for text in texts):
+            red.append(f"{name}: with --mtp the text is not that of plain decoding")
+            return []
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -204,6 +204,19 @@ def test_first_tokens_are_measured_beside_their_matmuls(monkeypatch, run):
     assert code == 1 and "llama-3.2-1b, 16 tokens" in record["red"][0] and not record["first token"]
 
 
+def test_drafting_is_measured_where_it_writes_the_text_of_plain_decoding(monkeypatch, run):
+    few = ["--models", "qwen3.5-4b", "--mtp", "1,2", "--accepted"]
+    for share, turns in (("1", (15, 7, 5)), ("0", (15, 14, 14))):  # the last token may need no draft
+        code, record, _ = run(decode, *few, share)
+        assert code == 0 and [row["proposals"] for row in record["drafted"]] == [0, 1, 2]
+        assert [15 / row["tokens a turn"] for row in record["drafted"]] == pytest.approx(turns)
+    forward = graphs.Step._forward
+    wrong = lambda self, *inputs: (forward(self, *inputs), self.tokens == 3 and self.logits.neg_())  # noqa: E731
+    monkeypatch.setattr(graphs.Step, "_forward", wrong)
+    code, record, _ = run(decode, *few, "0.5")
+    assert code == 1 and "not that of plain decoding" in record["red"][0] and not record["drafted"]
+
+
 def test_the_matmuls_are_all_of_those_of_a_forward_pass():
     """Counted by torch, which sees the multiplications of both."""
     model = ours("llama-3.2-1b", "cpu", torch.float32, tiny=True)
