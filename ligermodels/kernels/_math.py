@@ -54,6 +54,12 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def head_rows(rows, of_t, of_h, HEADS: tl.constexpr):
+    """Offsets of rows of [tokens, HEADS, N]."""
+    return (rows // HEADS).to(tl.int64) * of_t + (rows % HEADS).to(tl.int64) * of_h
+
+
+@triton.jit
 def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """(rows, columns, rows that exist, elements that exist) of this program's tile."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK

@@ -19,8 +19,10 @@ from ligermodels.kernels._triton import (
     FEW_ROWS,
     accumulator,
     apply,
+    as_heads,
     as_rows,
     cdiv,
+    heads_of,
     num_sms,
     once_differentiable,
     overlapping,
@@ -58,14 +60,15 @@ def _forward(
     centred: bool, early: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, x + residual or x, statistics of each row)."""
-    shape, dtype, width = x.shape, x.dtype, operator.index(x.shape[-1])
-    x, n_rows, x_stride = as_rows(x)
-    other, other_stride = x, x_stride
+    given, shape, dtype, width = x, x.shape, x.dtype, operator.index(x.shape[-1])
+    heads = heads_of(x)
+    x, n_rows, *x_strides = as_heads(x, heads)
+    other, other_stride = x, x_strides[0]
     if residual is not None:
         dtype = dtype if residual.dtype == dtype else torch.promote_types(dtype, residual.dtype)
         other, _, other_stride = as_rows(residual)
     y = x.new_empty(shape, dtype=dtype)
-    total = x if residual is None else torch.empty_like(y)
+    total = given if residual is None else torch.empty_like(y)
     stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
     if n_rows:
         block, rows, warps = _forward_tile(width, centred)
@@ -73,8 +76,8 @@ def _forward(
         launch(
             forward_kernel, (cdiv(n_rows, rows),), y, total, stats, x, other,
             x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-            n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
-            weight is not None, bias is not None, width, block, rows, overlap,
+            n_rows, *x_strides, other_stride, eps, offset, centred, early, residual is not None,
+            weight is not None, bias is not None, heads, width, block, rows, overlap,
             num_warps=warps, **overlapping(overlap),
         )  # fmt: skip
     return y, total, stats
@@ -86,10 +89,10 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dw, db); dw_dtype, db_dtype None: not needed."""
     shape, width = dy.shape, operator.index(dy.shape[-1])
-    x, n_rows, x_stride = as_rows(x)
-    dy, _, dy_stride = as_rows(dy)
+    heads = heads_of(x, dy)
+    (x, n_rows, *x_strides), (dy, _, *dy_strides) = as_heads(x, heads), as_heads(dy, heads)
     add = dtotal is not None
-    dtotal, _, dtotal_stride = (dy, n_rows, dy_stride) if dtotal is None else as_rows(dtotal)
+    dtotal, _, dtotal_stride = (dy, n_rows, 0) if dtotal is None else as_rows(dtotal)
     dx = x.new_empty(shape) if need_dx else None
     dw = None if dw_dtype is None else x.new_empty(width, dtype=dw_dtype)
     db = None if db_dtype is None else x.new_empty(width, dtype=db_dtype)
@@ -107,9 +110,9 @@ def _backward(
     launch(
         backward_kernel, (programs,),
         x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
-        n_rows, dy_stride, dtotal_stride, x_stride,
+        n_rows, *dy_strides, dtotal_stride, *x_strides,
         offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
-        width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
+        heads, width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
     )  # fmt: skip
     if grads:
         columns, at_once = (16, 128) if width <= 8192 else (64, 32)

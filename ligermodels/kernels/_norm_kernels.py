@@ -11,6 +11,7 @@
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
+from ligermodels.kernels._math import head_rows
 from ligermodels.kernels._triton import tl, triton, wait_for_previous
 
 
@@ -77,10 +78,10 @@ def _scaled(x_hat, w, b, EARLY: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.con
 
 @triton.jit(do_not_specialize=["n_rows"])
 def forward_kernel(
-    y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_stride, residual_stride,
+    y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_t, x_h, residual_stride,
     eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program. stats: rstd of each row, and with CENTRED the means after them."""
     wait_for_previous(OVERLAP)
@@ -93,8 +94,8 @@ def forward_kernel(
     row = rows.to(tl.int64)[:, None]
     own = row * N + cols
     x = _load_sum(
-        x_ptr + row * x_stride + cols, residual_ptr + row * residual_stride + cols, total_ptr + own,
-        mask, ADD, ACC,
+        x_ptr + head_rows(rows, x_t, x_h, HEADS)[:, None] + cols, residual_ptr + row * residual_stride + cols,
+        total_ptr + own, mask, ADD, ACC,
     )  # fmt: skip
     w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
     b = _load_bias(b_ptr, cols, N, BIAS, ACC)
@@ -128,9 +129,9 @@ def _g(dy, w, CENTRED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows"])
 def backward_kernel(
-    dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_stride, dtotal_stride, x_stride,
+    dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_t, dy_h, dtotal_stride, x_t, x_h,
     offset: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-    DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, HEADS: tl.constexpr,
     N: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
@@ -152,6 +153,7 @@ def backward_kernel(
         rows = tile * ROWS + tl.arange(0, ROWS)
         row_mask = rows < n_rows
         row = rows.to(tl.int64)[:, None]
+        of_dy, of_x = head_rows(rows, dy_t, dy_h, HEADS)[:, None], head_rows(rows, x_t, x_h, HEADS)[:, None]
         mean = tl.zeros([ROWS], ACC)
         rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
         if CENTRED:
@@ -161,9 +163,9 @@ def backward_kernel(
         for i in tl.static_range(PIECES):
             cols = _columns(i, BLOCK, REST)
             mask = row_mask[:, None] & (cols < N)[None, :]
-            dys = dys + (tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC),)
+            dys = dys + (tl.load(dy_ptr + of_dy + cols, mask=mask, other=0.0).to(ACC),)
             if DX or DW:
-                x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
+                x = tl.load(x_ptr + of_x + cols, mask=mask, other=0.0).to(ACC)
                 if CENTRED:
                     x -= mean[:, None]
                 x_hats = x_hats + (x * rstd,)

@@ -6,6 +6,7 @@
 import contextlib
 import functools
 import importlib.util
+import operator
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -175,6 +176,21 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
         return x, x.numel() // width, width
     x = last_dim_contiguous(x if x.dim() == 2 else x.reshape(-1, width))
     return x, x.shape[0], x.stride(0)
+
+
+def heads_of(*tensors: Tensor) -> int:
+    """H if kernels need two strides to find the rows of tensors [..., T, H, W], as in a part of each head; else 1."""
+    if tensors[0].dim() < 4 or all([x.stride(-3) == x.shape[-2] * x.stride(-2) for x in tensors]):
+        return 1
+    return operator.index(tensors[0].shape[-2])
+
+
+def as_heads(x: Tensor, heads: int) -> tuple[Tensor, int, int, int]:
+    """x [..., heads, W] as rows of W: (tensor, number of rows, stride between tokens, stride between heads)."""
+    if heads == 1:
+        return *as_rows(x), 0
+    x = last_dim_contiguous(x.flatten(0, -3))
+    return x, x.shape[0] * heads, x.stride(0), x.stride(1)
 
 
 # Each property of a device has two functions: one that Dynamo treats as a constant, and one that caches.

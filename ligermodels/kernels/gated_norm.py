@@ -19,13 +19,14 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import check_operand, describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import activation
+from ligermodels.kernels._math import activation, head_rows
 from ligermodels.kernels._norm_kernels import sum_parts_kernel
 from ligermodels.kernels._triton import (
     FEW_ROWS,
     accumulator,
+    as_heads,
     cdiv,
-    last_dim_contiguous,
+    heads_of,
     next_power_of_2,
     num_sms,
     once_differentiable,
@@ -51,8 +52,7 @@ def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Te
 @triton.jit
 def _row(ptr, rows, cols, mask, of_t, of_h, HEADS: tl.constexpr):
     """Rows of [tokens, HEADS, N], in fp32."""
-    at = (rows // HEADS) * of_t + (rows % HEADS) * of_h + cols
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + head_rows(rows, of_t, of_h, HEADS) + cols, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -109,21 +109,14 @@ def _tile(width: int) -> tuple[int, int]:
     return block, max(1, 2048 // block)
 
 
-def _heads(x: Tensor) -> tuple[Tensor, int, int]:
-    """x [..., H, N] as [T, H, N], of any strides but the last: (tensor, strides of T and of H)."""
-    x = x.reshape(-1, 1, x.shape[-1]) if x.dim() < 3 else x.flatten(0, -3)
-    x = last_dim_contiguous(x)
-    return x, x.stride(0), x.stride(1)
-
-
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, z, weight, eps):
         y, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), operator.index(x.shape[-1])
-        block, rows = _tile(width)
-        (x_, *of_x), (z_, *of_z) = _heads(x), _heads(z)
-        n_rows, heads = x_.shape[0] * x_.shape[1], operator.index(x_.shape[1])
-        overlap = overlaps_launches(x) and x_.shape[0] <= FEW_ROWS
+        (block, rows), heads = _tile(width), heads_of(x, z)
+        (x_, n_rows, *of_x), (z_, _, *of_z) = as_heads(x, heads), as_heads(z, heads)
+        tokens = n_rows if x.dim() < 3 else n_rows // x.shape[-2]
+        overlap = overlaps_launches(x) and tokens <= FEW_ROWS
         rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
@@ -138,10 +131,9 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, z, weight, rstd = ctx.saved_tensors
         dx, dz = (torch.empty(dy.shape, dtype=t.dtype, device=t.device) for t in (x, z))
-        (dy, *of_dy), (x, *of_x), (z, *of_z) = (_heads(t) for t in (dy, x, z))
-        width, heads = operator.index(x.shape[2]), operator.index(x.shape[1])
+        width, heads = operator.index(x.shape[-1]), heads_of(dy, x, z)
+        (dy, n_rows, *of_dy), (x, _, *of_x), (z, _, *of_z) = (as_heads(t, heads) for t in (dy, x, z))
         block, rows = _tile(width)
-        n_rows = x.shape[0] * x.shape[1]
         programs = min(cdiv(n_rows, rows), 4 * num_sms(x.device.index))
         parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
         launch(

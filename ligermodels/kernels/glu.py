@@ -19,6 +19,7 @@ Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; activations as torch.nn.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
+from ligermodels.kernels._math import ACTIVATIONS, activation, head_rows, tile, tile_at
 from ligermodels.kernels._triton import (
     FEW_ROWS,
     accumulator,
+    as_heads,
     as_rows,
     cdiv,
+    heads_of,
     once_differentiable,
     overlapping,
     overlaps_launches,
@@ -60,14 +63,14 @@ def glu_linear_reference(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
-    h_ptr, gate_ptr, up_ptr, n_rows, gate_stride, up_stride, UP_AT: tl.constexpr, NAME: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    h_ptr, gate_ptr, up_ptr, n_rows, gate_t, gate_h, up_stride, HEADS: tl.constexpr, UP_AT: tl.constexpr,
+    NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
-    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+    gate = tl.load(gate_ptr + head_rows(rows, gate_t, gate_h, HEADS) + cols, mask=mask, other=0.0).to(ACC)
     h, _ = activation(gate, NAME, dtype == tl.float32)
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
@@ -77,8 +80,8 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_kernel(
-    d_gate_ptr, d_up_ptr, dh_ptr, gate_ptr, up_ptr, n_rows, dh_stride, gate_stride, up_stride,
-    EMIT: tl.constexpr, UP_AT: tl.constexpr, NAME: tl.constexpr,
+    d_gate_ptr, d_up_ptr, dh_ptr, gate_ptr, up_ptr, n_rows, dh_stride, gate_t, gate_h, up_stride,
+    EMIT: tl.constexpr, HEADS: tl.constexpr, UP_AT: tl.constexpr, NAME: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients whose pointer is not None; EMIT: overwrites dh with h. A program touches only its own tile.
@@ -89,7 +92,7 @@ def _backward_kernel(
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, _, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
-    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
+    gate = tl.load(gate_ptr + head_rows(rows, gate_t, gate_h, HEADS) + cols, mask=mask, other=0.0).to(ACC)
     dh = tl.load(dh_ptr + rows * dh_stride + cols, mask=mask, other=0.0).to(ACC)
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
@@ -111,13 +114,17 @@ def _backward_kernel(
         tl.store(dh_ptr + rows * dh_stride + cols, h.to(dh_ptr.dtype.element_ty), mask=mask)
 
 
-def _inputs(x: Tensor, up: Tensor | None, joint: bool) -> tuple[Tensor, Tensor | None, int, int, int, int]:
-    """(gate, up, number of rows, strides of gate and up, offset of up in its row)."""
-    x, n_rows, stride = as_rows(x)
+def _inputs(
+    x: Tensor, up: Tensor | None, joint: bool
+) -> tuple[Tensor, Tensor | None, int, Sequence[int], tuple[int, int]]:
+    """(gate, up, number of rows, strides of gate's tokens and heads and of up, heads and offset of up in its row)."""
     if joint:
-        return x, x, n_rows, stride, stride, operator.index(x.shape[-1]) // 2
+        x, n_rows, stride = as_rows(x)
+        return x, x, n_rows, (stride, 0, stride), (1, operator.index(x.shape[-1]) // 2)
+    heads = heads_of(x)
+    x, n_rows, *strides = as_heads(x, heads)
     up, _, up_stride = (None, 0, 0) if up is None else as_rows(up)
-    return x, up, n_rows, stride, up_stride, 0
+    return x, up, n_rows, (*strides, up_stride), (heads, 0)
 
 
 def glu_forward(
@@ -126,13 +133,13 @@ def glu_forward(
     """act(x) * up; joint: x is [gate | up]; act(x) where there is no up."""
     width = operator.index(x.shape[-1]) // (2 if joint else 1)
     h = x.new_empty((*x.shape[:-1], width), dtype=dtype)
-    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, joint)
+    gate, up, n_rows, strides, layout = _inputs(x, up, joint)
     if n_rows:
         block, rows, blocks = tile(width)
         overlap = n_rows <= FEW_ROWS and overlaps_launches(x)
         launch(
-            _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
-            up_at, activation, width, block, rows, overlap, num_warps=4, **overlapping(overlap),
+            _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, *strides,
+            *layout, activation, width, block, rows, overlap, num_warps=4, **overlapping(overlap),
         )  # fmt: skip
     return h
 
@@ -146,13 +153,13 @@ def glu_backward(
     width = operator.index(dh.shape[-1])
     dx = x if overwrite else torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     d_up = torch.empty_like(up, memory_format=torch.contiguous_format) if need_up and up is not None else None
-    gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, joint)
+    gate, up, n_rows, strides, layout = _inputs(x, up, joint)
     dh, _, dh_stride = as_rows(dh)
     if n_rows:
         block, rows, blocks = tile(width)
         launch(
             _backward_kernel, (cdiv(n_rows, rows) * blocks,), dx, d_up, dh, gate, up,
-            n_rows, dh_stride, gate_stride, up_stride, emit, up_at, activation,
+            n_rows, dh_stride, *strides, emit, *layout, activation,
             width, block, rows, num_warps=4,
         )  # fmt: skip
     return dx, d_up

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.kernels import (
     add_layer_norm,
     add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    gated_norm,
+    glu,
     layer_norm,
     rms_norm,
 )
@@ -40,6 +43,36 @@ def test_mixed_dtypes(device, poison, name):
         for a, b in zip(actual, exact, strict=True):
             half = a.dtype == torch.float16 or grads[0].dtype == torch.float16
             torch.testing.assert_close(a.double(), b, rtol=2e-3 if half else 1e-5, atol=4e-3 if half else 1e-5)
+
+
+# Parts of heads.
+
+
+class NoCopies(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket is not torch.ops.aten.clone  # of contiguous() and reshape()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gated_norm", "glu"])
+def test_parts_of_heads(device, poison, name):
+    """Where two strides describe the rows, as of the query in each head's [query | gate]: the same bits, uncopied."""
+    ops = {
+        "rms_norm": lambda x, y, w: rms_norm(x, w), "layer_norm": lambda x, y, w: layer_norm(x, w, w),
+        "gated_norm": lambda x, y, w: gated_norm(x, y, w, 1e-6), "glu": lambda x, y, w: glu(x, y, activation="sigmoid"),
+    }  # fmt: skip
+    joint = torch.randn(3, 2, 5, 3 * 128 + 64, device=device)  # and something after the heads, as keys
+    x, y, dy = joint[..., : 3 * 128].unflatten(-1, (3, 2, 64))[..., 0, :].unbind(0)
+    if name == "glu":  # of which the gate alone is a part of something
+        y, dy = y.contiguous(), dy.contiguous()
+    found, weight = [], torch.randn(64, device=device)
+    for given in ((x, y, weight, dy), [t.contiguous() for t in (x, y, weight, dy)]):
+        *leaves, upstream = (t.detach().requires_grad_() for t in given)
+        with NoCopies():
+            out = ops[name](*leaves)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream.detach(), allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
 
 
 # What is recomputed.

@@ -9,10 +9,12 @@ from ligermodels.experimental.int2_matmul import int2_matmul, pack_int2
 from ligermodels.kernels.adamw import adamw
 from ligermodels.kernels.argmax import argmax
 from ligermodels.kernels.gemv import gemv
+from ligermodels.kernels.glu import glu
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.kernels.operand import LinearOperand
 from ligermodels.kernels.quantized import FORMATS, quantize, quantized_glu, quantized_linear
+from ligermodels.kernels.rms_norm import rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.test_linear import joint_linear, several
 from tests.kernels.test_mlp import MODES, of_two, two_weights
@@ -75,6 +77,15 @@ def a_step_of_adamw(dtype, weight):
     return op, [w, m, v.square(), grad, factor, lr, step], []
 
 
+def parts_of_heads(dtype):
+    def op(joint, weight):
+        query, gate = joint[..., : 3 * 128].unflatten(-1, (3, 2, 64)).unbind(3)
+        return glu(gate, rms_norm(query, weight), activation="sigmoid")
+
+    inputs = [random(2, 5, 448, dtype=dtype).requires_grad_(), random(64, dtype=dtype).requires_grad_()]
+    return op, inputs, [random(2, 5, 3, 64, dtype=dtype)]
+
+
 def dequantised_nf4(dtype):
     weight = quantize_nf4(random(96, 130))
     return lambda x: x @ weight.dequantize().t(), [random(3, 130)], []
@@ -94,6 +105,7 @@ CASES = {
         for weight in (torch.bfloat16, torch.float32, torch.float64)
     },
     "nf4": (dequantised_nf4, COMPILES),
+    "parts of heads": (parts_of_heads, ALL),
 }
 
 
