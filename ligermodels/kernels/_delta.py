@@ -24,7 +24,7 @@ Backward, with dS the gradient of the state after the chunk and E, F = strictly 
     dS <- exp(G_last) dS + (diag(lam) Q)^T dO - W^T dN
 """
 
-from ligermodels.kernels._triton import tl, triton, wait_for_previous
+from ligermodels.kernels._triton import tl, triton
 
 
 @triton.jit
@@ -428,39 +428,3 @@ def key_gradients_kernel(
         tl.store(d_beta_ptr + of_token + rows * HV, d_beta.to(d_beta_ptr.dtype.element_ty), mask=inside)
     dk_ptr += (of_first * HK + j) * DK
     _store_through_norm(dk_ptr, dk, k, k_scale, end - first, 1.0, HK, DK, C, BK)
-
-
-@triton.jit
-def step_kernel(
-    o_ptr, state_ptr, after_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
-    q_b, q_h, k_b, k_h, v_b, v_h, g_b, beta_b, state_b, state_h,
-    SCALE: tl.constexpr, EPS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """TOKENS tokens of one row and value head, for BLOCK_V value dims; with several, also the state after each."""
-    wait_for_previous(OVERLAP)
-    b, i = tl.program_id(0).to(tl.int64) // HV, tl.program_id(0) % HV
-    j = i // (HV // HK)
-    key_dims, value_dims = tl.arange(0, BK), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    of_state = state_ptr + b * state_b + i * state_h + key_dims[:, None] * DV + value_dims[None, :]
-    exists = (key_dims < DK)[:, None] & (value_dims < DV)[None, :]
-    state = tl.load(of_state, mask=exists, other=0.0)
-    for token in range(TOKENS):
-        t = b * TOKENS + token
-        q = tl.load(q_ptr + t * q_b + j * q_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + t * k_b + j * k_h + key_dims, mask=key_dims < DK, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + t * v_b + i * v_h + value_dims, mask=value_dims < DV, other=0.0).to(tl.float32)
-        decay = tl.exp(tl.load(g_ptr + t * g_b + i).to(tl.float32))
-        beta = tl.load(beta_ptr + t * beta_b + i).to(tl.float32)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
-        k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-        state *= decay
-        written = beta * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * written[None, :]
-        o = tl.sum(state * q[:, None], 0)
-        at = (t * HV + i) * DV + value_dims
-        tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=value_dims < DV)
-        if TOKENS > 1:
-            after = after_ptr + (t * HV + i) * DK * DV + key_dims[:, None] * DV + value_dims[None, :]
-            tl.store(after, state, mask=exists)
-    tl.store(of_state, state, mask=exists)

@@ -53,7 +53,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 FEW_ROWS = 64
-"""Norms, gates and activations of at most this number of rows, as in decoding, overlap the kernel before them."""
+"""Norms and activations of at most this number of rows, as in decoding, overlap the kernel before them."""
 
 
 def overlaps_launches(x: Tensor) -> bool:
@@ -78,8 +78,9 @@ def overlapping(overlap: bool) -> dict[str, bool]:
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Lets the next kernel start. Until `wait`, this one stores nothing, and loads nothing but weights that are older
-    than the launch before it: the kernels before may all be running, and what they write is not yet visible."""
+    """Lets the next kernel start. Until `wait`, this one stores nothing, and loads only what is older than the last
+    launch that does not overlap, as weights are, and states of earlier steps: the kernels launched since then may all
+    be running, and what they write is not yet visible."""
     if OVERLAP:
         gdc_launch_dependents()
 

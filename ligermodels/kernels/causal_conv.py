@@ -34,14 +34,10 @@ from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
     last_dim_contiguous,
-    next_power_of_2,
     once_differentiable,
-    overlapping,
-    overlaps_launches,
     tl,
     triton,
     use_triton,
-    wait_for_previous,
 )
 
 _FORWARD_SPAN, _BACKWARD_SPAN = 64, 256
@@ -71,14 +67,6 @@ def causal_conv_reference(
     h = torch.cat([past, x.to(dtype).transpose(1, 2)], 2)
     y = F.conv1d(h, weight.to(dtype), None if bias is None else bias.to(dtype), groups=channels).transpose(1, 2)
     return (y if activation is None else F.silu(y)).to(x.dtype)
-
-
-def causal_conv_step_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None
-) -> Tensor:
-    y = causal_conv_reference(x[:, None], weight, bias, activation=activation, state=state)
-    state.copy_(torch.cat([state[:, :, 1:], x[:, :, None].to(state.dtype)], 2))
-    return y[:, 0]
 
 
 @triton.jit
@@ -243,33 +231,6 @@ def _backward_kernel(
         tl.store(d_bias_ptr + slot * CHANNELS + channels, d_bias, mask=exists)
 
 
-@triton.jit(do_not_specialize=["x_b"])
-def _step_kernel(
-    y_ptr, state_ptr, x_ptr, weight_ptr, bias_ptr, x_b, state_b, state_c,
-    ACTIVATION: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """One token of one row; its state moves by one token."""
-    wait_for_previous(OVERLAP)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    b, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    exists = channels < CHANNELS
-    state_ptr += b * state_b + channels * state_c
-    x = tl.load(x_ptr + b * x_b + channels, mask=exists, other=0.0)
-    y = x.to(tl.float32) * tl.load(weight_ptr + channels * W + (W - 1), mask=exists, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + channels, mask=exists, other=0.0).to(tl.float32)
-    for i in tl.static_range(W - 1):
-        past = tl.load(state_ptr + i, mask=exists, other=0.0)
-        y += past.to(tl.float32) * tl.load(weight_ptr + channels * W + i, mask=exists, other=0.0).to(tl.float32)
-        if i > 0:
-            tl.store(state_ptr + (i - 1), past, mask=exists)
-    if W > 1:
-        tl.store(state_ptr + (W - 2), x.to(state_ptr.dtype.element_ty), mask=exists)
-    if ACTIVATION is not None:
-        y, _ = activation(y, ACTIVATION, dtype == tl.float32)
-    tl.store(y_ptr + b * CHANNELS + channels, y.to(dtype), mask=exists)
-
-
 def _slots(x: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[int, int]:
     """(documents, slots of tiles of `tokens` tokens), see _delta.py."""
     rows, length, _ = x.shape
@@ -365,11 +326,10 @@ def _sum_parts(parts: Tensor, like: Tensor) -> Tensor:
     return total
 
 
-def _check(where: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dim: int) -> None:
-    if x.dim() != dim or not x.is_floating_point():
-        raise InputError(
-            f"{where}: x has {describe(x)}; expected floating point [{'B, T, C' if dim == 3 else 'B, C'}]."
-        )
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    where = "causal_conv"
+    if x.dim() != 3 or not x.is_floating_point():
+        raise InputError(f"{where}: x has {describe(x)}; expected floating point [B, T, C].")
     if weight.dim() != 3 or weight.shape[2] == 0:
         raise InputError(f"{where}: weight has {describe(weight)}; expected [C, 1, W], W >= 1.")
     check_operand(where, "weight", weight, (x.shape[-1], 1, weight.shape[2]), "x", x)
@@ -390,7 +350,7 @@ def causal_conv(
     cu_seqlens: int32 [N + 1] on x's device, from 0 to T, for N packed documents; B is then 1, and state [N, C, W - 1].
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    _check("causal_conv", x, weight, bias, activation, 3)
+    _check(x, weight, bias, activation)
     rows = x.shape[0]
     if cu_seqlens is not None:
         check_bounds("causal_conv", cu_seqlens, x)
@@ -404,25 +364,3 @@ def causal_conv(
     bias, state, cu_seqlens = (None if t is None else t.contiguous() for t in (bias, state, cu_seqlens))
     run = _compiled_forward if torch.compiler.is_compiling() else _CausalConv.apply
     return run(last_dim_contiguous(x), weight.contiguous(), bias, activation, state, cu_seqlens)
-
-
-def causal_conv_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None
-) -> Tensor:
-    """`causal_conv` of one token of each row: [B, C] of x's dtype; x [B, C] moves into `state` [B, C, W - 1].
-
-    There is no gradient. Raises InputError for shapes, dtypes or devices that do not fit.
-    """
-    _check("causal_conv_step", x, weight, bias, activation, 2)
-    check_operand("causal_conv_step", "state", state, (*x.shape, weight.shape[2] - 1), "x", x)
-    if not use_triton(x) or x.dtype == torch.float64 or x.numel() == 0 or (state.shape[2] and state.stride(2) != 1):
-        return causal_conv_step_reference(x, weight, bias, state, activation=activation)
-    x, channels, width = last_dim_contiguous(x), operator.index(x.shape[1]), operator.index(weight.shape[2])
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block, overlap = min(256, next_power_of_2(channels)), overlaps_launches(x)
-    launch(
-        _step_kernel, (x.shape[0], cdiv(channels, block)), y, state, x, weight.contiguous(), bias,
-        x.stride(0), *state.stride()[:2], activation, width, channels, block, overlap,
-        num_warps=4, **overlapping(overlap),
-    )  # fmt: skip
-    return y

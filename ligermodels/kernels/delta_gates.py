@@ -21,19 +21,15 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import exp
 from ligermodels.kernels._norm_kernels import sum_parts_kernel
 from ligermodels.kernels._triton import (
-    FEW_ROWS,
     accumulator,
     as_rows,
     cdiv,
     next_power_of_2,
     num_sms,
     once_differentiable,
-    overlapping,
-    overlaps_launches,
     tl,
     triton,
     use_triton,
-    wait_for_previous,
 )
 
 _ELEMENTS = 1024
@@ -46,7 +42,7 @@ def delta_gates_reference(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) 
 
 
 @triton.jit
-def _decays(a, A_log, dt_bias):
+def decays(a, A_log, dt_bias):
     """(exp(A_log), softplus(a + dt_bias), its derivative) in fp32."""
     x = a + dt_bias
     e = exp(-tl.abs(x))
@@ -61,16 +57,15 @@ def _decays(a, A_log, dt_bias):
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     g_ptr, beta_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, n_rows, a_stride, b_stride,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(OVERLAP)
     rows, heads = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (rows < n_rows) & (heads < HEADS)
     A_log = tl.load(A_log_ptr + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + heads, mask=heads < HEADS, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + rows * a_stride + heads, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + rows * b_stride + heads, mask=mask, other=0.0).to(tl.float32)
-    rate, softplus, _ = _decays(a, A_log, dt_bias)
+    rate, softplus, _ = decays(a, A_log, dt_bias)
     tl.store(g_ptr + rows * HEADS + heads, -rate * softplus, mask=mask)
     beta = tl.div_rn(1.0, 1.0 + exp(-b))
     tl.store(beta_ptr + rows * HEADS + heads, beta.to(beta_ptr.dtype.element_ty), mask=mask)
@@ -95,7 +90,7 @@ def _backward_kernel(
         b = tl.load(b_ptr + rows * b_stride + heads, mask=mask, other=0.0).to(tl.float32)
         dg = tl.load(dg_ptr + rows * dg_stride + heads, mask=mask, other=0.0).to(tl.float32)
         d_beta = tl.load(d_beta_ptr + rows * d_beta_stride + heads, mask=mask, other=0.0).to(tl.float32)
-        rate, softplus, slope = _decays(a, A_log, dt_bias)
+        rate, softplus, slope = decays(a, A_log, dt_bias)
         d_A_log -= dg * rate * softplus
         da = -dg * rate * slope
         d_dt_bias += da
@@ -121,13 +116,11 @@ class _DeltaGates(torch.autograd.Function):
         heads = operator.index(a.shape[-1])
         block, rows = _block(heads)
         (a, n_rows, a_stride), (b, _, b_stride), shape = as_rows(a), as_rows(b), a.shape
-        overlap = overlaps_launches(a) and n_rows <= FEW_ROWS
         g = torch.empty(shape, dtype=torch.float32, device=a.device)
         beta = torch.empty(shape, dtype=b.dtype, device=a.device)
         launch(
             _forward_kernel, (cdiv(n_rows, rows),),
-            g, beta, a, b, A_log, dt_bias, n_rows, a_stride, b_stride, heads, block, rows, overlap,
-            num_warps=4, **overlapping(overlap),
+            g, beta, a, b, A_log, dt_bias, n_rows, a_stride, b_stride, heads, block, rows, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(a, b, A_log, dt_bias)
         return g, beta

@@ -23,7 +23,6 @@ from ligermodels.kernels._delta import (
     query_gradients_kernel,
     reverse_scan_kernel,
     scan_kernel,
-    step_kernel,
 )
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
@@ -32,16 +31,12 @@ from ligermodels.kernels._triton import (
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
-    overlapping,
-    overlaps_launches,
     use_triton,
 )
 
 EPS = 1e-6
 """Added to the sum of squares of a row of q or k."""
 CHUNK = 64
-_STEP_DIMS = 32
-"""Value dims of a program that computes one token of a head."""
 MAX_SIZE = 256
 """Maximum DK and DV of the kernels: a scan holds the state in registers."""
 MAX_FP32_KEYS = 128
@@ -76,24 +71,6 @@ def gated_delta_rule_reference(
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], new)
         out.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return (torch.stack(out, 1) if out else v).to(out_dtype), state
-
-
-def gated_delta_step_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    q, k, v, g, beta = (x[:, None] for x in (q, k, v, g, beta))
-    out, after = gated_delta_rule_reference(q, k, v, g, beta, state)
-    state.copy_(after)
-    return out[:, 0]
-
-
-def gated_delta_steps_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor
-) -> Tensor:
-    out = []
-    for t in range(len(q)):
-        q_, k_, v_, g_, beta_ = (x[t : t + 1] for x in (q, k, v, g, beta))
-        out.append(gated_delta_step_reference(q_, k_, v_, g_, beta_, state[None]))
-        after[t] = state
-    return torch.cat(out)
 
 
 def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, dict[str, int]]:
@@ -288,16 +265,16 @@ _compiled_forward.register_autograd(
 )
 
 
-def _check(where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lead: int) -> None:
-    """Raises InputError unless q, k are [*lead, HK, DK], v [*lead, HV, DV] and g, beta [*lead, HV]."""
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Raises InputError unless q, k are [B, T, HK, DK], v [B, T, HV, DV] and g, beta [B, T, HV]."""
+    where = "gated_delta_rule"
     if (
-        q.dim() != lead + 2 or v.dim() != lead + 2 or q.shape[:lead] != v.shape[:lead] or not q.is_floating_point()
-        or q.shape[lead] == 0 or v.shape[lead] % q.shape[lead]
+        q.dim() != 4 or v.dim() != 4 or q.shape[:2] != v.shape[:2] or not q.is_floating_point()
+        or q.shape[2] == 0 or v.shape[2] % q.shape[2]
     ):  # fmt: skip
-        tokens = ", ".join("BT"[:lead])
         raise InputError(
-            f"{where}: q has {describe(q)}, v has {describe(v)}; expected floating point [{tokens}, HK, DK] and "
-            f"[{tokens}, HV, DV], HV a multiple of HK."
+            f"{where}: q has {describe(q)}, v has {describe(v)}; expected floating point [B, T, HK, DK] and "
+            "[B, T, HV, DV], HV a multiple of HK."
         )
     check_operand(where, "k", k, q.shape, "q", q)
     check_operand(where, "v", v, v.shape, "q", q)
@@ -321,7 +298,7 @@ def gated_delta_rule(
     Returns out [B, T, HV, DV] of q's dtype, and the state in fp32 (fp64 for fp64).
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    _check("gated_delta_rule", q, k, v, g, beta, 2)
+    _check(q, k, v, g, beta)
     rows = v.shape[0]
     if cu_seqlens is not None:
         check_bounds("gated_delta_rule", cu_seqlens, v)
@@ -343,61 +320,3 @@ def gated_delta_rule(
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     run = _compiled_forward if torch.compiler.is_compiling() else _GatedDeltaRule.apply
     return run(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
-
-
-def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """One token of each row: out [B, HV, DV] of q's dtype; overwrites `state`, and has no gradient.
-
-    q, k: [B, HK, DK]; v: [B, HV, DV]; g, beta: [B, HV]; state: fp32 [B, HV, DK, DV]; see `gated_delta_rule`.
-    Raises InputError for shapes, dtypes or devices that do not fit.
-    """
-    _check("gated_delta_step", q, k, v, g, beta, 1)
-    check_operand("gated_delta_step", "state", state, (*v.shape[:2], q.shape[2], v.shape[2]), "v", v)
-    if _uses_reference(q, v):
-        return gated_delta_step_reference(q, k, v, g, beta, state)
-    return _steps("gated_delta_step", q, k, v, g, beta, state, None)
-
-
-def gated_delta_steps(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor) -> Tensor:
-    """T tokens of one row, one after the other: out [T, HV, DV] of q's dtype, to the bit that of `gated_delta_step`.
-
-    q, k: [T, HK, DK]; v: [T, HV, DV]; g, beta: [T, HV]; see `gated_delta_rule`. state: fp32 [HV, DK, DV], overwritten.
-    after: fp32 [T, HV, DK, DV], which gets the state after each token. There is no gradient.
-    Raises InputError for shapes, dtypes or devices that do not fit.
-    """
-    _check("gated_delta_steps", q, k, v, g, beta, 1)
-    shape = (v.shape[1], q.shape[2], v.shape[2])
-    check_operand("gated_delta_steps", "state", state, shape, "v", v)
-    check_operand("gated_delta_steps", "after", after, (v.shape[0], *shape), "v", v)
-    if _uses_reference(q, v):
-        return gated_delta_steps_reference(q, k, v, g, beta, state, after)
-    if after.dtype != torch.float32 or not after.is_contiguous():
-        raise InputError(f"gated_delta_steps: after has {describe(after)}; expected contiguous torch.float32.")
-    return _steps("gated_delta_steps", q, k, v, g, beta, state[None], after)
-
-
-def _uses_reference(q: Tensor, v: Tensor) -> bool:
-    return not use_triton(q) or q.dtype == torch.float64 or max(q.shape[2], v.shape[2]) > MAX_SIZE or v.numel() == 0
-
-
-def _steps(
-    where: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, after: Tensor | None
-) -> Tensor:
-    """One token of each row of `state`; or with `after` all tokens of its one row."""
-    if state.dtype != torch.float32 or state.stride()[2:] != (v.shape[2], 1):
-        raise InputError(
-            f"{where}: state has {describe(state)} and strides {state.stride()}; expected torch.float32 with "
-            "contiguous [DK, DV], since it is overwritten."
-        )
-    q, k, v, g, beta = (last_dim_contiguous(x) for x in (q, k, v, g, beta))
-    key_heads, keys, value_heads, values = (operator.index(n) for n in (*q.shape[1:], *v.shape[1:]))
-    out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    block, overlap = min(_STEP_DIMS, next_power_of_2(values)), overlaps_launches(q)
-    launch(
-        step_kernel, (len(state) * value_heads, cdiv(values, block)),
-        out, state, state if after is None else after, q, k, v, g, beta,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride(0), beta.stride(0), *state.stride()[:2],
-        keys**-0.5, EPS, key_heads, value_heads, keys, values,
-        next_power_of_2(keys), block, 1 if after is None else len(after), overlap, num_warps=4, **overlapping(overlap),
-    )  # fmt: skip
-    return out

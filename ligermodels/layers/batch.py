@@ -50,6 +50,7 @@ class NextToken(MovableInputs):
     """One new token per row, whose column in the KV cache is read from the device, so that a CUDA graph can replay it.
 
     starts, ends: int32 [B], the column of a row's first token, and the column after the new one.
+    Between two tokens is a launch that does not overlap (kernels/_triton.py), at least the one that counts `ends`.
     """
 
     starts: Tensor

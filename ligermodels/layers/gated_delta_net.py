@@ -11,16 +11,17 @@ between tokens differs: the convolution sees zeros there, and `generate` refuses
 Source: Yang et al. 2024, "Gated Delta Networks", https://arxiv.org/abs/2412.06464; models/qwen3_5 of transformers 5.23.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.causal_conv import causal_conv, causal_conv_step
+from ligermodels.kernels.causal_conv import causal_conv
 from ligermodels.kernels.delta_gates import delta_gates
-from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_step, gated_delta_steps
+from ligermodels.kernels.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.gated_delta_step import gated_delta_step
 from ligermodels.kernels.gated_norm import gated_norm
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
@@ -51,8 +52,8 @@ class GatedRMSNorm(nn.Module):
 class CausalConv(nn.Module):
     """Convolution of each channel over the last `size` tokens, then silu.
 
-    forward(x [B, S, C], state=..., cu_seqlens=...) as `causal_conv`; forward(x [B, C], state=...) as
-    `causal_conv_step`, which moves x into the state. A module, so that hooks of offloading and ZeRO-3 bring its weight.
+    forward(x [B, S, C], state=..., cu_seqlens=...) as `causal_conv`; forward(x, step=f) is f(x, weight), for a kernel
+    that convolves and does more. A module, so that hooks of offloading and ZeRO-3 bring its weight.
     channels: slices of the channels that x has, in order; None: it has all.
     tp: the ranks over which the channels are sharded, by the parts `row_parts` of them.
     """
@@ -75,12 +76,13 @@ class CausalConv(nn.Module):
         state: Any = None,
         cu_seqlens: Tensor | None = None,
         channels: Sequence[slice] | None = None,
+        step: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         weight = local_rows(self.weight, self.tp)
         if channels is not None:
             weight = torch.cat([weight[rows] for rows in channels])
-        if x.dim() == 2:
-            return causal_conv_step(x, weight, None, state, activation="silu")
+        if step is not None:
+            return step(x, weight)
         return causal_conv(x, weight, activation="silu", state=state, cu_seqlens=cu_seqlens)
 
     def extra_repr(self) -> str:
@@ -141,10 +143,10 @@ class GatedDeltaNet(JointProjections):
                 self.A_log.log_()
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
-        """conv_size - 1 inputs of the convolution, and the matrix of each value head in fp32."""
-        conv = torch.empty(rows, sum(self.sizes), self.conv_size - 1, dtype=dtype, device=device)
-        shape = rows, self.num_value_heads, self.key_head_dim, self.value_head_dim
-        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device), computed=1)
+        """For one token at a time: conv_size inputs of the convolution, and the matrix of each value head in fp32."""
+        conv = torch.empty(rows, self.conv_size, sum(self.sizes), dtype=dtype, device=device)
+        shape = rows, 1, self.num_value_heads, self.key_head_dim, self.value_head_dim
+        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor, batch: Batch, cache: RecurrentState | None = None) -> Tensor:
         mask, cu_seqlens = batch.token_mask, batch.cu_seqlens
@@ -163,23 +165,25 @@ class GatedDeltaNet(JointProjections):
         if mask is not None:
             x = x * mask[..., None]
         qkv, z, b, a = apply_linears(self.joint_modules, x)
-        g, beta = delta_gates(a, b, local_shard(self.A_log, self.tp), local_shard(self.dt_bias, self.tp))
-        if mask is not None:
-            g, beta = g * mask[..., None], beta * mask[..., None]
         if batch.context is not None:
-            out = self._over_ranks(qkv, g, beta, cu_seqlens, batch.context)
+            out = self._over_ranks(qkv, *self._gates(a, b, mask), cu_seqlens, batch.context)
         elif cache is None:
             qkv = self.conv1d(qkv, cu_seqlens=cu_seqlens)
-            out, _ = gated_delta_rule(*self._heads(qkv), g, beta, cu_seqlens=cu_seqlens)
-        elif batch.next_token is not None and len(x) == cache.rows:
-            conv, state = cache.buffers
-            qkv = self.conv1d(qkv[:, 0], state=conv)
-            out = gated_delta_step(*self._heads(qkv), g[:, 0], beta[:, 0], state)[:, None]
+            out, _ = gated_delta_rule(*self._heads(qkv), *self._gates(a, b, mask), cu_seqlens=cu_seqlens)
         else:
-            out = self._continue(qkv, g, beta, batch, cache)
+            out = self._continue(qkv, a, b, batch, cache)
         out = self.norm(out, z.unflatten(-1, (-1, self.value_head_dim)))
         y = apply_linear(self.out_proj, out.flatten(2))
         return y if self.tp is None else self.tp.reduce_scatter(y, 1)
+
+    def _rates(self) -> tuple[Tensor, Tensor]:
+        """A_log and dt_bias of this rank's value heads."""
+        return local_shard(self.A_log, self.tp), local_shard(self.dt_bias, self.tp)
+
+    def _gates(self, a: Tensor, b: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """g and beta [B, S, HV], which are 0 at padding: it neither decays nor writes."""
+        g, beta = delta_gates(a, b, *self._rates())
+        return (g, beta) if mask is None else (g * mask[..., None], beta * mask[..., None])
 
     def _over_ranks(
         self, qkv: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None, context: MeshGroup
@@ -208,46 +212,46 @@ class GatedDeltaNet(JointProjections):
         q, k = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (q, k))
         return q, k, v.unflatten(-1, (-1, self.value_head_dim))
 
-    def _continue(self, qkv: Tensor, g: Tensor, beta: Tensor, batch: Batch, cache: RecurrentState) -> Tensor:
-        """Several tokens after those in the cache, which then has them too; gradients reach the new tokens alone."""
-        across = len(qkv) != cache.rows  # a step whose B tokens follow each other in the cache's one row
-        if across:
-            qkv, g, beta = (x.transpose(0, 1) for x in (qkv, g, beta))
-        if batch.past == 0 and batch.next_token is None:  # the empty cache follows the first tokens, as under autocast
+    def _continue(self, qkv: Tensor, a: Tensor, b: Tensor, batch: Batch, cache: RecurrentState) -> Tensor:
+        """The tokens after those in the cache, which then has them too; gradients reach the new tokens alone."""
+        past, mask, length = batch.past, batch.token_mask, qkv.shape[1]
+        if past == 0 and batch.next_token is None:  # the empty cache follows the first tokens, as under autocast
             cache.move(qkv)
-        mask, (conv, state) = batch.token_mask, cache.buffers
+        conv = cache.buffers[0]
         if conv.dtype != qkv.dtype or conv.device != qkv.device:
             raise InputError(
                 f"the state of a GatedDeltaNet is {conv.dtype} on {conv.device}, and the new tokens are {qkv.dtype} on "
                 f"{qkv.device}; was the cache made with autocast on and used with autocast off, or for another model?"
             )
-        exact = mask is None and not (qkv.requires_grad and torch.is_grad_enabled())
-        if (snapshots := cache.snapshots(qkv.shape[1], exact=exact)) is not None:
-            out = self._verify(qkv, g, beta, conv, state, *snapshots)
-            return out.transpose(0, 1) if across else out
-        before = conv.clone()
-        mixed = self.conv1d(qkv, state=before)
-        out, after = gated_delta_rule(*self._heads(mixed), g, beta, state.clone())
-        inputs = torch.cat([before, qkv.detach().transpose(1, 2)], 2)
-        width = conv.shape[2]
+        trained = (qkv, a, b, self.conv1d.weight, self.A_log, self.dt_bias)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in trained)
+        if batch.next_token is not None or (mask is None and length <= cache.tokens and not trains):
+            return self._step(qkv, a, b, batch, cache)
+        before, state = cache.read(past)
+        mixed = self.conv1d(qkv, state=before.transpose(1, 2))
+        out, state = gated_delta_rule(*self._heads(mixed), *self._gates(a, b, mask), state)
+        inputs = torch.cat([before, qkv.detach()], 1)
         if mask is None:
-            inputs = inputs[:, :, inputs.shape[2] - width :]
+            inputs = inputs[:, length:]
         else:  # those up to the last token of each row, after which there is padding
-            tokens = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-            last = (mask * tokens).amax(1)
-            columns = last[:, None] + torch.arange(width, device=mask.device)
-            inputs = inputs.gather(2, columns[:, None].expand(-1, inputs.shape[1], -1))
-        conv.copy_(inputs)
-        state.copy_(after.detach())
-        return out.transpose(0, 1) if across else out
+            last = (mask * torch.arange(1, length + 1, device=mask.device)).amax(1)
+            columns = last[:, None] + torch.arange(self.conv_size - 1, device=mask.device)
+            inputs = inputs.gather(1, columns[..., None].expand(-1, -1, inputs.shape[2]))
+        cache.write(inputs, state.detach(), past + length)
+        return out
 
-    def _verify(
-        self, qkv: Tensor, g: Tensor, beta: Tensor, conv: Tensor, state: Tensor, convs: Tensor, states: Tensor
-    ) -> Tensor:
-        """Tokens of one row, the last of which may be dropped later. convs, states: get the state after each token."""
-        inputs = torch.cat([conv, qkv.transpose(1, 2)], 2)
-        q, k, v = self._heads(self.conv1d(qkv, state=conv))
-        out = gated_delta_steps(q[0], k[0], v[0], g[0], beta[0], state[0], states[:, 0])
-        convs.copy_(inputs.unfold(2, conv.shape[2], 1)[:, :, 1:].movedim(2, 0))
-        conv.copy_(convs[-1])
-        return out[None]
+    def _step(self, qkv: Tensor, a: Tensor, b: Tensor, batch: Batch, cache: RecurrentState) -> Tensor:
+        """As `gated_delta_step`. In a cache of one row the tokens [B, 1] of a captured step may follow each other."""
+        token, rates, (conv, state) = batch.next_token, self._rates(), cache.buffers
+        if token is None:
+            ends = torch.full((len(qkv),), batch.past + 1, dtype=torch.int32, device=qkv.device)
+        else:
+            ends = token.ends[: cache.rows]
+        if across := token is not None and len(qkv) != cache.rows:
+            qkv, a, b = (x.transpose(0, 1) for x in (qkv, a, b))
+
+        def step(x: Tensor, weight: Tensor) -> Tensor:
+            return gated_delta_step(x, weight, a, b, *rates, conv, state, ends, early=token is not None)
+
+        out = self.conv1d(qkv, step=step)
+        return out.transpose(0, 1) if across else out

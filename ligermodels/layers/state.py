@@ -17,8 +17,8 @@ from ligermodels.kernels import fp8
 from ligermodels.kernels.decode_attention import rope_decode_attention
 from ligermodels.layers.batch import NextToken
 
-MAX_SNAPSHOTS = 129
-"""A pass of more tokens keeps no snapshots of recurrent states: a drafter proposes at most 128 tokens."""
+MAX_STATES = 129
+"""A pass of more tokens stores the last of its recurrent states alone: a drafter proposes at most 128 tokens."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """The dtype of cached keys and values: the one that the model computes in, or e4m3."""
 
@@ -272,59 +272,60 @@ class ImageKeyValues(State):
 
 
 class RecurrentState(State):
-    """The state of a recurrent mixer after the last token: tensors [B, ...], whose size does not grow.
+    """The memory of a recurrent mixer with a short convolution, whose size does not grow.
 
-    If `reserve` was called for passes of several tokens, a state of one row keeps a snapshot after each token of a
-    pass. `crop` can then go back to each of these tokens, as speculative decoding does after a wrong proposal. Without
-    snapshots, earlier states are lost. The mixer writes `buffers`.
+    Two rings, where position p is in column p modulo the number of columns: the inputs of the convolution
+    [B, W - 1 + N, C], of which a token reads those of the W - 1 tokens before it; and the state after each token
+    [B, N, ...]. `reserve` makes N the number of tokens of a pass, in a cache of one row. `crop` can then go back by up
+    to N - 1 tokens, as speculative decoding does after a wrong proposal, if the mixer wrote the state after each.
     """
 
-    def __init__(self, *buffers: Tensor, computed: int):
-        super().__init__(*buffers, computed=computed)
-        self._snapshots: list[Tensor] = []  # for each buffer [N, B, ...]: its values after each of up to N tokens
+    def __init__(self, conv: Tensor, state: Tensor):
+        super().__init__(conv, state, computed=1)
         self.reset()
 
-    def snapshots(self, tokens: int, *, exact: bool) -> list[Tensor] | None:
-        """Where the mixer writes its tensors after each token of a pass, [tokens, B, ...] each; None: nowhere.
+    @property
+    def tokens(self) -> int:
+        """N, the maximum number of tokens of a pass that writes the state after each."""
+        return self.buffers[1].shape[1]
 
-        exact: whether the mixer can write them. If not, the snapshots are freed, so that nobody reads old ones.
-        """
-        if not self._snapshots or tokens > len(self._snapshots[0]):
-            return None
-        if not exact:
-            self._snapshots = []
-            return None
-        return [x[:tokens] for x in self._snapshots]
+    def read(self, past: int) -> tuple[Tensor, Tensor]:
+        """Copies of what the token at position `past` reads: the inputs [B, W - 1, C], and the state [B, ...]."""
+        (conv, state), columns = self.buffers, self._columns(past)
+        return conv[:, columns], state[:, (past - 1) % self.tokens].clone()
 
-    def move(self, like: Tensor) -> None:
-        super().move(like)
-        if self._snapshots and (self._snapshots[0].device, self._snapshots[0].dtype) != (like.device, like.dtype):
-            self._snapshots = []  # `reserve` allocates them again
+    def write(self, inputs: Tensor, state: Tensor, past: int, rows: Tensor | None = None) -> None:
+        """Stores what the token at position `past` will read, of all rows or of these. Earlier states are lost."""
+        if rows is None:
+            rows = torch.arange(self.rows, device=inputs.device)
+        self.buffers[0][rows[:, None], self._columns(past)] = inputs
+        self.buffers[1][rows, (past - 1) % self.tokens] = state.to(self.buffers[1].dtype)
+        self._first = past
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        if self.rows == 1 and (len(self._snapshots[0]) if self._snapshots else 1) < tokens <= MAX_SNAPSHOTS:
+        if self.rows == 1 and self.tokens < tokens <= MAX_STATES:
+            kept, more = self.read(past), tokens - self.tokens
             with torch.inference_mode(False):  # they outlive the call
-                self._snapshots = [x.new_empty(tokens, *x.shape) for x in self.buffers]
+                self.buffers = [x.new_zeros(1, x.shape[1] + more, *x.shape[2:]) for x in self.buffers]
+            self.write(*kept, past)
 
     def reset(self) -> None:
+        self._first = 0  # the states after fewer tokens are lost
         for x in self.buffers:
             x.zero_()
 
     def crop(self, length: int, cache: "Cache") -> bool:
-        dropped = cache.length - length
-        written = cache.last_pass if self._snapshots and cache.last_pass <= len(self._snapshots[0]) else 0
-        if 0 < dropped < written:
-            sources = [snapshots[written - 1 - dropped] for snapshots in self._snapshots]
-            cache.copies += zip(self.buffers, sources, strict=True)
-        return dropped == 0 or dropped < written
+        return length >= max(self._first, cache.farthest - self.tokens + 1)
 
-    def reorder(self, rows: Tensor) -> None:
-        if len(rows) != self.rows:
-            self._snapshots = []
-        super().reorder(rows)
+    def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, length: int) -> None:
+        self.move(other.buffers[0])
+        inputs, state = other.read(length)
+        self.write(inputs[rows], state[rows], length, into)
 
-    def tensors(self) -> list[Tensor]:
-        return [*self.buffers, *self._snapshots]
+    def _columns(self, past: int) -> Tensor:
+        """Of the inputs that the token at position `past` reads."""
+        columns = self.buffers[0].shape[1]
+        return torch.arange(past - (columns - self.tokens), past, device=self.buffers[0].device) % columns
 
 
 class Cache:
@@ -332,8 +333,8 @@ class Cache:
 
     length: number of tokens of the longest row. rows: number of sequences. values: other values, by name, that a model
     stores about these tokens; tensors have a row for each sequence. farthest: largest length since the last reset.
-    last_pass: number of tokens of the last pass, or 0 if something has changed since. Lengths are on the host, so
-    nothing here synchronises. foreign: the transformers cache that stores the keys and values, or None.
+    foreign: the transformers cache that stores the keys and values, or None. Lengths are on the host, so nothing here
+    synchronises.
     """
 
     def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
@@ -344,8 +345,7 @@ class Cache:
         self.foreign: Any = None
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
-        self.farthest = self.last_pass = 0
-        self.copies: list[tuple[Tensor, Tensor]] = []  # (to, from), which states ask for in `crop`
+        self.farthest = 0
 
     def __getitem__(self, layer: int) -> Any:
         return self.states[layer]
@@ -371,11 +371,10 @@ class Cache:
     def advance(self, tokens: int) -> None:
         """Counts tokens that every mixer has stored, or is about to store."""
         self.length += tokens
-        self.farthest, self.last_pass = max(self.farthest, self.length), tokens
+        self.farthest = max(self.farthest, self.length)
 
     def reserve(self, length: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
-        self.last_pass = 0  # new snapshots do not have it
         for state in self.states:
             state.reserve(length, self.length, tokens)
 
@@ -383,7 +382,7 @@ class Cache:
         """Forgets the tokens; the memory stays."""
         for state in self.states:
             state.reset()
-        self.length = self.farthest = self.last_pass = 0
+        self.length = self.farthest = 0
         self.values.clear()
 
     def crop(self, length: int) -> None:
@@ -391,12 +390,8 @@ class Cache:
 
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
-        self.copies = []
         if length and length <= self.length and all([state.crop(length, self) for state in self.states]):
-            for kind in {x.dtype for x, _ in self.copies}:  # a launch for each, not for each tensor
-                same = [pair for pair in self.copies if pair[0].dtype == kind]
-                torch._foreach_copy_([x for x, _ in same], [x for _, x in same])
-            self.length, self.last_pass = length, 0
+            self.length = length
         else:
             self.reset()
 
@@ -405,7 +400,7 @@ class Cache:
         for state in self.states:
             state.reorder(rows)
         self.values = _select(self.values, rows)
-        self.rows, self.last_pass = len(rows), 0
+        self.rows = len(rows)
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
         """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N].

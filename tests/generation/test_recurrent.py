@@ -187,7 +187,7 @@ def guess(monkeypatch, text, rate):
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 def test_rejected_tokens_leave_no_trace(model, monkeypatch, rate):
-    """The text is the greedy one, and qwen3_5 reads its prompt once: it returns to a snapshot, the toy cannot."""
+    """The text is the greedy one, and qwen3_5 reads its prompt once: its state goes back, that of the toy cannot."""
     ids, passes = prompt(1, 12), []
     expected = by_full_forward(model, ids, torch.ones_like(ids))
     guess(monkeypatch, expected[0].tolist(), rate)
@@ -204,68 +204,72 @@ def test_rejected_tokens_leave_no_trace(model, monkeypatch, rate):
         text, plain = found.sequences[:, : found.past_key_values.length], model.new_cache(1, 40)
         model(text, past_key_values=plain)
         for state, wanted in zip(found.past_key_values, plain, strict=True):
-            for x, y in zip(state.buffers, wanted.buffers, strict=True) if hasattr(state, "snapshots") else ():
+            for x, y in (
+                zip(*(s.read(plain.length) for s in (state, wanted)), strict=True) if hasattr(state, "read") else ()
+            ):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_a_state_returns_to_its_snapshots_and_no_further():
-    """Whatever the dropped tokens were, to the bit, and only where the last pass has left snapshots."""
+def test_a_state_goes_back_and_no_further():
+    """To the state after each of the last tokens, whatever was dropped, where it is stored."""
     layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
     layer.requires_grad_(False)
-    x, make = torch.randn(1, 12, 16), lambda: layer.new_state(1, 12, dtype=torch.float32, device="cpu")
+    x, mask = torch.randn(1, 12, 16), torch.ones(1, 4, dtype=torch.bool)
 
     def run(cache, begin, end, text=x, **options):
-        layer(text[:, begin:end], Batch(past=cache.length, **options), cache[0])
+        y = layer(text[:, begin:end], Batch(past=cache.length, **options), cache[0])
         cache.advance(end - begin)
+        return y
 
-    def started():
-        cache = Cache([make()], 1)
-        cache.reserve(12, 4)
+    def started(tokens=4):
+        cache = Cache([layer.new_state(1, 12, dtype=torch.float32, device="cpu")], 1)
+        cache.reserve(12, tokens)
+        run(cache, 0, 12)
+        cache.reset()
         run(cache, 0, 4)
         return cache
 
+    whole = layer(x, Batch())
     for length in (5, 6, 7, 8):
-        plain, caches = started(), (started(), started())
-        for i in range(4, length + 1):
-            run(plain, i, i + 1)
         others = torch.cat([x[:, :length], torch.randn(1, 12 - length, 16)], 1)
-        for cache, text in zip(caches, (x, others), strict=True):
+        found = []
+        for text in (x, others):
+            cache = started()
             run(cache, 4, 8, text)
             cache.crop(length)
             assert cache.length == length
-        assert all(map(torch.equal, caches[0][0].buffers, caches[1][0].buffers))
-        run(cache, length, length + 1)
-        for found, expected in zip(cache[0].buffers, plain[0].buffers, strict=True):
-            torch.testing.assert_close(found, expected)
-        cache.crop(length)  # the last pass had one token
-        assert cache.length == 0
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    for prepare in (
-        lambda cache: None,  # nothing is reserved
-        lambda cache: cache.reserve(12, 3),  # less than the pass
-        lambda cache: cache.reserve(12, 256),  # as chat does for layers with windows
-        lambda cache: (cache.reserve(12, 4), run(cache, 4, 8, token_mask=mask)),
-        lambda cache: (cache.reserve(12, 4), run(cache, 4, 8), cache.reorder(torch.tensor([0]))),
-        lambda cache: (run(cache, 4, 8), cache.reserve(12, 4)),  # too late
+            found.append(run(cache, length, 9))
+        assert torch.equal(*found)  # of four tokens the first is one more than the ring has columns
+        torch.testing.assert_close(found[0], whole[:, length:9])
+    cache = started()
+    for end in (5, 6, 7):
+        run(cache, end - 1, end)
+    cache.crop(5)  # tokens of several passes
+    torch.testing.assert_close(run(cache, 5, 8), whole[:, 5:8])
+    for tokens, passes in (
+        (1, lambda cache: run(cache, 4, 8)),  # nothing is reserved
+        (3, lambda cache: run(cache, 4, 8)),  # less than the pass
+        (256, lambda cache: run(cache, 4, 8)),  # as chat does for layers with windows
+        (4, lambda cache: run(cache, 4, 8, token_mask=mask)),
+        (4, lambda cache: [run(cache, i, i + 1) for i in range(4, 11)]),  # too far
+        (1, lambda cache: (run(cache, 4, 8), cache.reserve(12, 4))),  # too late
     ):
-        cache = Cache([make()], 1)
-        run(cache, 0, 4)
-        prepare(cache)
-        if cache.length == 4:
-            run(cache, 4, 8)
+        cache = started(tokens)
+        passes(cache)
         cache.crop(7)
         assert cache.length == 0
 
 
 def test_an_empty_state_takes_the_dtype_of_the_first_tokens():
-    """As under autocast, with or without snapshots; the matrices stay in fp32."""
+    """As under autocast; the matrices stay in fp32."""
     layer = GatedDeltaNet(16, num_key_heads=1, num_value_heads=2, key_head_dim=8, value_head_dim=8)
     for tokens in (1, 4):
         state = layer.new_state(1, 12, dtype=torch.float32, device="cpu")
         state.reserve(12, 0, tokens)
         state.move(torch.zeros(1, dtype=torch.bfloat16))
         assert [x.dtype for x in state.buffers] == [torch.bfloat16, torch.float32]
-        assert not any(x.any() for x in state.buffers) and state.snapshots(1, exact=True) is None
+        assert [x.shape[1] for x in state.buffers] == [3 + tokens, tokens]
+        assert not any(x.any() for x in state.buffers)
 
 
 def test_what_cannot_go_back_is_computed_again(model):

@@ -1,4 +1,4 @@
-"""The gated delta rule and the short convolution over packed documents, continued from a state, and token by token."""
+"""The gated delta rule and the short convolution over packed documents, and continued from a state."""
 
 import itertools
 
@@ -10,10 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import causal_conv, gated_delta_rule, gated_delta_rule_reference
 from ligermodels.kernels._delta import chunk
 from ligermodels.kernels._triton import tl, triton
-from ligermodels.kernels.causal_conv import causal_conv_step
-from ligermodels.kernels.gated_delta_rule import gated_delta_step, gated_delta_steps
 from tests.kernels.judge import FP32_INTERPRETED, ON_GPU, TF32
-from tests.kernels.on_gpu import assert_captures, never_waits
 from tests.kernels.ops.delta import eager_gated_delta_rule, terms_of
 from tests.kernels.oracle import assert_as_exact
 
@@ -113,61 +110,23 @@ def test_packed_equals_apart(device, poison):
 
 
 def test_continues_from_a_state(device, poison):
-    """Two halves, of which the second begins within a chunk of the whole, then token by token in place."""
-    q, k, v, g, beta, state = inputs(device, 100, rows=2, states=2, key_heads=2, heads=6, keys=24, values=40)
-    tokens, before = (q, k, v, g, beta), state.clone()
+    """Two halves, of which the second begins within a chunk of the whole."""
+    *tokens, state = inputs(device, 100, rows=2, states=2, key_heads=2, heads=6, keys=24, values=40)
+    before = state.clone()
     with torch.no_grad():
         whole, last = gated_delta_rule(*tokens, state)
         first, middle = gated_delta_rule(*(t[:, :90] for t in tokens), state)
         second, after = gated_delta_rule(*(t[:, 90:] for t in tokens), middle)
-        steps = [gated_delta_step(*(t[:, i] for t in tokens), middle) for i in range(90, 100)]
     assert torch.equal(state, before)
-    # fp32 sums in another order
-    close = dict(rtol=1e-4, atol=1e-5)
+    close = dict(rtol=1e-4, atol=1e-5)  # fp32 sums in another order
     torch.testing.assert_close(torch.cat([first, second], 1), whole, **close)
-    torch.testing.assert_close(torch.stack(steps, 1), second, **close)
     torch.testing.assert_close(after, last, **close)
-    torch.testing.assert_close(middle, last, **close)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_one_row_are_single_steps(device, dtype, poison):
-    *tokens, state = inputs(device, 5, heads=6, key_heads=2, keys=24, values=40)
-    q, k, v, g, beta = (t[0] for t in tokens)
-    q, k, v = (t.to(dtype) for t in (q, k, v))
-    tokens, one, kept = (q, k, v, g, beta), state.detach().clone(), state.detach().clone()
-    after = torch.empty(5, *state.shape[1:], device=device)
-    out = gated_delta_steps(*tokens, kept[0], after)
-    for i in range(5):
-        assert torch.equal(out[i], gated_delta_step(*(t[i : i + 1] for t in tokens), one)[0])
-        assert torch.equal(after[i], one[0])
-    assert torch.equal(kept, one)
-
-
-def test_a_step_writes_only_its_state(device):
-    """Of rows in a longer cache; a state that the kernel cannot write in place raises."""
-    *tokens, state = inputs(device, 1, rows=2, states=4)
-    kept = state.clone()
-    gated_delta_step(*(t[:, 0] for t in tokens), state[1:3])
-    assert torch.equal(state[[0, 3]], kept[[0, 3]])
-    assert not torch.equal(state[1:3], kept[1:3])
-    for wrong in (state[1:3].half(), state[1:3].transpose(2, 3).contiguous().transpose(2, 3)):
-        with pytest.raises(InputError, match="gated_delta_step: state"):
-            gated_delta_step(*(t[:, 0] for t in tokens), wrong)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_convolution_token_by_token(device, poison, activation):
-    x, weight, bias = (
-        torch.randn(2, 9, 70, device=device),
-        torch.randn(70, 1, 4, device=device),
-        torch.randn(70).to(device),
-    )
-    state = torch.zeros(2, 70, 3, device=device)
+def test_convolution_continues_from_a_state(device, poison, activation):
+    x, weight, bias = (torch.randn(*size).to(device) for size in ((2, 9, 70), (70, 1, 4), (70,)))
     whole = causal_conv(x, weight, bias, activation=activation)
-    steps = [causal_conv_step(x[:, t], weight, bias, state, activation=activation) for t in range(9)]
-    torch.testing.assert_close(torch.stack(steps, 1), whole, rtol=1e-6, atol=1e-6)
-    assert torch.equal(state, x[:, -3:].transpose(1, 2))
     continued = causal_conv(x[:, 5:], weight, bias, activation=activation, state=x[:, 2:5].transpose(1, 2))
     torch.testing.assert_close(continued, whole[:, 5:], rtol=1e-6, atol=1e-6)
 
@@ -233,25 +192,3 @@ def test_real_sizes(device):
         for what, a, b, c, x in zip(NAMES, ours, again, eager, exact, strict=True):
             assert_as_exact(a, allowed(what, c, x, torch.bfloat16), x, what)
             assert torch.equal(a, b), what
-
-
-@pytest.mark.gpu
-def test_steps_are_captured(device):
-    *tokens, state = (
-        t[:, 0] if t.dim() < 5 and t.shape[:2] == (2, 1) else t for t in inputs(device, 1, rows=2, states=2)
-    )
-    x, weight, past = (
-        torch.randn(2, 64, device=device),
-        torch.randn(64, 1, 4, device=device),
-        torch.randn(2, 64, 3).to(device),
-    )
-
-    def step(*given):
-        moved, shifted = given[5].clone(), given[8].clone()
-        out = gated_delta_step(*given[:5], moved)
-        return out, causal_conv_step(*given[6:8], None, shifted, activation="silu"), moved, shifted
-
-    given = [*tokens, state, x, weight, past]
-    assert_captures(step, given, [])
-    with never_waits():
-        step(*given)
