@@ -184,6 +184,7 @@ def _backward_kernel(
     slot = (tl.program_id(0) // BLOCKS).to(tl.int64)
     channels = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     b, n, begin, first, end = chunk(tl.program_id(0) // BLOCKS, cu_ptr, T, N, PACKED, SPAN)
+    first = tl.minimum(first, end)  # of an empty slot, which may begin past the last token
     last = tl.minimum(first + SPAN, end)
     x_ptr += b.to(tl.int64) * x_b
     dx_ptr += b.to(tl.int64) * T * CHANNELS
@@ -215,7 +216,7 @@ def _backward_kernel(
                 sums = sums + (d_weights[back] + d[0] * x[back],)
             d_weights = sums
     # The loop ended at or past `last`, past it only where that is the end.
-    ended = first + tl.cdiv(tl.maximum(last - first, 0), TOKENS) * TOKENS
+    ended = first + tl.cdiv(last - first, TOKENS) * TOKENS
     for i in tl.static_range(W - 1):
         at = tl.cast(ended + i, tl.int64)
         after = _load(x_ptr + at * x_t, channels, ended + i, first, end, CHANNELS)
