@@ -34,6 +34,7 @@ from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
     last_dim_contiguous,
+    next_power_of_2,
     once_differentiable,
     tl,
     triton,
