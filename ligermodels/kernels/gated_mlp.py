@@ -206,7 +206,7 @@ def mlp_of(
     hidden = check_glu(where, "x", x, activation)
     how = choose_mlp(x, first, last, gated=gated)
     if how == "gemv":  # unchecked, since decoding is bound by the host
-        return _one_row(x, first, last, activation)
+        return _few_rows(x, first, last, activation)
     rows = rows_of([layer.weight for layer in first])
     inner = operator.index(sum(rows))
     if inner == 0 or (gated and inner % 2) or rows[0] != rows[-1] or workspace_bytes <= 0:
@@ -220,7 +220,7 @@ def mlp_of(
     if (cast := autocast_dtype(x)) is not None:
         x = x.to(cast)
     if how == "bits":
-        return _one_row(x, first, last, activation)
+        return _few_rows(x, first, last, activation)
     options: Any = dict(gated=gated, activation=activation)
     if how == "op":
         if recompute:
@@ -234,8 +234,8 @@ def mlp_of(
     return run(x, first, last)
 
 
-def _one_row(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
-    """A gated MLP of one row, by the kernels of gemv.py and int4_row.py."""
+def _few_rows(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, activation: str) -> Tensor:
+    """A gated MLP by the kernels of gemv.py, or of one row by that of int4_row.py."""
     (gate, gate_bias, _), (up, up_bias, _) = first if len(first) == 2 else _halves(first[0])
     if not isinstance(gate, Tensor):
         h = quantized_glu(x, gate, up, gate_bias, up_bias, activation=activation)

@@ -1,13 +1,24 @@
-"""GEMV: linear layers of a single row, as in decoding, at the speed of the memory. Without autograd.
+"""GEMV: linear layers of one to three rows, as in decoding, at the speed of the memory. Without autograd.
 
     y = x W^T + b          or in one launch          h = act(x W^T + b) * (x Wu^T + bu)
 
-Each program multiplies a few rows of W with x element by element in fp32, and sums at the end: with one row tensor
-cores save nothing, and the speed depends on the number of 16-byte loads in flight. Bytes: each weight once; every
-program reads x from the cache.
+Each program multiplies a few rows of W with every row of x in fp32: with so few rows tensor cores save nothing, and the
+speed depends on the number of 16-byte loads in flight. Bytes: each weight once; every program reads x from the cache.
 
 - Measured on an H200 in bf16 and a CUDA graph: [28672, 4096] takes 55 us (4.26 TB/s; cuBLAS 64 us), [4096, 4096] 9.5 us
-  (13.6), [2048, 8192] 9.4 us (13.6). With two rows cuBLAS is as fast, with three faster.
+  (13.6), [2048, 8192] 9.4 us (13.6).
+- With several rows a thread sums the eight products of a load at once, so that few registers hold sums, and many
+  programs fit. In us for 2 rows, 3 rows, and 2 by cuBLAS, whose GLU is another launch:
+
+      [18432, 2560] as a GLU   25.1   26.6   28.2      [28672, 4096] as a GLU   59.1   63.1   57.7 to 64.4
+      [12352, 2560]            16.7   18.6   19.3      [4096, 4096]             10.6   11.2   12.5
+      [2560, 9216]             13.3   13.5   16.0      [4096, 14336]            32.3   32.6   31.8
+      [2560, 4096]              6.6    6.8    9.5      [2048, 8192]             11.3   11.0   13.4
+
+  A step of Qwen3.5-4B takes 2.64 ms for 2 rows, by cuBLAS 3.12; of an 8B 4.32 and 4.39, of a 1B 0.95 and 1.03.
+- Three rows of large weights, unless columns left over make tiles small, and four rows of most weights are faster by
+  cuBLAS: see `takes`. With 8 rows, a kernel of tensor cores like that of quantized.py took between 2 % more and 10 %
+  less than cuBLAS, each shape with its best tile.
 - Weights of 8 bits (quantized.py) need as many instructions for half the bytes, so the next tiles are copied into
   shared memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
 - On Hopper a launch overlaps the end of the kernel before it (`overlaps_launches`): 3 % of the GEMVs of an 8B, 9 % of
@@ -37,11 +48,11 @@ from ligermodels.kernels._triton import (
 
 @triton.jit
 def _gemv_kernel(
-    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, w_stride, up_ptr, up_s_ptr, up_b_ptr, up_stride, N, K,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
-    NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, w_stride, up_ptr, up_s_ptr, up_b_ptr, up_stride, N, K, y_stride,
+    ROWS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN elements of y [N]: w x + b, or with `up_ptr` act(w x + b) * (up x + b'), which loads w and up at once.
+    """BN columns of y [ROWS, N]: x w^T + b, or with `up_ptr` act(x w^T + b) * (x up^T + b').
 
     s_ptr: one scale per row of w, or None. STAGES: tiles in flight; with one, the first loads while the kernel before
     this one ends. EVEN: BK divides K.
@@ -52,11 +63,13 @@ def _gemv_kernel(
     cols = tl.arange(0, BK)
     rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
     w_ptr += rows * w_stride + cols[None, :]
-    total = tl.zeros((BN, BK), tl.float32)
+    x_ptr += cols
+    PACK: tl.constexpr = 8 if ROWS > 1 else 1
+    totals = _zeros(ROWS, BN, BK // PACK)
     scale, bias = _load_row(s_ptr, at, N, 1.0), _load_row(b_ptr, at, N, 0.0)
     if GLU:
         up_ptr += rows * up_stride + cols[None, :]
-        up_total = tl.zeros((BN, BK), tl.float32)
+        up_totals = _zeros(ROWS, BN, BK // PACK)
         up_scale, up_bias = _load_row(up_s_ptr, at, N, 1.0), _load_row(up_b_ptr, at, N, 0.0)
     first = 0
     if STAGES == 1:
@@ -64,27 +77,48 @@ def _gemv_kernel(
         if GLU:
             up = load(up_ptr, (cols < K)[None, :], EVEN)
         wait(OVERLAP)
-        x = load(x_ptr + cols, cols < K, EVEN).to(tl.float32)[None, :]
-        total += _to_fp32(w, PTX) * x
+        totals = _added(totals, _to_fp32(w, PTX), x_ptr, K, cols < K, ROWS, PACK, EVEN)
         if GLU:
-            up_total += _to_fp32(up, PTX) * x
+            up_totals = _added(up_totals, _to_fp32(up, PTX), x_ptr, K, cols < K, ROWS, PACK, EVEN)
         first = BK
     else:
         wait(OVERLAP)
     for k in tl.range(first, K, BK, num_stages=STAGES):
-        mask = (cols < K - k)[None, :]
-        w = load(w_ptr + k, mask, EVEN)
+        inside = cols < K - k
+        w = load(w_ptr + k, inside[None, :], EVEN)
         if GLU:
-            up = load(up_ptr + k, mask, EVEN)
-        x = load(x_ptr + k + cols, cols < K - k, EVEN).to(tl.float32)[None, :]
-        total += _to_fp32(w, PTX) * x
+            up = load(up_ptr + k, inside[None, :], EVEN)
+        totals = _added(totals, _to_fp32(w, PTX), x_ptr + k, K, inside, ROWS, PACK, EVEN)
         if GLU:
-            up_total += _to_fp32(up, PTX) * x
-    y = tl.sum(total, 1) * scale + bias
-    if GLU:
-        y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
-        y *= tl.sum(up_total, 1) * up_scale + up_bias
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+            up_totals = _added(up_totals, _to_fp32(up, PTX), x_ptr + k, K, inside, ROWS, PACK, EVEN)
+    for r in tl.static_range(ROWS):
+        y = tl.sum(totals[r], 1) * scale + bias
+        if GLU:
+            y, _ = activation(y, NAME, y_ptr.dtype.element_ty == tl.float32)
+            y *= tl.sum(up_totals[r], 1) * up_scale + up_bias
+        tl.store(y_ptr + r * y_stride + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
+    """A tuple with a zero [BN, WIDTH] for each row."""
+    totals = ()
+    for _ in tl.static_range(ROWS):
+        totals += (tl.zeros((BN, WIDTH), tl.float32),)  # type: ignore[assignment]
+    return totals
+
+
+@triton.jit
+def _added(totals, w, x_ptr, K, inside, ROWS: tl.constexpr, PACK: tl.constexpr, EVEN: tl.constexpr):
+    """`totals` plus w [BN, BK] times each row of x. PACK columns, which a thread loads at once, are summed."""
+    sums = ()
+    for r in tl.static_range(ROWS):
+        x = load(x_ptr + r * K, inside, EVEN).to(tl.float32)[None, :]
+        products = w * x
+        if PACK > 1:
+            products = tl.sum(tl.reshape(products, (w.shape[0], w.shape[1] // PACK, PACK)), 2)
+        sums += (totals[r] + products,)  # type: ignore[assignment]
+    return sums
 
 
 @triton.constexpr_function
@@ -137,26 +171,31 @@ def gemv(
 ) -> Tensor:  # fmt: skip
     """F.linear(x, weight, bias), with `up` act(F.linear(x, weight, bias)) * F.linear(x, up, up_bias): [..., N].
 
-    x: [..., K], one row; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: [..., N],
-    contiguous, to which the result is written. scale, up_scale: fp32 [N], the scales of quantised weights (int8, fp8;
-    see quantized.py). With `up`, the two products are not rounded before the activation. Weights, scales and biases
-    must be older than the launch before this one.
+    x: [..., K], up to MAX_ROWS rows; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: the
+    memory of the result: [..., N], contiguous, or for x [T, K] columns of a buffer. scale, up_scale: fp32 [N], the
+    scales of quantised weights (int8, fp8; see quantized.py), for one row. With `up`, the two products are not rounded
+    before the activation. Weights, scales and biases must be older than the launch before this one.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out
-    if not use_triton(x):
+    if not use_triton(x):  # one row
         row, place = x.reshape(-1), y.view(-1)
         torch.mv(weight, row, out=place) if bias is None else torch.addmv(bias, weight, row, out=place)
         return y
-    bn, bk, warps, stages = (_tile if up is None else _glu_tile)(n, k, weight.itemsize)
+    rows, y_stride = x.numel() // k, n if y.dim() == 1 else y.stride(-2)
+    choose_tile = _tile_of_rows if rows > 1 else _tile if up is None else _glu_tile
+    bn, bk, warps, stages = choose_tile(n, k, weight.itemsize)
     overlap, up_stride = overlaps_launches(x), 0 if up is None else up.stride(0)
     launch(
         _gemv_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, weight.stride(0), up, up_scale, up_bias,
-        up_stride, n, k, bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
+        up_stride, n, k, y_stride, rows, bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
         **overlapping(overlap),
     )  # fmt: skip
     return y
 
+
+MAX_ROWS = 3
+"""Of x, for dense weights."""
 
 _MANY = 8192
 """Elements of y from which on a multiprocessor gets many programs."""
@@ -183,3 +222,17 @@ def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
     if itemsize == 1:
         return 2, 512, 1, 4
     return (2, 1024, 4, 1) if k % 1024 == 0 else (2, 512, 2, 1)
+
+
+def _tile_of_rows(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
+    """As `_tile`, for several rows of x and 16 bits, of one weight and of two."""
+    return (2, 512, 2, 1) if n >= _MANY and k % 1024 else (2, 1024, 4, 1)
+
+
+def takes(rows: int, n: int, k: int) -> bool:
+    """True if `gemv` is as fast as cuBLAS or faster, for several rows and 16-bit weights with n rows together.
+
+    Three rows on an H200, beside cuBLAS: [16384, 2048] as a GLU 8 % slower, [128256, 2048] 15 %, and a step of an 8B
+    6 % if all layers are; but [12352, 2560] 2 % faster, [248320, 2560] 4 %, [4096, 4096] 10 %, [2560, 9216] 16 %.
+    """
+    return rows < 3 or n < _MANY or k % 1024 != 0

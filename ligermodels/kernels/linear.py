@@ -13,7 +13,7 @@ What differs from separate layers and torch.cat:
   kernel.
 - Gradients are added to each weight.grad in place where the user asked for it (`_gradients`), by a matmul for each.
 
-Where that gains nothing, F.linear runs, and for a single row without a gradient `gemv`: see `choose` in operand.py.
+Where that gains nothing, F.linear runs, and for a few rows without a gradient `gemv`: see `choose` in operand.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
 from ligermodels.kernels._triton import accumulator, apply, once_differentiable
-from ligermodels.kernels.gemv import gemv
+from ligermodels.kernels.gemv import MAX_ROWS, gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, rows_of
 from ligermodels.kernels.lora import Branch, flatten_adapters
 from ligermodels.kernels.low_bit import LowBitWeight, dequantized, has_bits
@@ -177,7 +177,7 @@ class Layers:
         kernel: the result of `kernel_of`, if the caller has it.
         """
         weights: Any = self.weights
-        if not kernel and (self.has_bits or x.numel() == x.shape[-1]):
+        if not kernel and (self.has_bits or x.numel() <= MAX_ROWS * x.shape[-1]):
             kernel = kernel_of(x, weights, self.biases)
         if kernel == "bits":
             y = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)

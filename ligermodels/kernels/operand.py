@@ -18,6 +18,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
+from ligermodels.kernels.gemv import MAX_ROWS, takes
 from ligermodels.kernels.low_bit import LowBitWeight, has_bits
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -92,20 +93,21 @@ def _choose_experts(operands: Sequence[LinearOperand], x: Tensor, routed_rows: i
 def choose_mlp(x: Tensor, first: Sequence[LinearOperand], last: LinearOperand, *, gated: bool) -> str:
     """How an MLP runs: layers `first` of x [..., K], an activation, and the layer `last`.
 
-    "gemv" and "bits": the gated kernels for one row without a gradient. "formula": PyTorch's own, without Triton and in
-    transforms, and under torch.compile with adapters or quantised weights. "op": one autograd.Function, or without
-    gradients the same computation. "traced": under torch.compile, F.linear, then one op for activation and last layer.
+    "gemv" and "bits": the gated kernels, without a gradient; "bits" for one row. "formula": PyTorch's own, without
+    Triton and in transforms, and under torch.compile with adapters or quantised weights. "op": one autograd.Function,
+    or without gradients the same computation. "traced": under torch.compile, F.linear, then one op for activation and
+    last layer.
     """
     layers = (*first, last)
     if torch.compiler.is_compiling():
         dense = use_triton(x) and all(operand.is_dense for operand in layers)
         return "traced" if dense else "formula"
-    if gated and x.numel() == x.shape[-1] and not any(adapter for _, _, adapter in layers):
+    if gated and x.numel() <= MAX_ROWS * x.shape[-1] and not any(adapter for _, _, adapter in layers):
         kernel = kernel_of(x, [w for w, _, _ in first], [b for _, b, _ in first])
         inner = sum(w.shape[0] for w, _, _ in first)
         of_last = kernel_of(x, (last.weight,), (last.bias,), columns=inner // 2)
-        of_one_kind = kernel != "bits" or len({w.kind for w, _, _ in first}) == 1
-        if kernel == of_last != "matmul" and of_one_kind and inner % 2 == 0:
+        fits = kernel != "bits" or (x.numel() == x.shape[-1] and len({w.kind for w, _, _ in first}) == 1)
+        if kernel == of_last != "matmul" and fits and inner % 2 == 0:
             return kernel
     return "op" if use_triton(x) and not in_transform() else "formula"
 
@@ -123,18 +125,22 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
     """The kernel for linear layers of x [..., K] where nothing needs a gradient.
 
-    "gemv": one row and dense weights. "bits": up to `max_rows` rows and quantised weights, which are not dequantised.
-    "matmul", by torch: everything else, also tensor subclasses, transforms, autocast, torch.compile, strided biases or
-    rows of weights, and shapes and dtypes that do not fit.
+    "gemv": dense weights, one row, or in 16 bits up to three: see `takes`. "bits": up to `max_rows` rows and quantised
+    weights, which are not dequantised. "matmul", by torch: everything else, also tensor subclasses, transforms,
+    autocast, torch.compile, strided biases or rows of weights, and shapes and dtypes that do not fit.
     columns: K for layers that read the result of other layers instead of x.
     """
     if torch.compiler.is_compiling():
         return "matmul"
     width, size, first = x.shape[-1], x.numel(), weights[0]
     of_bits = isinstance(first, LowBitWeight)
-    if not 0 < size <= (first.max_rows if of_bits else 1) * width:
+    if not 0 < size <= (first.max_rows if of_bits else MAX_ROWS) * width:
         return "matmul"
-    if not (use_triton(x) or (not of_bits and x.dtype == torch.bfloat16 and x.device.type == "cpu" and _has_amx())):
+    one = size == width
+    if not use_triton(x):
+        if of_bits or not one or x.dtype != torch.bfloat16 or x.device.type != "cpu" or not _has_amx():
+            return "matmul"
+    elif not (of_bits or one) and x.dtype == torch.float32:
         return "matmul"
     if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
         return "matmul"
@@ -160,7 +166,9 @@ def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, colum
             return "matmul"
         if (b.dtype != dtype and not of_bits) or (with_gradients and b.requires_grad):
             return "matmul"
-    return "bits" if of_bits else "gemv"
+    if of_bits:
+        return "bits"
+    return "gemv" if one or takes(size // width, sum([w.shape[0] for w in weights]), columns) else "matmul"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear layers of a single row, without gradients."""
+"""Linear layers of a few rows, without gradients."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import ligermodels.kernels.gemv as gemv_file
 from ligermodels.kernels import gated_mlp, operand
 from ligermodels.kernels._math import ACTIVATIONS
-from ligermodels.kernels.gemv import gemv
+from ligermodels.kernels.gemv import MAX_ROWS, gemv
+from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.operand import kernel_of
 from tests.kernels.ops.mlp import joint_linear, linear
 from tests.kernels.seen import Seen
@@ -23,9 +24,13 @@ SUMS = 4e-6
 """Of the sums in fp32, whose terms are 30 together, relative to the largest result, or to 1."""
 
 
-def operands(device, dtype, n=9, k=96):
-    """x [1, k], two weights [n, k] and two biases [n]."""
-    shapes = (1, k), (n, k), (n, k), (n,), (n,)
+SIZES = (12352, 2560), (4096, 4096), (2560, 9216)
+"""For a GPU."""
+
+
+def operands(device, dtype, n=9, k=96, rows=1):
+    """x [rows, k], two weights [n, k] and two biases [n]."""
+    shapes = (rows, k), (n, k), (n, k), (n,), (n,)
     scales = 1, k**-0.5, k**-0.5, 1, 1
     return [(torch.randn(shape) * scale).to(device, dtype) for shape, scale in zip(shapes, scales, strict=True)]
 
@@ -40,10 +45,11 @@ def assert_close(found, exact, dtype, device):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(9, 96), (2, 1100), (1, 2048), (1, 8200)])
 @pytest.mark.parametrize("many", [1, 8192])
-def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, many):
+@pytest.mark.parametrize("rows", range(1, MAX_ROWS + 1))
+def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, many, rows):
     """Of weights with gaps between their rows, which hold NaN."""
     monkeypatch.setattr(gemv_file, "_MANY", many)
-    x, gate, up, b1, b2 = operands(device, dtype, n, k)
+    x, gate, up, b1, b2 = operands(device, dtype, n, k, rows)
     exact = [t.double() for t in (x, gate, up, b1, b2)]
     gaps = torch.full((n, 4), float("nan"), device=device, dtype=dtype)
     gate, up = (torch.cat([w, gaps], 1)[:, :k] for w in (gate, up))
@@ -56,19 +62,38 @@ def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, many):
         assert_close(h, ACTIVATIONS[activation](z) * u, dtype, device)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n, k", [(9, 1100), *(pytest.param(*s, marks=pytest.mark.gpu) for s in SIZES)])
+def test_rows_with_any_strides(device, dtype, n, k):
+    """Strided x, an x of three dims, and a result that is columns of a buffer."""
+    x, gate, up, b1, b2 = operands(device, dtype, n, k, MAX_ROWS)
+    z, u = (F.linear(x.double(), w.double(), b.double()) for w, b in ((gate, b1), (up, b2)))
+    buffer = torch.randn(MAX_ROWS, 2 * n, device=device).to(dtype)
+    for rows in range(2, MAX_ROWS + 1):
+        found = buffer.clone()
+        gemv(x.t().contiguous().t()[:rows], gate, b1, found[:rows, 3 : n + 3])
+        assert_close(found[:rows, 3 : n + 3], z[:rows], dtype, device)
+        found[:rows, 3 : n + 3] = buffer[:rows, 3 : n + 3]
+        assert torch.equal(found, buffer)
+        h = gemv(x[None, :rows], gate, b1, up=up, up_bias=b2, activation="silu")
+        assert_close(h[0], F.silu(z[:rows]) * u[:rows], dtype, device)
+
+
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, separate):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_gated_mlp_of_few_rows_is_two_launches_and_a_layer_one(device, monkeypatch, rows, separate):
     """Where the intermediate size is not that of x too: the GLU with both weights, and the product that reads it."""
     launched = []
     monkeypatch.setattr(gemv_file, "launch", lambda kernel, *rest, **more: launched.append(kernel.fn.__name__))
-    x, gate, up, b1, b2 = operands(device, torch.float32, n=40)
+    x, gate, up, b1, b2 = operands(device, torch.bfloat16, 40, rows=rows)
     down = up.t().contiguous()
     with torch.no_grad():
         if separate:
             gated_mlp(x, (gate, up), down, (b1, b2), x[0])
         else:
             gated_mlp(x, torch.cat([gate, up]), down, torch.cat([b1, b2]), x[0])
-    assert launched == ["_gemv_kernel"] * 2
+        matmul(x, gate)
+    assert launched == ["_gemv_kernel"] * 3
 
 
 @pytest.mark.parametrize("layout", ["separate", "with gaps", "joint"])
@@ -89,6 +114,7 @@ def test_on_a_cpu_with_amx_products_are_of_matrix_and_vector(monkeypatch, withou
     assert_close(z[0], torch.cat(exact, 1), x.dtype, "cpu")
     h = (F.silu(z[0, :, :40].float()) * z[0, :, 40:].float()).bfloat16()
     assert_close(y[0], F.linear(h.double(), down.double()), x.dtype, "cpu")
+    assert use_gemv(x, [gate]) and not use_gemv(x.repeat(2, 1), [gate])
     monkeypatch.setattr(operand, "_has_amx", lambda: False)
     assert not use_gemv(x, [gate])
 
@@ -112,7 +138,13 @@ def test_what_it_takes(device):
     subclass = weight.as_subclass(type("Other", (torch.Tensor,), {}))
     for wrong in (weight.float(), weight.t().contiguous().t(), weight[:, 1:], weight[0], subclass):
         assert not use_gemv(x, [wrong])
-    for wrong in (x.repeat(2, 1), x[:0]):
+    several, half = x.repeat(2, 1), weight.new_empty(4096, 1032)
+    assert use_gemv(several, [weight]) and use_gemv(x.float(), [weight.float()])
+    assert not use_gemv(several.float(), [weight.float()])
+    for k, rows, fits in ((1024, 1, True), (1024, 2, True), (1024, 3, False), (1032, 3, True)):
+        assert use_gemv(x.new_empty(rows, k), [half[:, :k]] * 2, [None] * 2) == fits
+    assert use_gemv(x.new_empty(3, 1024), [half[:, :1024]])
+    for wrong in (x.repeat(MAX_ROWS + 1, 1), x[:0]):
         assert not use_gemv(wrong, [weight])
     assert not use_gemv(x.double(), [weight.double()])
     assert torch.func.vmap(lambda row: torch.tensor(use_gemv(row, [weight])))(x).tolist() == [False]
