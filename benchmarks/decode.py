@@ -365,17 +365,17 @@ def matmuls(model: Any, length: int) -> Callable[[], float]:
 # Multi-token prediction
 
 
-def imposing(text: Tensor, prompt: int, wrong: Tensor, turns: list[int]) -> Any:
+def imposing(text: Tensor, wrong: Tensor, turns: list[int]) -> Any:
     """After the real draft, proposal i of turn t is the next token of `text`, or another where wrong[t, i] is 1."""
-    draft = drafters.MultiToken.propose
+    draft = drafters.MultiToken.draft
 
-    def propose(self: Any, tokens: list[int], states: Tensor) -> Tensor:
-        draft(self, tokens, states)
+    def draft_and_replace(self: Any) -> Tensor:
+        draft(self)
         turns.append(self.count)
-        ahead = text[len(tokens) - prompt :][: self.count]
-        return (ahead + wrong[len(turns) - 1, : len(ahead)]) % self.model.config.vocab_size
+        at = 1 + self.step.ends[self.step.last] + torch.arange(self.count, device=text.device)
+        return (text[at.clamp(max=len(text) - 1)] + wrong[len(turns) - 1]) % self.model.config.vocab_size
 
-    return mock.patch.object(drafters.MultiToken, "propose", propose)
+    return mock.patch.object(drafters.MultiToken, "draft", draft_and_replace)
 
 
 def drafted(name: str, options: argparse.Namespace, red: list[str]) -> list[Row]:
@@ -390,7 +390,7 @@ def drafted(name: str, options: argparse.Namespace, red: list[str]) -> list[Row]
             _, text = stream(model, ids, new, **how)  # in bf16 verification rounds otherwise than plain decoding
             draw, turns = torch.Generator().manual_seed(0), list[int]()
             wrong = (torch.rand(new, count, generator=draw) >= options.accepted).to(ids)
-            with imposing(torch.tensor(text).to(ids), prompt, wrong, turns):
+            with imposing(torch.cat([ids[0], torch.tensor(text).to(ids)]), wrong, turns):
                 times, found = stream(model, ids, new, **how)
             texts += [text, found]
             steps, seconds = len(turns) or new - 1, times[-1] - times[0]

@@ -18,7 +18,6 @@ gradients. "peak MiB" is beyond the inputs, gradients included.
 
 import argparse
 import functools
-import gc
 import inspect
 import itertools
 import os
@@ -266,12 +265,10 @@ def peak_mib(call: Callable[[], object], device: str) -> float | None:
     """MiB allocated in the call beyond its inputs, its results included. None on a CPU."""
     if device != "cuda":
         return None
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    harness.free(device)
+    harness.reset_peak(device)
     before = torch.cuda.memory_allocated()
     call()
-    torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 

@@ -206,7 +206,7 @@ def test_first_tokens_are_measured_beside_their_matmuls(monkeypatch, run):
 
 def test_drafting_is_measured_where_it_writes_the_text_of_plain_decoding(monkeypatch, run):
     few = ["--models", "qwen3.5-4b", "--mtp", "1,2", "--accepted"]
-    for share, turns in (("1", (15, 7, 5)), ("0", (15, 14, 14))):  # the last token may need no draft
+    for share, turns in (("1", (15, 8, 5)), ("0", (15, 14, 14))):  # the last token may need no draft
         code, record, _ = run(decode, *few, share)
         assert code == 0 and [row["proposals"] for row in record["drafted"]] == [0, 1, 2]
         assert [15 / row["tokens a turn"] for row in record["drafted"]] == pytest.approx(turns)
@@ -289,5 +289,3 @@ def test_processes_that_end_early_are_followed_by_others(monkeypatch, run):
     code, record, _ = run(distributed, "--cases", *cases)
     assert code == 0 and jobs == [cases, cases[1:], cases[2:]]
     assert [found.get("note") for found in record["rows"]] == [None, "OutOfMemoryError: none", None, None]
-    code, record, _ = run(distributed, "--budget", "1", "--cases", cases[0])
-    assert code == 1 and record["rows"][0]["note"].startswith("no figures") and "no time left" in record["red"][0]

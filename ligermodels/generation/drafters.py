@@ -7,6 +7,7 @@ the probability p(g) that the model gives it, and otherwise the token has the di
 of the text is unchanged (https://arxiv.org/abs/2211.17192, for deterministic drafts), and a seed draws the same tokens.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ MAX_GUESSES = 128
 
 
 class Drafter:
-    """count: the maximum number of tokens proposed."""
+    """count: the maximum number of tokens proposed. follows: whether it has a method `follow`."""
 
     count: int
+    follows = False
 
-    def begin(self, cache: Cache, *, captures: bool) -> None:
-        """Called once, after the prompt. cache: the model's. captures: whether proposals may run as a CUDA graph."""
+    def begin(self, cache: Cache, length: int, *, captures: bool) -> None:
+        """Called once, after the prompt. cache: the model's, of up to `length` tokens. captures: whether proposals may
+        run as a CUDA graph."""
 
     def propose(self, tokens: list[int], states: Tensor) -> list[int] | Tensor:
         """Guesses the tokens that follow `tokens`, the ids of the whole text.
@@ -40,6 +43,11 @@ class Drafter:
         states [N, H]: the model's hidden states since the last call, up to the state of the last token but one.
         Returns up to `count` ids: a list, or an int64 tensor on the model's device, for which the host does not wait.
         """
+        raise NotImplementedError
+
+    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
+        """`propose` after tokens that only the device knows: row i of the last pass has states[i] and the next id
+        ids[i], and row `last`, int64 [1], has the last of the text. Returns `count` ids."""
         raise NotImplementedError
 
 
@@ -102,6 +110,8 @@ class MultiToken(Drafter):
     that: attention depends on distances between positions alone.
     """
 
+    follows = True
+
     def __init__(self, model: Any, count: int):
         if getattr(model, "mtp", None) is None:
             raise InputError(
@@ -109,31 +119,38 @@ class MultiToken(Drafter):
                 "training.load_mtp(model) reads it from a checkpoint that has it"
             )
         self.model, self.count = model, count
-        self.room = 0  # tokens for which the step has memory
 
-    def begin(self, cache: Cache, *, captures: bool) -> None:
+    def begin(self, cache: Cache, length: int, *, captures: bool) -> None:
         key = ("mtp", self.count)
         if key not in cache.steps:
             cache.steps[key] = DraftStep(self.model, self.count)
         self.step: DraftStep = cache.steps[key]
-        self.captures, self.cache = captures, self.step.cache
+        self.cache, self.unknown = self.step.cache, -1  # the number of tokens before the first whose state it got
         self.cache.reset()
+        self.step.begin(self.model, self.cache, length + self.step.tokens + self.count, by_host=not captures)
 
     def propose(self, tokens: list[int], states: Tensor) -> Tensor:
         model, cache, step, ids = self.model, self.cache, self.step, tokens[-len(states) :]
-        known, first = cache.length + len(ids), max(0, len(ids) - step.tokens)
+        known, first = len(tokens) - 1 - len(states), max(0, len(ids) - step.tokens)
+        if self.unknown < 0:
+            self.unknown = known
+        cache.length = known - self.unknown  # the rest is written again: the layer has no window
         if first:  # more tokens than a step reads
             following = torch.tensor([ids[:first]], device=states.device)
             positions = torch.arange(cache.length, cache.length + first, device=states.device)[None]
             _states_ahead(model, following, states[None, :first], positions, cache, past=cache.length)
             cache.advance(first)
-        if known + step.tokens + self.count > self.room:
-            self.room = max(2 * self.room, known + BUCKET)
-            step.begin(model, cache, self.room, by_host=not self.captures)
         step.read(ids[first:], states[first:])
-        step.run(model, cache)
-        cache.crop(known)
-        return step.proposed
+        return self.draft()
+
+    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
+        self.step.follow(ids, states, last)
+        return self.draft()
+
+    def draft(self) -> Tensor:
+        """The proposals after what the step has read."""
+        self.step.run(self.model, self.cache)
+        return self.step.proposed
 
 
 class DraftStep(Step):
@@ -162,6 +179,13 @@ class DraftStep(Step):
         self.last.fill_(len(ids) - 1)
         self.states[: len(ids), 0].copy_(states)
 
+    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> None:
+        """Takes the states [N, H] after the tokens that the last run has read; see `Drafter.follow`."""
+        self.ends.add_(self.last)
+        self.last.copy_(last)
+        self.ids[:, 0] = ids
+        self.states[:, 0] = states
+
     def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
         ids, states, ends = self.ids, self.states, self.ends
         proposed: list[Tensor] = []
@@ -184,13 +208,14 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
 class DraftingEngine(PaddedEngine):
     """`generate` of one row with a drafter. Logits after a proposed token exist before that token is sampled.
 
-    The host launches draft and verification in a row, and then waits once for a turn: `reading`. It has the tokens that
-    the pass read, and where nothing but the logits decides (`greedy`), the likeliest token after each of them.
+    A turn drafts and verifies. The host waits for it once: for `found`, int64 [1 or 3, N], the N tokens of the pass,
+    and where nothing but the logits decides (`greedy`), below them what follows each, of `argmax`. The next turn then
+    needs nothing from the host either, and where the drafter can `follow`, it begins before the host waits.
 
-    text: the ids of the row. reading: int64 [1 or 3, N], the N tokens of the last pass, and below, of `argmax`, what
-    follows each; None after a pass of one token. proposed: the number of proposals in it. verified: index of the last
-    token that sampling confirmed. hidden: [N, H], the states after the tokens. unread: states that the drafter has not
-    read.
+    text: the ids of the row. reading: `found` of this turn; None after a pass of one token. ahead: `found`, and the
+    same for the host, of the turn that runs ahead. farthest: that of the cache before it. proposed: the number of
+    proposals. verified: index of the last token that sampling confirmed. hidden: [N, H], the states after the tokens.
+    unread: states that the drafter has not read.
     """
 
     def __init__(self, request: Request):
@@ -201,20 +226,22 @@ class DraftingEngine(PaddedEngine):
         self.capacity += self.drafter.count  # a step writes all of its guesses
         self.text, self.proposed, self.verified = request.input_ids[0].tolist(), 0, -1
         self.reading: AsyncToHost | None = None
+        self.ahead: tuple[Tensor, AsyncToHost] | None = None
         self.greedy = not (self.options.do_sample or self.processors or self.keeps_logits)
-        self.hidden: Any = None
+        self.farthest, self.hidden = 0, torch.empty(0)
         self.unread: list[Tensor] = []
         self.call = self._run
 
     def prefill(self) -> None:
         super().prefill()
         self.runs_ahead = False
-        self.drafter.begin(self.cache, captures=self.captures)
+        self.drafter.begin(self.cache, self.capacity, captures=self.captures)
 
     def sample(self) -> Tensor:
         if self.reading is None or not self.greedy:
             return super().sample()
-        self.count_token()
+        self.length += 1
+        self.rows[0].new += 1  # type: ignore[union-attr]
         return self.reading.result()[1:, self.verified : self.verified + 1]
 
     def step(self) -> None:
@@ -227,6 +254,9 @@ class DraftingEngine(PaddedEngine):
         if self.reading is not None and after <= self.proposed and self.reading.result()[0, after] == last:
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
+        if self.ahead is not None:
+            self.receive(*self.ahead)
+            return
         self.unread.append(self.hidden[:after].clone())  # a copy, since the next pass overwrites `hidden`
         most = min(self.end - self.length - 1, rotary.tokens_left(self.longest), drafter.count)
         guesses: list[int] | Tensor = []
@@ -235,25 +265,16 @@ class DraftingEngine(PaddedEngine):
             self.unread = []
         self.cache.crop(self.length - 1)  # the GPU drafts meanwhile
         self.drop_stale()
-        self.proposed, self.verified, self.reading = 0, 0, None
-        if self.past:
-            self.verify(last, guesses)
-        else:
+        self.verified, self.reading = 0, None
+        if not self.past:
             self.forward()
-
-    def verify(self, last: int, guesses: list[int] | Tensor) -> None:
-        """Computes the logits after the last token and after each guess, and sends the host what it reads of them."""
+            return
         if self.captured is None:
-            by_host, tokens = not self.captures, 1 + self.drafter.count
+            by_host, tokens = not self.captures, 1 + drafter.count
             self.captured = Step.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
-        step, length, self.proposed = self.captured, self.length, len(guesses)
-        self.place(step, last, guesses)
-        step.run(self.model, self.cache)
-        self.hidden, self.logits, found = step.hidden, step.logits[:1], step.ids.t()
-        if self.greedy:
-            found = torch.cat([found, argmax(step.logits)])
-            self.ids[:, length : length + step.tokens] = found[1:2, : self.end - length]
-        self.reading = AsyncToHost(found)
+        self.place(self.captured, last, guesses)
+        self.proposed = len(guesses)
+        self.receive(*self.verify(self.captured))
 
     def place(self, step: Step, last: int, guesses: list[int] | Tensor) -> None:
         """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself.
@@ -266,6 +287,40 @@ class DraftingEngine(PaddedEngine):
         step.write(known + [last] * (step.tokens - len(known)), repeated, range(past, past + step.tokens))
         if isinstance(guesses, Tensor):
             step.ids[1 : 1 + len(guesses), 0] = guesses
+
+    def verify(self, step: Step) -> tuple[Tensor, AsyncToHost]:
+        """Computes the logits after each token of the step, and sends the host what it reads of them."""
+        step.run(self.model, self.cache)
+        self.hidden, self.logits, found = step.hidden, step.logits[:1], step.ids.t()
+        if self.greedy:
+            found = torch.cat([found, argmax(step.logits)])
+        return found, AsyncToHost(found)
+
+    def receive(self, found: Tensor, reading: AsyncToHost) -> None:
+        """Begins to sample the tokens of a turn, and begins the next turn if nothing but a stop can make it useless."""
+        step: Any = self.captured
+        if self.ahead is not None:  # where it began is known now
+            self.cache.length, self.cache.farthest = self.length - 1, self.farthest
+            self.cache.advance(step.tokens)
+        self.reading, self.verified, self.ahead, left = reading, 0, None, self.end - self.length
+        if not self.greedy:
+            return
+        self.ids[:, self.length : self.length + step.tokens] = found[1:2, :left]
+        if (
+            left > step.tokens and self.drafter.follows and self.captures
+            and self.model.decoder.rotary_emb.tokens_left(self.longest) == math.inf
+        ):  # fmt: skip
+            self.ahead = self.follow(step, found)
+
+    def follow(self, step: Step, found: Tensor) -> tuple[Tensor, AsyncToHost]:
+        """The turn after one of which the host knows nothing."""
+        right = found[0, 1:] == found[1, :-1]
+        last = right.long().cumprod(0).sum(0, keepdim=True)  # index of the last token that is right
+        guesses = self.drafter.follow(found[1], step.hidden, last)
+        step.ids[:, 0] = torch.cat([found[1, last], guesses])
+        step.ends.add_(last)
+        self.farthest = self.cache.farthest
+        return self.verify(step)
 
     def _run(self, **inputs: Any) -> Any:
         """The output of the model, with logits of the last token alone; stores the hidden states."""

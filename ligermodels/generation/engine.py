@@ -164,15 +164,11 @@ class Engine:
         if self.finished is not None:
             token.masked_fill_(self.finished, self.request.pad_id)
         self.ids[:, self.length] = token
-        self.count_token()
-        return chosen
-
-    def count_token(self) -> None:
-        """Counts the token that was appended to each row."""
         self.length += 1
         for row in self.rows:
             if row is not None:
                 row.new += 1
+        return chosen
 
     def read(self, reading: AsyncToHost) -> Tensor:
         """Reads the last tokens and marks the rows that end with them. Raises InputError for NaN logits."""
