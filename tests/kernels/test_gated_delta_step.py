@@ -121,6 +121,8 @@ def test_a_graph_that_loads_the_rings_early(device, rows, tokens, states):
             ends.add_(tokens)
             return step(gated_delta_step, now, weights, own, ends, early=early)
 
+        # Compiles the kernel, which may synchronise, and not in a graph.
+        step(gated_delta_step, now, weights, [x.clone() for x in rings], ends + tokens, early=captured)
         if captured:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
