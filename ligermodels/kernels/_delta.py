@@ -9,8 +9,7 @@ rho = exp(G_last - G), K and Q normalised, and S the state before the chunk:
 
 - A chunk has a slot in the scratch memory: chunk c of document n is slot cu[n] // C + n + c. So no prefix sum is
   needed, T // C + N slots are enough, and no chunk crosses a bound.
-- Q and K are never normalised in memory: the factors of their rows multiply the fp32 results of matmuls, or the other
-  operand. So tensor cores read Q and K as they were loaded.
+- Q and K are never normalised in memory: the factors of their rows multiply the fp32 results of matmuls or an operand.
 - A scan has the transposed state, [value dims, key dims], in registers: it and the new values are left operands of
   matmuls. The scratch memory is transposed in the same way.
 - No matmul reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. What the
@@ -82,22 +81,32 @@ def _exact_dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _doubled(x, A, SIZE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of blocks of 2 SIZE on the diagonals of I + A, from those of blocks of SIZE; both [B, C, C].
+
+    The inverse of [[P, 0], [L, Q]] is [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]].
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    below = (i // SIZE != j // SIZE) & (i // (2 * SIZE) == j // (2 * SIZE))
+    return x - _exact_dot(_exact_dot(x, tl.where(below[None, :, :], A, 0.0), PRECISION), x, PRECISION)
+
+
+@triton.jit
 def _inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower A [C, C].
 
-    Blocks of 16 on the diagonal by forward substitution, all at once. With B = inverse of those times the rest of A,
-    whose fourth power is 0, the inverse is (I + B^2) (I - B) times that of the blocks.
+    Blocks of 16 on the diagonal from those of 1, which are 1, all blocks at once. With B = inverse of those times the
+    rest of A, whose fourth power is 0, the inverse is (I + B^2) (I - B) times that of the blocks.
     """
     BLOCKS: tl.constexpr = C // 16
-    cols = tl.arange(0, 16)
     block = tl.arange(0, C) // 16
     diagonal = block[:, None] == block[None, :]
     a = tl.sum(tl.reshape(tl.where(diagonal, A, 0.0), [BLOCKS, 16, BLOCKS, 16]), 2)
-    x = tl.where((cols[:, None] == cols[None, :])[None, :, :], 1.0, tl.zeros([BLOCKS, 16, 16], tl.float32))
-    for c in range(15):
-        column = tl.sum(tl.where((cols == c)[None, None, :], a, 0.0), 2)
-        row = tl.sum(tl.where((cols == c)[None, :, None], x, 0.0), 1)
-        x -= column[:, :, None] * row[:, None, :]
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    x = tl.where((i == j)[None, :, :], 1.0, tl.where((i // 2 == j // 2)[None, :, :], -a, 0.0))
+    x = _doubled(x, a, 2, 16, PRECISION)
+    x = _doubled(x, a, 4, 16, PRECISION)
+    x = _doubled(x, a, 8, 16, PRECISION)
     blocks = tl.arange(0, BLOCKS)
     same = (blocks[:, None] == blocks[None, :])[:, None, :, None]
     x = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), [C, C])
@@ -118,7 +127,7 @@ def prepare_kernel(
     """For one chunk and value head, writes U^T, W, G and the factors of the rows of Q and K; BACKWARD: also X, and the
     part of dN^T that comes from the chunk itself."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    slot, i = tl.program_id(0), tl.program_id(1)
+    slot, i = tl.program_id(0) // HV, tl.program_id(0) % HV
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
@@ -248,7 +257,7 @@ def reverse_scan_kernel(
     if LAST:
         d_state += tl.load(d_last_ptr + of_state, mask=exists, other=0.0)
     chunks = tl.cdiv(end - begin, C)
-    do_ptr += (b.to(tl.int64) * T * HV + i) * DV
+    of_do = tl.cast(T, tl.int64) * (HV * DV)
     for step in tl.range(0, chunks):
         c = chunks - 1 - step
         at = (slot + c).to(tl.int64) * HV + i
@@ -263,15 +272,24 @@ def reverse_scan_kernel(
         total = tl.load(G_ptr + at * C + C - 1)
         of_key = ((slot + c).to(tl.int64) * HK + j) * C + rows
         q_scale, k_scale = tl.load(q_scale_ptr + of_key), tl.load(k_scale_ptr + of_key)
-        do = tl.load(
-            do_ptr + tl.cast(first, tl.int64) * (HV * DV) + (rows[None, :] * (HV * DV) + value_dims[:, None]),
-            mask=(rows < end - first)[None, :] & (value_dims < DV)[:, None], other=0.0,
-        )  # fmt: skip
+        # The factors of dO^T Q multiply the smaller tile, or Q where tensor cores can read dO^T from shared memory.
+        if BLOCK_V < 64:
+            of_first = (b.to(tl.int64) * T + first) * HV + i
+            do = tl.load(
+                do_ptr + of_first * DV + (rows[None, :] * (HV * DV) + value_dims[:, None]),
+                mask=(rows < end - first)[None, :] & (value_dims < DV)[:, None], other=0.0,
+            )  # fmt: skip
+        else:
+            do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, value_dims, DV)
         product = tl.dot(d_state.to(dtype), tl.trans(k), input_precision=PRECISION)
         dn += product * (tl.exp(total - G) * k_scale)[None, :]
         tl.store(of_values, dn.to(dtype))
-        do = (do.to(tl.float32) * (tl.exp(G) * q_scale)[None, :]).to(dtype)
-        d_state = tl.dot(do, q, d_state * tl.exp(total), input_precision=PRECISION)
+        if BLOCK_V < 64:
+            do = (do.to(tl.float32) * (tl.exp(G) * q_scale)[None, :]).to(dtype)
+            d_state = tl.dot(do, q, d_state * tl.exp(total), input_precision=PRECISION)
+        else:
+            q = (q.to(tl.float32) * (tl.exp(G) * q_scale)[:, None]).to(dtype)
+            d_state = tl.dot(tl.trans(do), q, d_state * tl.exp(total), input_precision=PRECISION)
         d_state = tl.dot((-dn).to(dtype), w, d_state, input_precision=PRECISION)
     tl.store(d_first_ptr + of_state, d_state, mask=exists)
 
@@ -290,78 +308,102 @@ def _store_through_norm(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def query_gradients_kernel(
-    dq_ptr, dv_ptr, dr_ptr, m_ptr, f_ptr, dG_ptr, d_beta_ptr,
-    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, x_ptr, n_ptr, dn_ptr, states_ptr, G_ptr, q_scale_ptr, k_scale_ptr,
-    cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, SCALE: tl.constexpr, PACKED: tl.constexpr,
+def value_gradients_kernel(
+    dv_ptr, dr_ptr, m_ptr, f_ptr, dG_ptr, d_beta_ptr,
+    q_ptr, k_ptr, v_ptr, beta_ptr, do_ptr, x_ptr, n_ptr, dn_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, PACKED: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and key head, over its value heads: dQ and dV, what key_gradients_kernel reads (dR, M, F), and the
-    parts of dG and d_beta that do not depend on the state."""
+    """Of one chunk and value head: dV, what the next kernels read (dR, M, F), and the parts of dG and d_beta that do
+    not depend on the state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    GROUP: tl.constexpr = HV // HK
-    slot, j = tl.program_id(0), tl.program_id(1)
+    slot, i = tl.program_id(0) // HV, tl.program_id(0) % HV
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
+    j = i // (HV // HK)
     rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
     inside = rows < end - first
     of_key = (slot.to(tl.int64) * HK + j) * C
     q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
-    of_first = b.to(tl.int64) * T + first
+    at = slot.to(tl.int64) * HV + i
+    of_token = (b.to(tl.int64) * T + first) * HV + i
     of_do = tl.cast(T, tl.int64) * (HV * DV)
-    square = rows[:, None] * C + rows[None, :]
+    square = at * (C * C) + (rows[:, None] * C + rows[None, :])
+    G = tl.load(G_ptr + at * C + rows)
+    beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
+    m = tl.zeros([C, C], tl.float32)  # dO N^T
+    e = tl.zeros([C, C], tl.float32)  # dR N^T
+    d_beta = tl.zeros([C], tl.float32)
+    for v_first in range(0, BV, BLOCK_V):
+        dims = v_first + tl.arange(0, BLOCK_V)
+        of_value = at * (C * BV) + (dims[:, None] * C + rows[None, :])
+        x = tl.load(x_ptr + square)
+        dn = tl.load(dn_ptr + of_value)
+        dr = tl.dot(tl.trans(x), tl.trans(dn), input_precision=PRECISION)
+        v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, dims, DV)
+        d_beta += tl.sum(dr * v.to(tl.float32), 1)
+        at_v = dv_ptr + of_token * DV + (rows[:, None] * (HV * DV) + dims[None, :])
+        tl.store(at_v, (dr * beta[:, None]).to(dtype), mask=inside[:, None] & (dims < DV)[None, :])
+        dr = dr.to(dtype)
+        tl.store(dr_ptr + at * (C * BV) + (rows[:, None] * BV + dims[None, :]), dr)
+        n = tl.load(n_ptr + of_value)
+        do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, dims, DV)
+        m = tl.dot(do, n, m, input_precision=PRECISION)
+        e = tl.dot(dr, n, e, input_precision=PRECISION)
+    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    decay = _decay(G, False, C)
+    m *= decay
+    e = tl.where(rows[:, None] > rows[None, :], -e * decay, 0.0)
+    tl.store(m_ptr + square, m.to(dtype))
+    tl.store(f_ptr + square, (e * beta[:, None]).to(dtype))
+    # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
+    terms = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
+    tl.store(d_beta_ptr + at * C + rows, d_beta + tl.sum(terms, 1))
+    terms *= beta[:, None]
+    terms += m * tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
+    tl.store(dG_ptr + at * C + rows, tl.sum(terms, 1) - tl.sum(terms, 0))
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def query_gradients_kernel(
+    dq_ptr, dG_ptr, q_ptr, k_ptr, do_ptr, m_ptr, states_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N,
+    q_b, q_t, q_h, k_b, k_t, k_h, SCALE: tl.constexpr, PACKED: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of one chunk and key head, over its value heads: dQ, and what the state adds to dG by the queries."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    GROUP: tl.constexpr = HV // HK
+    slot, j = tl.program_id(0) // HK, tl.program_id(0) % HK
+    b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
+    if first >= end:
+        return
+    rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
+    of_key = (slot.to(tl.int64) * HK + j) * C
+    q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
+    of_do = tl.cast(T, tl.int64) * (HV * DV)
+    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
+    k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    k = (k.to(tl.float32) * k_scale[:, None]).to(dtype)
     dq = tl.zeros([C, BK], tl.float32)
     for member in range(GROUP):
         i = j * GROUP + member
         at = slot.to(tl.int64) * HV + i
-        G = tl.load(G_ptr + at * C + rows)
-        of_token = of_first * HV + i
-        beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
-        m = tl.zeros([C, C], tl.float32)  # dO N^T
-        e = tl.zeros([C, C], tl.float32)  # dR N^T
-        d_beta = tl.zeros([C], tl.float32)
-        for v_first in range(0, BV, BLOCK_V):
-            dims = v_first + tl.arange(0, BLOCK_V)
-            of_value = at * (C * BV) + (dims[:, None] * C + rows[None, :])
-            x = tl.load(x_ptr + at * (C * C) + square)
-            dn = tl.load(dn_ptr + of_value)
-            dr = tl.dot(tl.trans(x), tl.trans(dn), input_precision=PRECISION)
-            v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, dims, DV)
-            d_beta += tl.sum(dr * v.to(tl.float32), 1)
-            at_v = dv_ptr + of_token * DV + (rows[:, None] * (HV * DV) + dims[None, :])
-            tl.store(at_v, (dr * beta[:, None]).to(dtype), mask=inside[:, None] & (dims < DV)[None, :])
-            dr = dr.to(dtype)
-            tl.store(dr_ptr + at * (C * BV) + (rows[:, None] * BV + dims[None, :]), dr)
-            n = tl.load(n_ptr + of_value)
-            do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, dims, DV)
-            m = tl.dot(do, n, m, input_precision=PRECISION)
-            e = tl.dot(dr, n, e, input_precision=PRECISION)
-        q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
-        k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
-        m *= _decay(G, False, C)
-        e *= -_decay(G, True, C)
-        # The gradient of G_i - G_j: fp32 sums over rows and over columns of the same terms, most of which cancel.
-        terms = e * tl.dot(k, tl.trans(k), input_precision=PRECISION) * k_scale[:, None] * k_scale[None, :]
-        tl.store(d_beta_ptr + at * C + rows, d_beta + tl.sum(terms, 1))
-        terms *= beta[:, None]
-        terms += m * tl.dot(q, tl.trans(k), input_precision=PRECISION) * q_scale[:, None] * k_scale[None, :]
-        dG = tl.sum(terms, 1) - tl.sum(terms, 0)
-        tl.store(m_ptr + at * (C * C) + square, m.to(dtype))
-        tl.store(f_ptr + at * (C * C) + square, (e * beta[:, None]).to(dtype))
-        scaled = (m * k_scale[None, :]).to(dtype)
         d = tl.zeros([C, BK], tl.float32)  # dO S^T
         for v_first in range(0, BV, BLOCK_V):
             dims = v_first + tl.arange(0, BLOCK_V)
             do = _tokens(do_ptr, b, first, end, i, of_do, HV * DV, DV, rows, dims, DV)
             state = tl.load(states_ptr + at * (BV * BK) + (dims[:, None] * BK + key_dims[None, :]))
             d = tl.dot(do, state, d, input_precision=PRECISION)
-        d *= tl.exp(G)[:, None]
-        tl.store(dG_ptr + at * C + rows, dG + tl.sum(d * q.to(tl.float32), 1) * q_scale)
-        dq = tl.dot(scaled, k, dq + d, input_precision=PRECISION)
-    q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
-    dq_ptr += (of_first * HK + j) * DK
+        d *= tl.exp(tl.load(G_ptr + at * C + rows))[:, None]
+        dG = tl.load(dG_ptr + at * C + rows) + tl.sum(d * q.to(tl.float32), 1) * q_scale
+        tl.store(dG_ptr + at * C + rows, dG)
+        m = tl.load(m_ptr + at * (C * C) + (rows[:, None] * C + rows[None, :]))
+        dq = tl.dot(m, k, dq + d, input_precision=PRECISION)
+    dq_ptr += ((b.to(tl.int64) * T + first) * HK + j) * DK
     _store_through_norm(dq_ptr, dq, q, q_scale, end - first, SCALE, HK, DK, C, BK)
 
 
@@ -371,12 +413,13 @@ def key_gradients_kernel(
     n_ptr, states_ptr, d_states_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h,
     PACKED: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk and key head, over its value heads: dK, dg and d_beta."""
+    """Of one chunk and key head, over its value heads: dK, dg and d_beta. At once it reads BLOCK_V value dims of S, and
+    BLOCK_S of dS."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     GROUP: tl.constexpr = HV // HK
-    slot, j = tl.program_id(0), tl.program_id(1)
+    slot, j = tl.program_id(0) // HK, tl.program_id(0) % HK
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
@@ -385,9 +428,10 @@ def key_gradients_kernel(
     of_first = b.to(tl.int64) * T + first
     of_key = (slot.to(tl.int64) * HK + j) * C
     q_scale, k_scale = tl.load(q_scale_ptr + of_key + rows), tl.load(k_scale_ptr + of_key + rows)
-    square, transposed = rows[:, None] * C + rows[None, :], rows[None, :] * C + rows[:, None]
+    square = rows[:, None] * C + rows[None, :]
     q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
     k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
+    scaled_q, scaled_k = (q * q_scale[:, None]).to(dtype), (k * k_scale[:, None]).to(dtype)
     dk = tl.zeros([C, BK], tl.float32)
     for member in range(GROUP):
         i = j * GROUP + member
@@ -395,11 +439,11 @@ def key_gradients_kernel(
         G, total = tl.load(G_ptr + at * C + rows), tl.load(G_ptr + at * C + C - 1)
         of_token = of_first * HV + i
         beta = tl.load(beta_ptr + of_token + rows * HV, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr + at * (C * C) + transposed).to(tl.float32)
-        dk = tl.dot((m * q_scale[None, :]).to(dtype), q, dk, input_precision=PRECISION)
-        f = tl.load(f_ptr + at * (C * C) + square).to(tl.float32)
-        f += tl.load(f_ptr + at * (C * C) + transposed).to(tl.float32)
-        dk = tl.dot((f * k_scale[None, :]).to(dtype), k, dk, input_precision=PRECISION)
+        m = tl.load(m_ptr + at * (C * C) + square)
+        dk = tl.dot(tl.trans(m), scaled_q, dk, input_precision=PRECISION)
+        f = tl.load(f_ptr + at * (C * C) + square)
+        dk = tl.dot(f, scaled_k, dk, input_precision=PRECISION)
+        dk = tl.dot(tl.trans(f), scaled_k, dk, input_precision=PRECISION)
         d = tl.zeros([C, BK], tl.float32)  # dR S^T
         for v_first in range(0, BV, BLOCK_V):
             dims = v_first + tl.arange(0, BLOCK_V)
@@ -410,13 +454,13 @@ def key_gradients_kernel(
         r_k = tl.sum(d * k.to(tl.float32), 1) * k_scale
         dk -= d * beta[:, None]
         d = tl.zeros([C, BK], tl.float32)  # N dS^T
-        d_total = tl.zeros([BLOCK_V], tl.float32)
-        for v_first in range(0, BV, BLOCK_V):
-            dims = v_first + tl.arange(0, BLOCK_V)
+        d_total = tl.zeros([BK], tl.float32)
+        for v_first in range(0, BV, BLOCK_S):
+            dims = v_first + tl.arange(0, BLOCK_S)
             n = tl.load(n_ptr + at * (C * BV) + (dims[:, None] * C + rows[None, :]))
             of_state = at * (BV * BK) + (dims[:, None] * BK + key_dims[None, :])
-            state, d_state = tl.load(states_ptr + of_state), tl.load(d_states_ptr + of_state)
-            d_total += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+            d_state = tl.load(d_states_ptr + of_state)
+            d_total += tl.sum(tl.load(states_ptr + of_state).to(tl.float32) * d_state.to(tl.float32), 0)
             d = tl.dot(tl.trans(n), d_state, d, input_precision=PRECISION)
         d *= tl.exp(total - G)[:, None]
         after = tl.sum(d * k.to(tl.float32), 1) * k_scale  # reaches g of the tokens after this one

@@ -23,13 +23,16 @@ from ligermodels.kernels._delta import (
     query_gradients_kernel,
     reverse_scan_kernel,
     scan_kernel,
+    value_gradients_kernel,
 )
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
+    is_datacenter,
     last_dim_contiguous,
     next_power_of_2,
+    num_sms,
     once_differentiable,
     use_triton,
 )
@@ -73,28 +76,38 @@ def gated_delta_rule_reference(
     return (torch.stack(out, 1) if out else v).to(out_dtype), state
 
 
-def _options(kernel: str, heads: tuple[int, ...], itemsize: int) -> tuple[int, dict[str, int]]:
+def _on_nvidia(q: Tensor) -> bool:
+    return q.device.type == "cuda" and torch.version.cuda is not None
+
+
+def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> tuple[int, dict[str, int]]:
     """(value dims of a program, launch options) of a kernel, for what `_heads` returned.
 
-    For 128 key and 128 value dims in half precision, the fastest measured on an H200 (those of "query" and "key" are of
-    the least spills). Smaller heads take the same tiles, without pipelined loads, see `_heads`. Otherwise what fits its
-    shared memory.
+    For 128 key and 128 value dims in half precision, the fastest measured on an H200. Smaller heads take the same
+    tiles, without pipelined loads, see `_heads`. Otherwise what fits its shared memory.
+    scans: sequences times value heads. A scan takes larger tiles, thus fewer programs, only where these still keep
+    three quarters of the multiprocessors busy: four rows of 32 heads do on an H200, one long document does not.
     """
-    _, _, keys, values, block_k, _ = heads
+    _, _, keys, values, block_k, block_v = heads
+    itemsize = q.element_size()
     if itemsize > 2 or block_k > 128:
         block = 16 if itemsize > 2 and block_k > 128 else 32
         return block, dict(num_warps=8 if kernel in ("query", "key") or block_k > 128 else 4, num_stages=1)
+    large = block_v == 128 and 4 * scans >= 3 * num_sms(q.device.index) and is_datacenter(q.device.index)
     block, warps, stages = {
-        "prepare": (64, 4, 1), "scan": (32, 4, 3), "output": (128, 4, 1), "reverse": (32, 4, 2),
-        "query": (64, 8, 2), "key": (64, 8, 2),
+        "prepare": (64, 4, 1), "scan": (64, 4, 2) if large else (32, 4, 3), "output": (128, 4, 1),
+        "reverse": (128, 8, 2) if large else (32, 4, 2), "value": (128, 4, 1), "query": (64, 4, 3), "key": (64, 4, 1),
     }[kernel]  # fmt: skip
-    return block, dict(num_warps=warps, num_stages=stages if keys == values == 128 else 1)
+    options = dict(num_warps=warps, num_stages=stages if keys == values == 128 else 1)
+    if kernel == "prepare" and block_v == 128 and _on_nvidia(q):
+        options["maxnreg"] = 168  # so that three programs share a multiprocessor
+    return block, options
 
 
 def _precision(q: Tensor) -> tuple[str, str | None]:
     """Of products, tl.dot's input_precision: for fp32 on NVIDIA tf32x3, which is nearly as exact as fp32, and faster.
     And that of _exact_dot, on NVIDIA for half precision None: sums of two bf16."""
-    if q.device.type != "cuda" or torch.version.cuda is None:
+    if not _on_nvidia(q):
         return "ieee", "ieee"
     return ("tf32x3", "tf32x3") if q.dtype == torch.float32 else ("ieee", None)
 
@@ -142,14 +155,14 @@ def _chunks(
     q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
     last = _last_state(q, v, cu)
     precision, exact = _precision(q)
-    _, options = _options("prepare", heads, q.element_size())
+    _, options = _options("prepare", q, heads)
     launch(
-        prepare_kernel, (slots, value_heads),
+        prepare_kernel, (slots * value_heads,),
         n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, k if cu is None else cu,
         v.shape[1], sequences, *_strides(q, k, v),
         heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision, exact, **options,
     )  # fmt: skip
-    block, options = _options("scan", heads, q.element_size())
+    block, options = _options("scan", q, heads, sequences * value_heads)
     block = min(block, block_v)
     launch(
         scan_kernel, (block_v // block, sequences * value_heads),
@@ -166,7 +179,7 @@ def _forward(
     sequences, slots = _slots(v, cu)
     n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
-    block, options = _options("output", heads, q.element_size())
+    block, options = _options("output", q, heads)
     block = min(block, heads[5])
     launch(
         output_kernel, (slots, heads[1], cdiv(heads[3], block)),
@@ -187,7 +200,7 @@ def _backward(
     d_last = None if d_last is None else d_last.contiguous()
     n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
     d_states, d_first = torch.empty_like(states), torch.empty_like(last)
-    block, options = _options("reverse", heads, q.element_size())
+    block, options = _options("reverse", q, heads, sequences * heads[1])
     block = min(block, heads[5])
     cu_ = k if cu is None else cu
     launch(
@@ -199,19 +212,25 @@ def _backward(
     dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
     dr, m, f = torch.empty_like(n), torch.empty_like(x), torch.empty_like(x)
     dG, d_beta_part = torch.empty_like(G), torch.empty_like(G)
-    block, options = _options("query", heads, q.element_size())
+    block, options = _options("value", q, heads)
     launch(
-        query_gradients_kernel, (slots, heads[0]),
-        dq, dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, states, G, q_scale, k_scale,
-        cu_, v.shape[1], sequences, *_strides(q, k, v),
+        value_gradients_kernel, (slots * heads[1],),
+        dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, G, q_scale, k_scale, cu_,
+        v.shape[1], sequences, *_strides(q, k, v), cu is not None, *heads, min(block, heads[5]), CHUNK, precision,
+        **options,
+    )  # fmt: skip
+    block, options = _options("query", q, heads)
+    launch(
+        query_gradients_kernel, (slots * heads[0],),
+        dq, dG, q, k, do, m, states, G, q_scale, k_scale, cu_, v.shape[1], sequences, *_strides(q, k),
         heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
     )  # fmt: skip
-    block, options = _options("key", heads, q.element_size())
+    block, options = _options("key", q, heads)
     launch(
-        key_gradients_kernel, (slots, heads[0]),
-        dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale,
-        cu_, v.shape[1], sequences, *_strides(q, k),
-        cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
+        key_gradients_kernel, (slots * heads[0],),
+        dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale, cu_,
+        v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, min(block, heads[5]),
+        min(128 if block == 64 else block, heads[5]), CHUNK, precision, **options,
     )  # fmt: skip
     return dq, dk, dv, dg, d_beta, d_first
 

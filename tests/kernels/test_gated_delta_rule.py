@@ -1,5 +1,6 @@
 """The gated delta rule and the short convolution over packed documents, and continued from a state."""
 
+import importlib
 import itertools
 
 import pytest
@@ -178,6 +179,22 @@ def test_refuses_what_the_kernels_do_not_take(device):
     x, weight = torch.randn(1, 5, 8, device=device), torch.randn(8, 1, 4, device=device)
     with pytest.raises(InputError, match="state requires a gradient"):
         causal_conv(x, weight, state=torch.zeros(1, 8, 3, device=device, requires_grad=True))
+
+
+def test_larger_tiles_of_scans(device, poison, monkeypatch):
+    """Those of batches whose scans fill a datacenter GPU, of heads of 128 value dims; as exact as eager."""
+    rule = importlib.import_module("ligermodels.kernels.gated_delta_rule")
+    monkeypatch.setattr(rule, "num_sms", lambda _: 1)
+    monkeypatch.setattr(rule, "is_datacenter", lambda _: True)
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    some = [t.to(dtype) if i < 3 else t for i, t in enumerate(inputs(device, 100, values=128))]
+    assert rule._options("reverse", some[0], rule._heads(some[0], some[2]), 1)[0] == 128
+    upstream = [torch.randn_like(some[2]), torch.randn_like(some[5])]
+    ours, eager = (gradients(op, some, upstream) for op in (gated_delta_rule, eager_gated_delta_rule))
+    exact = gradients(gated_delta_rule_reference, some, upstream, torch.float64)
+    for what, a, b, x in zip(NAMES, ours, eager, exact, strict=True):
+        shared = 16 if "state" in what else 1
+        assert_as_exact(a, allowed(what, b, x, dtype), x, what, shared=shared, terms=terms_of(16))
 
 
 @pytest.mark.gpu
