@@ -187,7 +187,8 @@ def test_larger_tiles_of_scans(device, poison, monkeypatch):
     monkeypatch.setattr(rule, "num_sms", lambda _: 1)
     monkeypatch.setattr(rule, "is_datacenter", lambda _: True)
     dtype = torch.bfloat16 if ON_GPU else torch.float16
-    some = [t.to(dtype) if i < 3 else t for i, t in enumerate(inputs(device, 100, values=128))]
+    q, k, v, g, beta, state = inputs(device, 100, values=128)
+    some = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype), state]
     assert rule._options("reverse", some[0], rule._heads(some[0], some[2]), 1)[0] == 128
     upstream = [torch.randn_like(some[2]), torch.randn_like(some[5])]
     ours, eager = (gradients(op, some, upstream) for op in (gated_delta_rule, eager_gated_delta_rule))
