@@ -63,7 +63,7 @@ def generate(
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
             that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
         past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
-            is still passed in full. The cache is extended in place.
+            is still passed in full. The cache is extended in place; a call that fails midway empties a Cache.
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: an object such as transformers' TextStreamer, which gets put(the prompt [B, S]), put(ids [B]) in each
             step, end(). Tensors are on the CPU.

@@ -96,6 +96,12 @@ class Engine:
                 yield self.read(reading)
                 if not ahead and self.goes_on:
                     self.step()
+        except GeneratorExit:  # the caller left the loop, between two passes
+            raise
+        except BaseException:  # some layers may have stored tokens that others have not
+            if self.cache is not None and self.cache.foreign is None:
+                self.cache.reset()
+            raise
         finally:
             self.close()
 

@@ -284,3 +284,23 @@ def test_what_cannot_go_back_is_computed_again(model):
     assert new == expected[0, 12:17].tolist() and cache.length in (0, 16)
     text = expected[:, :18]
     assert torch.equal(generate(model, text, past_key_values=cache, max_new_tokens=14), expected)
+
+
+@pytest.mark.parametrize("options", [{}, dict(prefill_chunk_size=5), dict(prompt_lookup_num_tokens=3)])
+def test_a_pass_that_fails_leaves_no_trace(model, options):
+    """As when memory runs out, or at Ctrl-C: the first layers have read tokens that the last one has not."""
+    ids = prompt(1, 12)
+    expected = by_full_forward(model, ids, torch.ones_like(ids))
+    for passes in (1, 2, 4):
+        cache, left = model.new_cache(1, 40), iter(range(passes))
+
+        def fail(*_, left=left):
+            if next(left, None) is None:
+                raise torch.OutOfMemoryError
+
+        hook = model.model.layers[-1].mlp.register_forward_pre_hook(fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            generate(model, ids, max_new_tokens=20, past_key_values=cache, **options)
+        hook.remove()
+        found = generate(model, ids, max_new_tokens=20, past_key_values=cache, **options)
+        assert torch.equal(found, expected)
