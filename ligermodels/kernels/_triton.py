@@ -179,11 +179,20 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.shape[0], x.stride(0)
 
 
+MAX_HEADS = 128
+"""From `heads_of`. H is a constant of kernels, and of transposed heads [..., H, T, W] it would be a length: without a
+limit, each length compiles a kernel."""
+
+
 def heads_of(*tensors: Tensor) -> int:
-    """H if kernels need two strides to find the rows of tensors [..., T, H, W], as in a part of each head; else 1."""
-    if tensors[0].dim() < 4 or all([x.stride(-3) == x.shape[-2] * x.stride(-2) for x in tensors]):
+    """H if kernels need two strides to find the rows of tensors [..., T, H, W], as in a part of each head; else 1, as
+    for more than MAX_HEADS, whose rows are then copied."""
+    first = tensors[0]
+    if first.dim() < 4 or first.shape[-2] > MAX_HEADS:
         return 1
-    return operator.index(tensors[0].shape[-2])
+    if all([x.stride(-3) == x.shape[-2] * x.stride(-2) for x in tensors]):
+        return 1
+    return operator.index(first.shape[-2])
 
 
 def as_heads(x: Tensor, heads: int) -> tuple[Tensor, int, int, int]:

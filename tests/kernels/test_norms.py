@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.kernels import (
+    _norm,
     add_layer_norm,
     add_layer_norm_reference,
     add_rms_norm,
@@ -73,6 +74,27 @@ def test_parts_of_heads(device, poison, name):
             found.append([out.detach(), *torch.autograd.grad(out, leaves, upstream.detach(), allow_unused=True)])
     for a, b in zip(*found, strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+def test_each_length_of_transposed_heads_runs_the_same_kernels(device, monkeypatch):
+    """Two lengths, in all but the numbers of rows and the strides that depend on them."""
+    constants, launched, found = [], _norm.launch, {}
+
+    def spy(kernel, grid, *args, **options):
+        named = zip(kernel.arg_names, args, strict=True)
+        found[kernel.fn.__name__] = {n: v for n, v in named if n.isupper() or n in ("eps", "offset")} | options
+        launched(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(_norm, "launch", spy)
+    for length in (150, 151):
+        x = torch.randn(2, length, 3, 8, device=device).transpose(1, 2)
+        expected = rms_norm(x.contiguous())
+        found.clear()
+        y = rms_norm(x.requires_grad_())
+        y.backward(torch.ones_like(y))
+        assert torch.equal(y, expected)
+        constants.append(found.copy())
+    assert constants[0] == constants[1] and len(constants[0]) == 2  # forward and backward
 
 
 # What is recomputed.
