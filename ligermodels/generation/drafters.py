@@ -310,9 +310,9 @@ class DraftingEngine(PaddedEngine):
             left > step.tokens and self.drafter.follows and self.captures
             and self.model.decoder.rotary_emb.tokens_left(self.longest) == math.inf
         ):  # fmt: skip
-            self.ahead = self.follow(step, found)
+            self.ahead = self.run_ahead(step, found)
 
-    def follow(self, step: Step, found: Tensor) -> tuple[Tensor, AsyncToHost]:
+    def run_ahead(self, step: Step, found: Tensor) -> tuple[Tensor, AsyncToHost]:
         """The turn after one of which the host knows nothing."""
         right = found[0, 1:] == found[1, :-1]
         last = right.long().cumprod(0).sum(0, keepdim=True)  # index of the last token that is right

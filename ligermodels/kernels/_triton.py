@@ -60,8 +60,8 @@ def overlaps_launches(x: Tensor) -> bool:
     """True where a kernel may start while the one before it ends (programmatic dependent launch): on Hopper and later.
 
     The kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before its first
-    load or store; or `let_next_start(True)` and `wait(True)`, with loads of weights between them. False under
-    torch.compile: Inductor cannot analyse such a kernel, and would copy its inputs.
+    load or store; or `let_next_start(True)` and `wait(True)`, with early loads between them. False under torch.compile:
+    Inductor cannot analyse such a kernel, and would copy its inputs.
     """
     return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _capability(x.get_device()) >= 90
 

@@ -174,7 +174,8 @@ def gemv(
     x: [..., K], up to MAX_ROWS rows; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: the
     memory of the result: [..., N], contiguous, or for x [T, K] columns of a buffer. scale, up_scale: fp32 [N], the
     scales of quantised weights (int8, fp8; see quantized.py), for one row. With `up`, the two products are not rounded
-    before the activation. Weights, scales and biases must be older than the launch before this one.
+    before the activation. Weights, scales and biases must be older than the last launch that does not
+    overlap, see `let_next_start`.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out

@@ -277,7 +277,7 @@ def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate,
     model, ids = model.requires_grad_(False).to(device), torch.randint(3, 90, (1, 9), device=device)
     options = dict(max_new_tokens=30, eos_token_id=())
     expected, draft, turns = generate(model, ids, **options), MultiToken.draft, list[str]()
-    follow, forward = DraftingEngine.follow, DraftingEngine.forward
+    run_ahead, forward = DraftingEngine.run_ahead, DraftingEngine.forward
     text = expected[0, 9:].tolist()
     assert len(set(text)) > 8, "a model that repeats itself proves little"
     right = torch.rand(40, count, generator=torch.Generator().manual_seed(3)).to(device) < rate
@@ -291,14 +291,14 @@ def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate,
 
     def spy(self, step, found):
         turns.append("ahead")
-        return follow(self, step, found)
+        return run_ahead(self, step, found)
 
     def without_cache(self):
         turns.append("without a cache")
         forward(self)
 
     monkeypatch.setattr(MultiToken, "draft", impose)
-    monkeypatch.setattr(DraftingEngine, "follow", spy)
+    monkeypatch.setattr(DraftingEngine, "run_ahead", spy)
     monkeypatch.setattr(DraftingEngine, "forward", without_cache)
     how = dict(use_mtp=True, num_assistant_tokens=count, return_dict_in_generate=True)
     for new in (2, 7, 12):
