@@ -17,7 +17,7 @@ speed depends on the number of 16-byte loads in flight. Bytes: each weight once;
 
   A step of Qwen3.5-4B takes 2.64 ms for 2 rows, by cuBLAS 3.12; of an 8B 4.32 and 4.39, of a 1B 0.95 and 1.03.
 - Three rows of large weights, unless columns left over make tiles small, and four rows of most weights are faster by
-  cuBLAS: see `takes`. With 8 rows, a kernel of tensor cores like that of quantized.py took between 2 % more and 10 %
+  cuBLAS: see `gemv_takes`. With 8 rows, a kernel of tensor cores like that of quantized.py took between 2 % more and 10 %
   less than cuBLAS, each shape with its best tile.
 - Weights of 8 bits (quantized.py) need as many instructions for half the bytes, so the next tiles are copied into
   shared memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
@@ -230,7 +230,7 @@ def _tile_of_rows(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
     return (2, 512, 2, 1) if n >= _MANY and k % 1024 else (2, 1024, 4, 1)
 
 
-def takes(rows: int, n: int, k: int) -> bool:
+def gemv_takes(rows: int, n: int, k: int) -> bool:
     """True if `gemv` is as fast as cuBLAS or faster, for several rows and 16-bit weights with n rows together.
 
     Three rows on an H200, beside cuBLAS: [16384, 2048] as a GLU 8 % slower, [128256, 2048] 15 %, and a step of an 8B

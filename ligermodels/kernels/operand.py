@@ -18,7 +18,7 @@ from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._recompute import handle_of, in_transform
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.gemv import MAX_ROWS, takes
+from ligermodels.kernels.gemv import MAX_ROWS, gemv_takes
 from ligermodels.kernels.low_bit import LowBitWeight, has_bits
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -125,7 +125,7 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
     """The kernel for linear layers of x [..., K] where nothing needs a gradient.
 
-    "gemv": dense weights, one row, or in 16 bits up to three: see `takes`. "bits": up to `max_rows` rows and quantised
+    "gemv": dense weights, one row, or in 16 bits up to three: see `gemv_takes`. "bits": up to `max_rows` rows and quantised
     weights, which are not dequantised. "matmul", by torch: everything else, also tensor subclasses, transforms,
     autocast, torch.compile, strided biases or rows of weights, and shapes and dtypes that do not fit.
     columns: K for layers that read the result of other layers instead of x.
@@ -168,7 +168,7 @@ def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, colum
             return "matmul"
     if of_bits:
         return "bits"
-    return "gemv" if one or takes(size // width, sum([w.shape[0] for w in weights]), columns) else "matmul"
+    return "gemv" if one or gemv_takes(size // width, sum([w.shape[0] for w in weights]), columns) else "matmul"
 
 
 @functools.cache
