@@ -111,7 +111,7 @@ def _inputs_before(
 
 
 @triton.jit
-def _with(new, old, W: tl.constexpr):
+def _pushed(new, old, W: tl.constexpr):
     """W values: the new one, and the old ones but the last."""
     values = (new,)
     for i in tl.static_range(W - 1):
@@ -151,7 +151,7 @@ def _forward_kernel(
         for i in tl.static_range(TOKENS):
             new = new + (_load(x_ptr + tl.cast(start + i, tl.int64) * x_t, channels, start + i, first, end, CHANNELS),)
         for i in tl.static_range(TOKENS):
-            x = _with(new[i], x, W)
+            x = _pushed(new[i], x, W)
             y = _sum(x, weights, bias, W)
             if ACTIVATION is not None:
                 y, _ = activation(y, ACTIVATION, dtype == tl.float32)
@@ -159,13 +159,13 @@ def _forward_kernel(
 
 
 @triton.jit
-def _moved(new, dy, x, d, weights, bias, ACTIVATION: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
+def _advanced(new, dy, x, d, weights, bias, ACTIVATION: tl.constexpr, EXACT: tl.constexpr, W: tl.constexpr):
     """(x, d, dx): the last W inputs, and gradients of sums, of a token and those before it; dx of the last of these."""
-    x = _with(new, x, W)
+    x = _pushed(new, x, W)
     if ACTIVATION is not None:
         _, slope = activation(_sum(x, weights, bias, W), ACTIVATION, EXACT)
         dy *= slope
-    d = _with(dy, d, W)
+    d = _pushed(dy, d, W)
     dx = d[W - 1] * weights[0]
     for ahead in tl.static_range(1, W):
         dx += d[W - 1 - ahead] * weights[ahead]
@@ -208,7 +208,7 @@ def _backward_kernel(
             new = new + (_load(x_ptr + at * x_t, channels, start + i, first, end, CHANNELS),)
             dys = dys + (_load(dy_ptr + at * CHANNELS, channels, start + i, first, end, CHANNELS),)
         for i in tl.static_range(TOKENS):
-            x, d, dx = _moved(new[i], dys[i], x, d, weights, bias, ACTIVATION, EXACT, W)
+            x, d, dx = _advanced(new[i], dys[i], x, d, weights, bias, ACTIVATION, EXACT, W)
             token = start + i - (W - 1)
             _store(dx_ptr + tl.cast(token, tl.int64) * CHANNELS, dx, channels, token, first, end, CHANNELS)
             d_bias += d[0]
@@ -222,7 +222,7 @@ def _backward_kernel(
         at = tl.cast(ended + i, tl.int64)
         after = _load(x_ptr + at * x_t, channels, ended + i, first, end, CHANNELS)
         dy = _load(dy_ptr + at * CHANNELS, channels, ended + i, first, end, CHANNELS)
-        x, d, dx = _moved(after, dy, x, d, weights, bias, ACTIVATION, EXACT, W)
+        x, d, dx = _advanced(after, dy, x, d, weights, bias, ACTIVATION, EXACT, W)
         token = ended + i - (W - 1)
         _store(dx_ptr + tl.cast(token, tl.int64) * CHANNELS, dx, channels, token, first, end, CHANNELS)
     exists = channels < CHANNELS
