@@ -226,11 +226,12 @@ def _backward(
         heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
     )  # fmt: skip
     block, options = _options("key", q, heads)
+    gradient_block = 128 if block == 64 else block  # value dims of the states' gradients at once
     launch(
         key_gradients_kernel, (slots * heads[0],),
         dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale, cu_,
         v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, min(block, heads[5]),
-        min(128 if block == 64 else block, heads[5]), CHUNK, precision, **options,
+        min(gradient_block, heads[5]), CHUNK, precision, **options,
     )  # fmt: skip
     return dq, dk, dv, dg, d_beta, d_first
 
