@@ -104,6 +104,20 @@ def test_training_is_measured(name, run, in_this_process):
     assert rows[0]["ours is"] == "1.00x"
 
 
+def test_a_baseline_recomputes_its_first_blocks(run, in_this_process, monkeypatch):
+    policies = []
+
+    def look(baseline, settings, model, optimizer):
+        policies.append(model.model.checkpointing)
+        return {"tokens/s": 1.0, "losses": [1.0]}
+
+    monkeypatch.setattr(train_step, "time_steps", look)
+    run(train_step, "--case", "llama-1b", "--baselines", "ligermodels:block*1,ligermodels:block*99,ligermodels:block")
+    assert [(policy.recompute, policy.blocks) for policy in policies] == [("block", 1), ("block", 2), ("block", None)]
+    with pytest.raises(ValueError, match=r"unknown baseline 'hf:block\*1'"):
+        train_step.Baseline.of("hf:block*1", CASES["llama-1b"])
+
+
 @pytest.mark.parametrize("wrong", ["a weight", "the base in bf16", "the scale"])
 def test_a_red_parity_refuses_the_figures_of_a_model(wrong, monkeypatch, run, in_this_process):
     pytest.importorskip("peft")

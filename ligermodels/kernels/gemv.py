@@ -17,8 +17,8 @@ speed depends on the number of 16-byte loads in flight. Bytes: each weight once;
 
   A step of Qwen3.5-4B takes 2.64 ms for 2 rows, by cuBLAS 3.12; of an 8B 4.32 and 4.39, of a 1B 0.95 and 1.03.
 - Three rows of large weights, unless columns left over make tiles small, and four rows of most weights are faster by
-  cuBLAS: see `gemv_takes`. With 8 rows, a kernel of tensor cores like that of quantized.py took between 2 % more and 10 %
-  less than cuBLAS, each shape with its best tile.
+  cuBLAS: see `gemv_takes`. With 8 rows, a kernel of tensor cores like that of quantized.py took between 2 % more and
+  10 % less than cuBLAS, each shape with its best tile.
 - Weights of 8 bits (quantized.py) need as many instructions for half the bytes, so the next tiles are copied into
   shared memory while one is multiplied: an 8B layer takes 71 us in int8 and 69 us in fp8, without that 82 and 79 us.
 - On Hopper a launch overlaps the end of the kernel before it (`overlaps_launches`): 3 % of the GEMVs of an 8B, 9 % of
@@ -174,8 +174,8 @@ def gemv(
     x: [..., K], up to MAX_ROWS rows; weight, up: [N, K]; biases: [N] or None. `kernel_of` has returned "gemv". out: the
     memory of the result: [..., N], contiguous, or for x [T, K] columns of a buffer. scale, up_scale: fp32 [N], the
     scales of quantised weights (int8, fp8; see quantized.py), for one row. With `up`, the two products are not rounded
-    before the activation. Weights, scales and biases must be older than the last launch that does not
-    overlap, see `let_next_start`.
+    before the activation. Weights, scales and biases must be older than the last launch that does not overlap, see
+    `let_next_start`.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out

@@ -125,9 +125,9 @@ def needs_gradient(operands: Sequence[LinearOperand]) -> bool:
 def kernel_of(x: Tensor, weights: Sequence[Any], biases: Biases = None, *, columns: int | None = None) -> str:
     """The kernel for linear layers of x [..., K] where nothing needs a gradient.
 
-    "gemv": dense weights, one row, or in 16 bits up to three: see `gemv_takes`. "bits": up to `max_rows` rows and quantised
-    weights, which are not dequantised. "matmul", by torch: everything else, also tensor subclasses, transforms,
-    autocast, torch.compile, strided biases or rows of weights, and shapes and dtypes that do not fit.
+    "gemv": dense weights, one row, or in 16 bits up to three: see `gemv_takes`. "bits": up to `max_rows` rows and
+    quantised weights, which are not dequantised. "matmul", by torch: everything else, also tensor subclasses,
+    transforms, autocast, torch.compile, strided biases or rows of weights, and shapes and dtypes that do not fit.
     columns: K for layers that read the result of other layers instead of x.
     """
     if torch.compiler.is_compiling():
