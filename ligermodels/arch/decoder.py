@@ -5,6 +5,7 @@ one with a vision tower whose `language_model` is the `Decoder`.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -174,6 +175,8 @@ class Decoder(BaseModel):
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
         router_logits: list[Tensor] | None = [] if output_router_logits else None
         run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
+        if cache is not None and inputs.step is None:
+            cache.begin()
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
@@ -219,7 +222,8 @@ class Decoder(BaseModel):
                     rows, max_length, kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole
                 )
             )
-        return Cache(states, rows, kind)
+        rotary = self.rotary_emb
+        return Cache(states, rows, kind, rotary.original_length if rotary.rope_type == "longrope" else math.inf)
 
     @property
     def compute_dtype(self) -> torch.dtype:

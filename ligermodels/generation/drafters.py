@@ -125,7 +125,7 @@ class MultiToken(Drafter):
         if key not in cache.steps:
             cache.steps[key] = DraftStep(self.model, self.count)
         self.step: DraftStep = cache.steps[key]
-        self.cache, self.unknown = self.step.cache, -1  # the number of tokens before the first whose state it got
+        self.cache, self.unknown = self.step.own_cache, -1  # the number of tokens before the first whose state it got
         self.cache.reset()
         self.step.begin(self.model, self.cache, length + self.step.tokens + self.count, by_host=not captures)
 
@@ -156,8 +156,8 @@ class MultiToken(Drafter):
 class DraftStep(Step):
     """One draft of `MultiToken` after up to count + 1 new tokens: the step reads count + 1, and drops the others.
 
-    cache: of the layer. states [count + 1, 1, H]: of the tokens; ids: the token after each. last [1]: the index of the
-    last new one. proposed [count]: after `run`, in memory that the next run overwrites.
+    own_cache: the layer's. states [count + 1, 1, H]: of the tokens; ids: the token after each. last [1]: the index of
+    the last new one. proposed [count]: after `run`, in memory that the next run overwrites.
     """
 
     def __init__(self, model: Any, count: int):
@@ -166,15 +166,15 @@ class DraftStep(Step):
         dtype = autocast_dtype(table) or decoder.compute_dtype  # the step does not move an empty state
         options = dict(kv_cache_dtype="auto", dtype=dtype, device=table.device)
         with torch.inference_mode(False):  # they outlive the call
-            self.cache = Cache([mixer.new_state(1, BUCKET, whole=True, **options)], 1)
-            super().__init__(self.cache, count + 1)
-            self.states = self.cache[0].buffers[0].new_zeros(count + 1, 1, model.mtp.norm.weight.shape[0])
-            self.last = torch.zeros(1, dtype=torch.int64, device=self.cache.device)
+            self.own_cache = Cache([mixer.new_state(1, BUCKET, whole=True, **options)], 1)
+            super().__init__(self.own_cache, count + 1)
+            self.states = self.own_cache[0].buffers[0].new_zeros(count + 1, 1, model.mtp.norm.weight.shape[0])
+            self.last = torch.zeros(1, dtype=torch.int64, device=self.own_cache.device)
         self.count, self.proposed = count, torch.empty(0)
 
     def read(self, ids: list[int], states: Tensor) -> None:
         """Takes the states [N, H] of the next N tokens, and the id after each."""
-        past, count = self.cache.length, self.tokens
+        past, count = self.own_cache.length, self.tokens
         self.write(ids + ids[-1:] * (count - len(ids)), [0] * count, range(past, past + count))
         self.last.fill_(len(ids) - 1)
         self.states[: len(ids), 0].copy_(states)

@@ -297,9 +297,11 @@ class PaddedEngine(Engine):
         return self.request.longest + self.length - self.start + self.virtual
 
     def drop_stale(self) -> None:
-        """Empties the cache where its keys do not fit the rotary tables of the next token (longrope)."""
+        """Empties the cache where its keys do not fit the rotary tables of the next token (longrope), or where a pass
+        of the caller's failed midway."""
         new = self.length - self.past
-        if not self.past or not self.model.decoder.rotary_emb.needs_recompute(self.longest - new, self.longest):
+        fits = not self.model.decoder.rotary_emb.needs_recompute(self.longest - new, self.longest)
+        if not self.past or (fits and not self.cache.is_partial):
             return
         if self.is_adapted:
             self.cache = None

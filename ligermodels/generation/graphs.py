@@ -42,6 +42,9 @@ class Step:
     those after the tokens, in memory that the next run overwrites.
     """
 
+    own_cache: Cache | None = None
+    """A cache that lives as long as the step."""
+
     def __init__(self, cache: Cache, tokens: int = 1):
         rows = cache.rows * tokens
         self.tokens, self.by_host = tokens, False

@@ -26,6 +26,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 class State:
     """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. Only the mixer calls what a subclass adds.
 
+    Buffers are allocated under `torch.inference_mode(False)`: the others may not be written outside of inference mode.
     computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
     tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
     """
@@ -49,7 +50,8 @@ class State:
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
-        self.buffers = [x.index_select(0, rows) for x in self.buffers]
+        with torch.inference_mode(False):
+            self.buffers = [x.index_select(0, rows) for x in self.buffers]
 
     def put(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
         """Row into[i] becomes row rows[i] of `other`, which has `length` tokens."""
@@ -66,7 +68,8 @@ class State:
         for i, x in enumerate(self.buffers):
             dtype = like.dtype if i < self.computed else x.dtype
             if (x.device, x.dtype) != (like.device, dtype):
-                self.buffers[i] = torch.zeros_like(x, device=like.device, dtype=dtype)
+                with torch.inference_mode(False):
+                    self.buffers[i] = torch.zeros_like(x, device=like.device, dtype=dtype)
 
     def tensors(self) -> list[Tensor]:
         """All tensors that a captured step reads or writes."""
@@ -92,11 +95,10 @@ class KeyValues(State):
         shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
         stored = [(shape, torch.uint8 if self.is_fp8 else dtype), (shape[:3], fp8.SCALE_DTYPE)][: 1 + self.is_fp8]
-        super().__init__(
-            *(torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"),
-            computed=0 if self.is_fp8 else 2,
-        )
-        self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
+        with torch.inference_mode(False):
+            buffers = [torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"]
+            self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
+        super().__init__(*buffers, computed=0 if self.is_fp8 else 2)
         self._dropped = 0  # tokens before this position were not copied from smaller buffers
 
     @property
@@ -155,7 +157,7 @@ class KeyValues(State):
             self._resize(capacity, past)
         heads = max(self.rows, tokens) * self.buffers[0].shape[2]
         if len(self.counters) < heads or self.counters.device != self.buffers[0].device:
-            with torch.inference_mode(False):  # they outlive the call
+            with torch.inference_mode(False):
                 self.counters = torch.zeros(heads, dtype=torch.int32, device=self.buffers[0].device)
 
     def reset(self) -> None:
@@ -203,7 +205,8 @@ class KeyValues(State):
     def _resize(self, capacity: int, past: int) -> None:
         self._dropped = past - self._seen(past)
         stored = self._read(self._dropped, past)
-        self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
+        with torch.inference_mode(False):
+            self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
         self._write(stored, self._dropped)
 
     def _encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -305,7 +308,7 @@ class RecurrentState(State):
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         if self.rows == 1 and self.tokens < tokens <= MAX_STATES:
             kept, more = self.read(past), tokens - self.tokens
-            with torch.inference_mode(False):  # they outlive the call
+            with torch.inference_mode(False):
                 self.buffers = [x.new_zeros(1, x.shape[1] + more, *x.shape[2:]) for x in self.buffers]
             self.write(*kept, past)
 
@@ -333,15 +336,18 @@ class Cache:
 
     length: number of tokens of the longest row. rows: number of sequences. values: other values, by name, that a model
     stores about these tokens; tensors have a row for each sequence. farthest: largest length since the last reset.
+    is_partial: a forward pass has begun and not ended, so that some layers may have stored its tokens, and others not.
+    rope_switch: texts beyond this length have other rotary frequencies (longrope), and so other keys.
     foreign: the transformers cache that stores the keys and values, or None. Lengths are on the host, so nothing here
     synchronises.
     """
 
-    def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto"):
+    def __init__(self, states: Sequence[State], rows: int, kv_cache_dtype: str = "auto", rope_switch: float = math.inf):
         self.states = list(states)
         self.rows = rows
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.rope_switch = kv_cache_dtype, rope_switch
         self.length = 0
+        self.is_partial = False
         self.foreign: Any = None
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
@@ -362,14 +368,26 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.tensors())
+        """Bytes of the states, and of the caches that captured steps own, such as a drafter's."""
+        own = (step.own_cache for step in self.steps.values() if step.own_cache is not None)
+        return sum(x.nbytes for x in self.tensors()) + sum(cache.nbytes for cache in own)
 
     def get_seq_length(self) -> int:
         """`length`, by the name that transformers has for it."""
         return self.length
 
+    def begin(self) -> None:
+        """Comes before the mixers read and store tokens, `advance` after that. Raises InputError if a pass failed."""
+        if self.is_partial:
+            raise InputError(
+                "a forward pass with this cache failed midway, and some layers have stored its tokens, others not: "
+                "call cache.reset() and pass the whole text"
+            )
+        self.is_partial = True
+
     def advance(self, tokens: int) -> None:
         """Counts tokens that every mixer has stored, or is about to store."""
+        self.is_partial = False
         self.length += tokens
         self.farthest = max(self.farthest, self.length)
 
@@ -382,15 +400,17 @@ class Cache:
         """Forgets the tokens; the memory stays."""
         for state in self.states:
             state.reset()
-        self.length = self.farthest = 0
+        self.length, self.farthest, self.is_partial = 0, 0, False
         self.values.clear()
 
     def crop(self, length: int) -> None:
         """Forgets all but the first `length` tokens, or all tokens if a layer's state after `length` tokens is lost.
 
+        It is lost, too, after a pass that failed, and on the other side of `rope_switch`, whose keys are other ones.
         Images and `values` stay as they are, so `length` must reach past the last image.
         """
-        if length and length <= self.length and all([state.crop(length, self) for state in self.states]):
+        fits = 0 < length <= self.length and (length > self.rope_switch or self.farthest <= self.rope_switch)
+        if fits and not self.is_partial and all([state.crop(length, self) for state in self.states]):
             self.length = length
         else:
             self.reset()

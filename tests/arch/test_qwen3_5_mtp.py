@@ -344,6 +344,7 @@ def test_a_captured_draft_is_that_of_the_host(model, device, monkeypatch):
         steps.append((drafts[0].step, drafts[0].step._graph))
     assert steps[0] == steps[1]
     assert (steps[0][1] is None) == (device == "cpu")
+    assert cache.nbytes == sum(x.nbytes for x in (*cache.tensors(), *drafts[0].cache.tensors()))
 
 
 def test_it_drafts_after_a_cache(model):
