@@ -42,7 +42,7 @@ class Step:
     those after the tokens, in memory that the next run overwrites.
     """
 
-    own_cache: Cache | None = None
+    own_cache: Any = None
     """A cache that lives as long as the step."""
 
     def __init__(self, cache: Cache, tokens: int = 1):
