@@ -12,6 +12,8 @@ rho = exp(G_last - G), K and Q normalised, and S the state before the chunk:
 - Q and K are never normalised in memory: the factors of their rows multiply the fp32 results of matmuls or an operand.
 - A scan has the transposed state, [value dims, key dims], in registers: it and the new values are left operands of
   matmuls. The scratch memory is transposed in the same way.
+- Grids have one dim, since others end at 65,535. Heads of a chunk or document are neighbours, and so are the blocks of
+  value dims of a head.
 - No matmul reads the transpose of a computed tile: on Hopper some versions of Triton compile that wrongly. What the
   backward needs transposed goes through memory.
 
@@ -176,12 +178,14 @@ def scan_kernel(
     """Goes over the chunks of one document and value head, for BLOCK_V value dims. Writes the state before each chunk,
     N^T over U^T, and the last state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
+    VALUE_BLOCKS: tl.constexpr = BV // BLOCK_V
+    program, value_block = tl.program_id(0) // VALUE_BLOCKS, tl.program_id(0) % VALUE_BLOCKS
+    n, i = program // HV, program % HV
     b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)
     j = i // (HV // HK)
     rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
-    value_dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    of_state = tl.program_id(1).to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
+    value_dims = value_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state = program.to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
     exists = (key_dims < DK)[None, :] & (value_dims < DV)[:, None]
     state = tl.zeros([BLOCK_V, BK], tl.float32)
     if INITIAL:
@@ -212,13 +216,15 @@ def output_kernel(
 ):  # fmt: skip
     """O of one chunk and value head, for BLOCK_V value dims."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
-    slot, i = tl.program_id(0), tl.program_id(1)
+    VALUE_BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    program, value_block = tl.program_id(0) // VALUE_BLOCKS, tl.program_id(0) % VALUE_BLOCKS
+    slot, i = program // HV, program % HV
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
     if first >= end:
         return
     j = i // (HV // HK)
     rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
-    value_dims = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    value_dims = value_block * BLOCK_V + tl.arange(0, BLOCK_V)
     at, of_key = slot.to(tl.int64) * HV + i, (slot.to(tl.int64) * HK + j) * C + rows
     q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
     k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
@@ -246,12 +252,14 @@ def reverse_scan_kernel(
     """Goes over the chunks of one document and value head, from the last to the first. Writes the gradient of the state
     after each chunk, dN^T over the part of it that prepare_kernel wrote, and the gradient of the first state."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
-    n, i = tl.program_id(1) // HV, tl.program_id(1) % HV
+    VALUE_BLOCKS: tl.constexpr = BV // BLOCK_V
+    program, value_block = tl.program_id(0) // VALUE_BLOCKS, tl.program_id(0) % VALUE_BLOCKS
+    n, i = program // HV, program % HV
     b, begin, end, slot = _sequence(n, cu_ptr, T, PACKED, C)
     j = i // (HV // HK)
     rows, key_dims = tl.arange(0, C), tl.arange(0, BK)
-    value_dims = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    of_state = tl.program_id(1).to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
+    value_dims = value_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    of_state = program.to(tl.int64) * (DK * DV) + key_dims[None, :] * DV + value_dims[:, None]
     exists = (key_dims < DK)[None, :] & (value_dims < DV)[:, None]
     d_state = tl.zeros([BLOCK_V, BK], tl.float32)
     if LAST:
@@ -413,7 +421,7 @@ def key_gradients_kernel(
     n_ptr, states_ptr, d_states_ptr, G_ptr, q_scale_ptr, k_scale_ptr, cu_ptr, T, N, q_b, q_t, q_h, k_b, k_t, k_h,
     PACKED: tl.constexpr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk and key head, over its value heads: dK, dg and d_beta. At once it reads BLOCK_V value dims of S, and
     BLOCK_S of dS."""

@@ -81,7 +81,8 @@ def _on_nvidia(q: Tensor) -> bool:
 
 
 def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> tuple[int, dict[str, int]]:
-    """(value dims of a program, launch options) of a kernel, for what `_heads` returned.
+    """(value dims of a program, launch options) of a kernel, for what `_heads` returned. Those of the key kernel have
+    BLOCK_S, the value dims of the states' gradients that it reads at once.
 
     For 128 key and 128 value dims in half precision, the fastest measured on an H200. Smaller heads take the same
     tiles, without pipelined loads, see `_heads`. Otherwise what fits its shared memory.
@@ -91,8 +92,11 @@ def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> 
     _, _, keys, values, block_k, block_v = heads
     itemsize = q.element_size()
     if itemsize > 2 or block_k > 128:
-        block = 16 if itemsize > 2 and block_k > 128 else 32
-        return block, dict(num_warps=8 if kernel in ("query", "key") or block_k > 128 else 4, num_stages=1)
+        block = min(block_v, 16 if itemsize > 2 and block_k > 128 else 32)
+        options = dict(num_warps=8 if kernel in ("query", "key") or block_k > 128 else 4, num_stages=1)
+        if kernel == "key":
+            options["BLOCK_S"] = block
+        return block, options
     large = block_v == 128 and 4 * scans >= 3 * num_sms(q.device.index) and is_datacenter(q.device.index)
     block, warps, stages = {
         "prepare": (64, 4, 1), "scan": (64, 4, 2) if large else (32, 4, 3), "output": (128, 4, 1),
@@ -101,7 +105,9 @@ def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> 
     options = dict(num_warps=warps, num_stages=stages if keys == values == 128 else 1)
     if kernel == "prepare" and block_v == 128 and _on_nvidia(q):
         options["maxnreg"] = 168  # so that three programs share a multiprocessor
-    return block, options
+    if kernel == "key":
+        options["BLOCK_S"] = min(128, block_v)
+    return min(block, block_v), options
 
 
 def _precision(q: Tensor) -> tuple[str, str | None]:
@@ -163,9 +169,8 @@ def _chunks(
         heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision, exact, **options,
     )  # fmt: skip
     block, options = _options("scan", q, heads, sequences * value_heads)
-    block = min(block, block_v)
     launch(
-        scan_kernel, (block_v // block, sequences * value_heads),
+        scan_kernel, (sequences * value_heads * (block_v // block),),
         n, states, last, w, G, k_scale, k, k if state is None else state, k if cu is None else cu,
         v.shape[1], *_strides(k), state is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
@@ -180,9 +185,8 @@ def _forward(
     n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block, options = _options("output", q, heads)
-    block = min(block, heads[5])
     launch(
-        output_kernel, (slots, heads[1], cdiv(heads[3], block)),
+        output_kernel, (slots * heads[1] * cdiv(heads[3], block),),
         o, q, k, n, states, G, q_scale, k_scale, k if cu is None else cu, v.shape[1], sequences,
         *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q)[0], **options,
     )  # fmt: skip
@@ -201,10 +205,9 @@ def _backward(
     n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
     d_states, d_first = torch.empty_like(states), torch.empty_like(last)
     block, options = _options("reverse", q, heads, sequences * heads[1])
-    block = min(block, heads[5])
     cu_ = k if cu is None else cu
     launch(
-        reverse_scan_kernel, (heads[5] // block, sequences * heads[1]),
+        reverse_scan_kernel, (sequences * heads[1] * (heads[5] // block),),
         dn, d_states, d_first, w, G, q_scale, k_scale, q, k, do, G if d_last is None else d_last, cu_,
         v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
@@ -216,22 +219,19 @@ def _backward(
     launch(
         value_gradients_kernel, (slots * heads[1],),
         dv, dr, m, f, dG, d_beta_part, q, k, v, beta, do, x, n, dn, G, q_scale, k_scale, cu_,
-        v.shape[1], sequences, *_strides(q, k, v), cu is not None, *heads, min(block, heads[5]), CHUNK, precision,
-        **options,
+        v.shape[1], sequences, *_strides(q, k, v), cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
     block, options = _options("query", q, heads)
     launch(
         query_gradients_kernel, (slots * heads[0],),
         dq, dG, q, k, do, m, states, G, q_scale, k_scale, cu_, v.shape[1], sequences, *_strides(q, k),
-        heads[2] ** -0.5, cu is not None, *heads, min(block, heads[5]), CHUNK, precision, **options,
+        heads[2] ** -0.5, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
     block, options = _options("key", q, heads)
-    gradient_block = 128 if block == 64 else block  # value dims of the states' gradients at once
     launch(
         key_gradients_kernel, (slots * heads[0],),
         dk, dg, d_beta, q, k, beta, dr, m, f, dG, d_beta_part, n, states, d_states, G, q_scale, k_scale, cu_,
-        v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, min(block, heads[5]),
-        min(gradient_block, heads[5]), CHUNK, precision, **options,
+        v.shape[1], sequences, *_strides(q, k), cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
     return dq, dk, dv, dg, d_beta, d_first
 

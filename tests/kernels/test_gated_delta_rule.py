@@ -1,5 +1,6 @@
 """The gated delta rule and the short convolution over packed documents, and continued from a state."""
 
+import functools
 import importlib
 import itertools
 
@@ -108,6 +109,39 @@ def test_packed_equals_apart(device, poison):
         for what, whole, part in zip(NAMES, together, apart, strict=True):
             whole = whole[i : i + 1] if "state" in what else whole[:, begin:end]
             assert torch.equal(whole, part), f"{what} of document {i}"
+
+
+def test_grids_have_one_dim(device, monkeypatch):
+    """A GPU takes up to 2**31 - 1 programs along the first dim of a grid, but 65,535 along others: with 32 heads, fewer
+    than 2,048 documents."""
+    rule, grids = importlib.import_module("ligermodels.kernels.gated_delta_rule"), []
+    launch = rule.launch
+    monkeypatch.setattr(
+        rule, "launch", lambda kernel, grid, *a, **o: grids.append(grid) or launch(kernel, grid, *a, **o)
+    )
+    tensors = inputs(device, BOUNDS[-1], states=len(LENGTHS))
+    op = functools.partial(gated_delta_rule, cu_seqlens=bounds_of(device))
+    gradients(op, tensors, [torch.randn_like(tensors[2]), torch.randn_like(tensors[5])])
+    assert len(grids) == 9 and all(len(grid) == 1 for grid in grids)
+
+
+@pytest.mark.gpu
+def test_more_documents_than_65_535_programs(device):
+    """2,100 documents of two tokens with 32 heads: as those in fp64."""
+    length = 2 * 2100
+    some = inputs(device, length, states=2100, key_heads=16, heads=32, keys=8, values=8, dtype=torch.bfloat16)
+    bounds = torch.arange(0, length + 1, 2, dtype=torch.int32, device=device)
+    upstream = [torch.randn_like(some[2]), torch.randn_like(some[5])]
+    ours = gradients(lambda *t: gated_delta_rule(*t, cu_seqlens=bounds), some, upstream)
+
+    def apart(*tensors):
+        """Each document as a row of a batch."""
+        out, state = eager_gated_delta_rule(*(t.unflatten(1, (2100, 2)).squeeze(0) for t in tensors[:5]), tensors[5])
+        return out.flatten(0, 1)[None], state
+
+    eager, exact = (gradients(apart, some, upstream, dtype) for dtype in (None, torch.float64))
+    for what, a, b, x in zip(NAMES, ours, eager, exact, strict=True):
+        assert_as_exact(a, allowed(what, b, x, torch.bfloat16), x, what, shared=8, terms=terms_of(8))
 
 
 def test_continues_from_a_state(device, poison):
