@@ -1,5 +1,10 @@
 """Drafters: they propose the next tokens of a row, which one step of the model verifies.
 
+A drafter has `count`, the maximum number of tokens that it proposes, and `propose(tokens, states)`, which guesses those
+that follow `tokens`, the ids of the whole text. states [N, H]: the model's hidden states since the last call, up to the
+state of the last token but one. It returns up to `count` ids: a list, or an int64 tensor on the model's device, for
+which the host does not wait.
+
 The step reads the last token and K proposed ones, and gives the logits after each. Those after a proposed token are
 right as long as the tokens proposed before it are. Each token is sampled from them as usual, by the same processors and
 one draw. Where it differs from the proposed one, everything computed after it is dropped. So a token g is accepted with
@@ -27,31 +32,7 @@ MAX_GUESSES = 128
 """The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
 
 
-class Drafter:
-    """count: the maximum number of tokens proposed. follows: whether it has a method `follow`."""
-
-    count: int
-    follows = False
-
-    def begin(self, cache: Cache, length: int, *, captures: bool) -> None:
-        """Called once, after the prompt. cache: the model's, of up to `length` tokens. captures: whether proposals may
-        run as a CUDA graph."""
-
-    def propose(self, tokens: list[int], states: Tensor) -> list[int] | Tensor:
-        """Guesses the tokens that follow `tokens`, the ids of the whole text.
-
-        states [N, H]: the model's hidden states since the last call, up to the state of the last token but one.
-        Returns up to `count` ids: a list, or an int64 tensor on the model's device, for which the host does not wait.
-        """
-        raise NotImplementedError
-
-    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
-        """`propose` after tokens that only the device knows: row i of the last pass has states[i] and the next id
-        ids[i], and row `last`, int64 [1], has the last of the text. Returns `count` ids."""
-        raise NotImplementedError
-
-
-def drafter_of(request: Request) -> Drafter:
+def drafter_of(request: Request) -> "PromptLookup | Medusa | MultiToken":
     """The drafter that a call asks for. Raises InputError for heads that are not the model's."""
     options = request.options
     if options.medusa is not None:
@@ -61,7 +42,7 @@ def drafter_of(request: Request) -> Drafter:
     return MultiToken(request.model, options.num_assistant_tokens)
 
 
-class PromptLookup(Drafter):
+class PromptLookup:
     """Proposes what followed the first earlier occurrence of the last few tokens.
 
     size: maximum length of the n-grams that are looked up; the longest match wins. The time of a call does not depend
@@ -85,7 +66,7 @@ class PromptLookup(Drafter):
         return []
 
 
-class Medusa(Drafter):
+class Medusa:
     """heads: hidden states [1, H] -> the logits [1, V] of each of the next tokens but one."""
 
     def __init__(self, model: Any, heads: Any):
@@ -103,14 +84,12 @@ class Medusa(Drafter):
         return torch.cat([logits.argmax(-1) for logits in self.heads(states[-1:])])
 
 
-class MultiToken(Drafter):
+class MultiToken:
     """Proposes tokens by the model's own layer for multi-token prediction, `model.mtp`, each from the one before.
 
     The layer counts positions from the first token whose state it gets, even where the caller's cache has tokens before
     that: attention depends on distances between positions alone.
     """
-
-    follows = True
 
     def __init__(self, model: Any, count: int):
         if getattr(model, "mtp", None) is None:
@@ -121,35 +100,44 @@ class MultiToken(Drafter):
         self.model, self.count = model, count
 
     def begin(self, cache: Cache, length: int, *, captures: bool) -> None:
+        """After the prompt. cache: the model's, of up to `length` tokens. captures: whether drafts may be a graph."""
         key = ("mtp", self.count)
         if key not in cache.steps:
             cache.steps[key] = DraftStep(self.model, self.count)
         self.step: DraftStep = cache.steps[key]
-        self.cache, self.unknown = self.step.own_cache, -1  # the number of tokens before the first whose state it got
-        self.cache.reset()
-        self.step.begin(self.model, self.cache, length + self.step.tokens + self.count, by_host=not captures)
+        self.unknown: int | None = None  # the number of tokens before the first whose state it got
+        self.step.own_cache.reset()
+        length += self.step.tokens + self.count
+        self.step.begin(self.model, self.step.own_cache, length, by_host=not captures)
 
     def propose(self, tokens: list[int], states: Tensor) -> Tensor:
-        model, cache, step, ids = self.model, self.cache, self.step, tokens[-len(states) :]
-        known, first = len(tokens) - 1 - len(states), max(0, len(ids) - step.tokens)
-        if self.unknown < 0:
-            self.unknown = known
-        cache.length = known - self.unknown  # the rest is written again: the layer has no window
-        if first:  # more tokens than a step reads
+        step, ids, past = self.step, tokens[-len(states) :], len(tokens) - 1 - len(states)
+        if self.unknown is None:
+            self.unknown = past
+        past -= self.unknown  # tokens in the layer's cache; the rest is written again, as the layer has no window
+        if first := max(0, len(ids) - step.tokens):  # more tokens than a step reads
             following = torch.tensor([ids[:first]], device=states.device)
-            positions = torch.arange(cache.length, cache.length + first, device=states.device)[None]
-            _states_ahead(model, following, states[None, :first], positions, cache, past=cache.length)
-            cache.advance(first)
-        step.read(ids[first:], states[first:])
+            positions = torch.arange(past, past + first, device=states.device)[None]
+            _states_ahead(self.model, following, states[None, :first], positions, step.own_cache, past=past)
+            ids, states, past = ids[first:], states[first:], past + first
+        step.write(ids + ids[-1:] * (step.tokens - len(ids)), [0] * step.tokens, range(past, past + step.tokens))
+        step.last.fill_(len(ids) - 1)
+        step.states[: len(ids), 0].copy_(states)
         return self.draft()
 
     def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
-        self.step.follow(ids, states, last)
+        """`propose` after tokens that only the device knows: row i of the last pass has states[i] and the next id
+        ids[i], and row `last`, int64 [1], has the last of the text. Returns `count` ids."""
+        step = self.step
+        step.ends.add_(step.last)
+        step.last.copy_(last)
+        step.ids[:, 0] = ids
+        step.states[:, 0] = states
         return self.draft()
 
     def draft(self) -> Tensor:
         """The proposals after what the step has read."""
-        self.step.run(self.model, self.cache)
+        self.step.run(self.model, self.step.own_cache)
         return self.step.proposed
 
 
@@ -171,20 +159,6 @@ class DraftStep(Step):
             self.states = self.own_cache[0].buffers[0].new_zeros(count + 1, 1, model.mtp.norm.weight.shape[0])
             self.last = torch.zeros(1, dtype=torch.int64, device=self.own_cache.device)
         self.count, self.proposed = count, torch.empty(0)
-
-    def read(self, ids: list[int], states: Tensor) -> None:
-        """Takes the states [N, H] of the next N tokens, and the id after each."""
-        past, count = self.own_cache.length, self.tokens
-        self.write(ids + ids[-1:] * (count - len(ids)), [0] * count, range(past, past + count))
-        self.last.fill_(len(ids) - 1)
-        self.states[: len(ids), 0].copy_(states)
-
-    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> None:
-        """Takes the states [N, H] after the tokens that the last run has read; see `Drafter.follow`."""
-        self.ends.add_(self.last)
-        self.last.copy_(last)
-        self.ids[:, 0] = ids
-        self.states[:, 0] = states
 
     def _compute(self, model: Any, cache: Cache, positions: Tensor) -> None:
         ids, states, ends = self.ids, self.states, self.ends
@@ -210,10 +184,10 @@ class DraftingEngine(PaddedEngine):
 
     A turn drafts and verifies. The host waits for it once: for `found`, int64 [1 or 3, N], the N tokens of the pass,
     and where nothing but the logits decides (`greedy`), below them what follows each, of `argmax`. The next turn then
-    needs nothing from the host either, and where the drafter can `follow`, it begins before the host waits.
+    needs nothing from the host, and where the drafter is `MultiToken`, it begins before the host waits.
 
-    text: the ids of the row. reading: `found` of this turn; None after a pass of one token. ahead: `found`, and the
-    same for the host, of the turn that runs ahead. farthest: that of the cache before it. proposed: the number of
+    text: the ids of the row. reading: `found` of this turn, for the host; None after a pass of one token. next_reading:
+    that of the next turn, where it has begun; the cache does not count its tokens yet. proposed: the number of
     proposals. verified: index of the last token that sampling confirmed. hidden: [N, H], the states after the tokens.
     unread: states that the drafter has not read.
     """
@@ -226,16 +200,17 @@ class DraftingEngine(PaddedEngine):
         self.capacity += self.drafter.count  # a step writes all of its guesses
         self.text, self.proposed, self.verified = request.input_ids[0].tolist(), 0, -1
         self.reading: AsyncToHost | None = None
-        self.ahead: tuple[Tensor, AsyncToHost] | None = None
+        self.next_reading: AsyncToHost | None = None
         self.greedy = not (self.options.do_sample or self.processors or self.keeps_logits)
-        self.farthest, self.hidden = 0, torch.empty(0)
+        self.found = self.hidden = torch.empty(0)
         self.unread: list[Tensor] = []
         self.call = self._run
 
     def prefill(self) -> None:
         super().prefill()
-        self.runs_ahead = False
-        self.drafter.begin(self.cache, self.capacity, captures=self.captures)
+        self.reads_behind = False
+        if isinstance(self.drafter, MultiToken):
+            self.drafter.begin(self.cache, self.capacity, captures=self.captures)
 
     def sample(self) -> Tensor:
         if self.reading is None or not self.greedy:
@@ -245,7 +220,6 @@ class DraftingEngine(PaddedEngine):
         return self.reading.result()[1:, self.verified : self.verified + 1]
 
     def step(self) -> None:
-        drafter, rotary = self.drafter, self.model.decoder.rotary_emb
         if self.length == self.start:
             super().step()
             return
@@ -254,73 +228,71 @@ class DraftingEngine(PaddedEngine):
         if self.reading is not None and after <= self.proposed and self.reading.result()[0, after] == last:
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
-        if self.ahead is not None:
-            self.receive(*self.ahead)
+        if self.next_reading is not None:
+            self.begin(self.next_reading)
             return
         self.unread.append(self.hidden[:after].clone())  # a copy, since the next pass overwrites `hidden`
-        most = min(self.end - self.length - 1, rotary.tokens_left(self.longest), drafter.count)
+        # A pass of several tokens has one set of rotary frequencies.
+        fits = self.model.decoder.rotary_emb.tokens_left(self.longest) >= self.drafter.count
         guesses: list[int] | Tensor = []
-        if most:
-            guesses = drafter.propose(self.text, torch.cat(self.unread))[: int(most)]
+        if fits and (most := self.end - self.length - 1):
+            guesses = self.drafter.propose(self.text, torch.cat(self.unread))[:most]
             self.unread = []
         self.cache.crop(self.length - 1)  # the GPU drafts meanwhile
         self.drop_stale()
-        self.verified, self.reading = 0, None
-        if not self.past:
+        if not self.past or not fits:
+            self.reading, self.verified = None, 0
             self.forward()
             return
         if self.captured is None:
-            by_host, tokens = not self.captures, 1 + drafter.count
+            by_host, tokens = not self.captures, 1 + self.drafter.count
             self.captured = Step.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
         self.place(self.captured, last, guesses)
         self.proposed = len(guesses)
-        self.receive(*self.verify(self.captured))
+        self.begin(self.verify(self.captured))
 
     def place(self, step: Step, last: int, guesses: list[int] | Tensor) -> None:
-        """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself.
-
-        Where guesses are missing, the last token is repeated at the position of the last guess, since rotary tables may
-        depend on the largest position.
-        """
+        """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself. The last
+        token stands in for guesses that are missing."""
         past, known = self.cache.length, [last] if isinstance(guesses, Tensor) else [last, *guesses]
-        repeated = [max(0, i - len(guesses)) for i in range(step.tokens)]
-        step.write(known + [last] * (step.tokens - len(known)), repeated, range(past, past + step.tokens))
+        ids = known + [last] * (step.tokens - len(known))
+        step.write(ids, [0] * step.tokens, range(past, past + step.tokens))
         if isinstance(guesses, Tensor):
             step.ids[1 : 1 + len(guesses), 0] = guesses
 
-    def verify(self, step: Step) -> tuple[Tensor, AsyncToHost]:
+    def verify(self, step: Step) -> AsyncToHost:
         """Computes the logits after each token of the step, and sends the host what it reads of them."""
         step.run(self.model, self.cache)
-        self.hidden, self.logits, found = step.hidden, step.logits[:1], step.ids.t()
+        self.hidden, self.logits, self.found = step.hidden, step.logits[:1], step.ids.t()
         if self.greedy:
-            found = torch.cat([found, argmax(step.logits)])
-        return found, AsyncToHost(found)
+            self.found = torch.cat([self.found, argmax(step.logits)])
+        return AsyncToHost(self.found)
 
-    def receive(self, found: Tensor, reading: AsyncToHost) -> None:
-        """Begins to sample the tokens of a turn, and begins the next turn if nothing but a stop can make it useless."""
+    def begin(self, reading: AsyncToHost) -> None:
+        """Begins to sample the tokens of a turn, and begins the next if nothing but a stop can make it useless."""
         step: Any = self.captured
-        if self.ahead is not None:  # where it began is known now
-            self.cache.length, self.cache.farthest = self.length - 1, self.farthest
-            self.cache.advance(step.tokens)
-        self.reading, self.verified, self.ahead, left = reading, 0, None, self.end - self.length
+        self.cache.length = self.length - 1  # where the turn began is known now
+        self.cache.advance(step.tokens)
+        self.reading, self.verified, self.next_reading, left = reading, 0, None, self.end - self.length
         if not self.greedy:
             return
-        self.ids[:, self.length : self.length + step.tokens] = found[1:2, :left]
+        tokens, following, _ = self.found
+        self.ids[0, self.length : self.length + step.tokens] = following[:left]
         if (
-            left > step.tokens and self.drafter.follows and self.captures
+            left > step.tokens and isinstance(self.drafter, MultiToken) and self.captures
             and self.model.decoder.rotary_emb.tokens_left(self.longest) == math.inf
         ):  # fmt: skip
-            self.ahead = self.run_ahead(step, found)
+            right = tokens[1:] == following[:-1]
+            last = right.long().cumprod(0).sum(0, keepdim=True)  # index of the last token that is right
+            guesses = self.drafter.follow(following, step.hidden, last)
+            step.ids[:, 0] = torch.cat([following[last], guesses])
+            step.ends.add_(last)
+            self.next_reading = self.verify(step)
 
-    def run_ahead(self, step: Step, found: Tensor) -> tuple[Tensor, AsyncToHost]:
-        """The turn after one of which the host knows nothing."""
-        right = found[0, 1:] == found[1, :-1]
-        last = right.long().cumprod(0).sum(0, keepdim=True)  # index of the last token that is right
-        guesses = self.drafter.follow(found[1], step.hidden, last)
-        step.ids[:, 0] = torch.cat([found[1, last], guesses])
-        step.ends.add_(last)
-        self.farthest = self.cache.farthest
-        return self.verify(step)
+    def close(self) -> None:
+        if self.next_reading is not None and self.past:  # it has stored tokens, wherever it began
+            self.cache.advance(self.captured.tokens)  # type: ignore[union-attr]
+        super().close()
 
     def _run(self, **inputs: Any) -> Any:
         """The output of the model, with logits of the last token alone; stores the hidden states."""

@@ -48,7 +48,7 @@ class Engine:
 
     rows: a Row for each sequence of the batch, or None where none decodes. ids [B, columns]: the text of every row ends
     before column `length`; processors read it from column `first` on. logits [B, V]: of the next tokens.
-    mask [B, columns]: True at tokens; None: no padding. runs_ahead: the next step begins before the host reads a token.
+    mask [B, columns]: True at tokens; None: no padding. reads_behind: the next step begins before the host reads a token.
     """
 
     prefill: Callable[[], None]
@@ -62,7 +62,7 @@ class Engine:
     def __init__(self, request: Request, rows: int, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
-        self.runs_ahead = True
+        self.reads_behind = True
         self.rows: list[Row | None] = [None] * rows
         self.call: Callable[..., Any] = self.model
         # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
@@ -91,10 +91,10 @@ class Engine:
             while self.admit():
                 chosen = self.sample()
                 reading = AsyncToHost(chosen)
-                if ahead := self.runs_ahead and self.goes_on:
+                if begun := self.reads_behind and self.goes_on:
                     self.step()
                 yield self.read(reading)
-                if not ahead and self.goes_on:
+                if not begun and self.goes_on:
                     self.step()
         except GeneratorExit:  # the caller left the loop, between two passes
             raise
@@ -110,6 +110,7 @@ class Engine:
         step: Any = self.captured
         step.ids.copy_(self.ids[:, self.length - 1 : self.length])
         step.run(self.model, self.cache)
+        self.cache.advance(1)
         self.logits = step.logits
 
     def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0, start: int = 0) -> Row:
@@ -246,7 +247,7 @@ class PaddedEngine(Engine):
 
     def prefill(self) -> None:
         model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
-        self.captures = self.runs_ahead = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
+        self.captures = self.reads_behind = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
             self.is_adapted and ADAPTED,
             self.cache is not None and self.cache.foreign is not None
             and "past_key_values is a cache of transformers; model.new_cache makes one of ours",

@@ -87,7 +87,7 @@ class Step:
             mine.copy_(value, non_blocking=True) if isinstance(value, Tensor) else mine.fill_(value)
 
     def run(self, model: Any, cache: Cache) -> None:
-        """Computes the step and counts its tokens."""
+        """Computes the step; the caller counts its tokens in the cache."""
         if self.by_host:
             self._forward(model, cache)
         else:
@@ -95,7 +95,6 @@ class Step:
                 if self._graph is None:
                     self._graph = self._capture(model, cache)
                 self._graph.replay()
-        cache.advance(self.tokens)
 
     def _forward(self, model: Any, cache: Cache) -> None:
         torch.clear_autocast_cache()  # weights that were cast outside of the graph are not in it, nor the reverse

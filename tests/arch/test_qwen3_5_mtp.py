@@ -271,13 +271,13 @@ def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkey
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
-def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate, count, monkeypatch):
+def test_turns_that_run_next_end_where_plain_decoding_does(model, device, rate, count, monkeypatch):
     """Whatever is accepted and whatever ends the text, which the cache continues; a turn begins before one is read."""
     monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
     model, ids = model.requires_grad_(False).to(device), torch.randint(3, 90, (1, 9), device=device)
     options = dict(max_new_tokens=30, eos_token_id=())
     expected, draft, turns = generate(model, ids, **options), MultiToken.draft, list[str]()
-    run_ahead, forward = DraftingEngine.run_ahead, DraftingEngine.forward
+    follow, forward = MultiToken.follow, DraftingEngine.forward
     text = expected[0, 9:].tolist()
     assert len(set(text)) > 8, "a model that repeats itself proves little"
     right = torch.rand(40, count, generator=torch.Generator().manual_seed(3)).to(device) < rate
@@ -289,16 +289,16 @@ def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate,
         following = expected[0, at.clamp(max=expected.shape[1] - 1)]
         return torch.where(right[len(turns) % 40], following, (following + 1) % 90)
 
-    def spy(self, step, found):
+    def spy(self, *given):
         turns.append("ahead")
-        return run_ahead(self, step, found)
+        return follow(self, *given)
 
     def without_cache(self):
         turns.append("without a cache")
         forward(self)
 
     monkeypatch.setattr(MultiToken, "draft", impose)
-    monkeypatch.setattr(DraftingEngine, "run_ahead", spy)
+    monkeypatch.setattr(MultiToken, "follow", spy)
     monkeypatch.setattr(DraftingEngine, "forward", without_cache)
     how = dict(use_mtp=True, num_assistant_tokens=count, return_dict_in_generate=True)
     for new in (2, 7, 12):
@@ -344,7 +344,7 @@ def test_a_captured_draft_is_that_of_the_host(model, device, monkeypatch):
         steps.append((drafts[0].step, drafts[0].step._graph))
     assert steps[0] == steps[1]
     assert (steps[0][1] is None) == (device == "cpu")
-    assert cache.nbytes == sum(x.nbytes for x in (*cache.tensors(), *drafts[0].cache.tensors()))
+    assert cache.nbytes == sum(x.nbytes for x in (*cache.tensors(), *drafts[0].step.own_cache.tensors()))
 
 
 def test_it_drafts_after_a_cache(model):
