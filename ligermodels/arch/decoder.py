@@ -215,13 +215,11 @@ class Decoder(BaseModel):
             raise InputError(f"kv_cache_dtype={kv_cache_dtype!r:.80} must be one of {', '.join(KV_CACHE_DTYPES)}")
         device = self.embed_tokens.weight.device
         states = []
-        for layer in self.layers:
-            mixer: Any = next(module for module in layer.modules() if hasattr(module, "new_state"))
-            states.append(
-                mixer.new_state(
-                    rows, max_length, kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole
-                )
-            )
+        options = dict(kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole)
+        with torch.inference_mode(False):  # the cache may leave the mode
+            for layer in self.layers:
+                mixer: Any = next(module for module in layer.modules() if hasattr(module, "new_state"))
+                states.append(mixer.new_state(rows, max_length, **options))
         rotary = self.rotary_emb
         return Cache(states, rows, kind, rotary.original_length if rotary.rope_type == "longrope" else math.inf)
 

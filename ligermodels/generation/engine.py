@@ -48,15 +48,13 @@ class Engine:
 
     rows: a Row for each sequence of the batch, or None where none decodes. ids [B, columns]: the text of every row ends
     before column `length`; processors read it from column `first` on. logits [B, V]: of the next tokens.
-    mask [B, columns]: True at tokens; None: no padding. reads_behind: the next step begins before the host reads a token.
+    mask [B, columns]: True at tokens; None: no padding. reads_behind: the next step begins before the host reads a
+    token.
     """
 
-    prefill: Callable[[], None]
-    """Allocates the cache; where all rows start together, runs the prompts."""
-    admit: Callable[[], bool]
-    """Acts on the rows that ended in the last turn; returns whether any row decodes."""
-    step: Callable[[], None]
-    """Sets `logits` to those after the last token of each row."""
+    prefill: Callable[[], None]  # allocates the cache; where all rows start together, runs the prompts
+    admit: Callable[[], bool]  # acts on the rows that ended in the last turn; returns whether any row decodes
+    step: Callable[[], None]  # sets `logits` to those after the last token of each row
     ids: Tensor
 
     def __init__(self, request: Request, rows: int, mask: Tensor | None = None):
@@ -96,10 +94,9 @@ class Engine:
                 yield self.read(reading)
                 if not begun and self.goes_on:
                     self.step()
-        except GeneratorExit:  # the caller left the loop, between two passes
-            raise
-        except BaseException:  # some layers may have stored tokens that others have not
-            if self.cache is not None and self.cache.foreign is None:
+        except BaseException as error:
+            # Unless the caller left the loop, some layers may have stored tokens that others have not.
+            if not isinstance(error, GeneratorExit) and self.cache is not None and self.cache.foreign is None:
                 self.cache.reset()
             raise
         finally:
@@ -262,18 +259,16 @@ class PaddedEngine(Engine):
                 length = self.start if self.captures else self.capacity
                 self.cache = model.new_cache(rows, length, kv_cache_dtype=kind, whole=self.captures)
         self.step()
-        if rows < len(self.rows):
-            self.copy_rows(torch.arange(rows, device=self.device).repeat_interleave(len(self.rows) // rows))
-
-    def copy_rows(self, rows: Tensor) -> None:
-        """Row i becomes a copy of the prompt rows[i]."""
-        self.ids, self.logits = self.ids[rows], self.logits[rows]
-        self.mask, self.embeds = (None if x is None else x[rows] for x in (self.mask, self.embeds))
+        if rows == len(self.rows):
+            return
+        source = torch.arange(rows, device=self.device).repeat_interleave(len(self.rows) // rows)
+        self.ids, self.logits = self.ids[source], self.logits[source]
+        self.mask, self.embeds = (None if x is None else x[source] for x in (self.mask, self.embeds))
         if self.kept is not None:
             prompts, self.cache = self.cache, self.kept[1]
-            self.cache.put(prompts, rows)
+            self.cache.put(prompts, source)
         elif self.cache is not None:
-            self.cache.reorder(rows)
+            self.cache.reorder(source)
 
     def admit(self) -> bool:
         done = [row.done for row in self.rows if row is not None]
@@ -298,8 +293,8 @@ class PaddedEngine(Engine):
         return self.request.longest + self.length - self.start + self.virtual
 
     def drop_stale(self) -> None:
-        """Empties the cache where its keys do not fit the rotary tables of the next token (longrope), or where a pass
-        of the caller's failed midway."""
+        """Empties the cache where its keys do not fit the rotary tables of the next token (longrope), or where the last
+        pass before this call failed midway."""
         new = self.length - self.past
         fits = not self.model.decoder.rotary_emb.needs_recompute(self.longest - new, self.longest)
         if not self.past or (fits and not self.cache.is_partial):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ligermodels.kernels._triton import as_if_capturing, cdiv
+from ligermodels.kernels.operand import autocast_dtype
 from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.state import Cache, RecurrentState
@@ -139,7 +140,7 @@ class Step:
 def _state(model: Any, cache: Cache) -> list[Any]:
     """Everything that a graph captures and would keep using."""
     found: list[Any] = [
-        _autocast(model),
+        autocast_dtype(model.decoder.embed_tokens.weight),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
     ]
@@ -151,11 +152,6 @@ def _state(model: Any, cache: Cache) -> list[Any]:
         tensors = [*module._parameters.values(), *module._buffers.values()]
         found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
     return found
-
-
-def _autocast(model: Any) -> torch.dtype | None:
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _numbers(owner: Any) -> list[tuple[str, Any]]:
@@ -171,17 +167,17 @@ class KeptCaches:
     def take(self, model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[tuple, Cache]:
         """(key, empty cache for `rows` sequences of up to `length` tokens), which `keep` takes back."""
         length = cdiv(length, BUCKET) * BUCKET
-        key = rows, length, model.decoder.compute_dtype, model.device, _autocast(model), kv_cache_dtype
+        autocast = autocast_dtype(model.decoder.embed_tokens.weight)
+        key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
         for i, (its_key, cache) in enumerate(self.entries):
             if its_key == key:
                 cache.reset()
                 return self.entries.pop(i)
-        with torch.inference_mode(False):  # it outlives the call
-            try:
-                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
-            except torch.OutOfMemoryError:
-                self.entries.clear()
-                return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
+        try:
+            return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
+        except torch.OutOfMemoryError:
+            self.entries.clear()
+            return key, model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype)
 
     def keep(self, entry: tuple[tuple, Cache]) -> None:
         """Takes back an entry of `take` whose cache nobody else has."""

@@ -144,10 +144,9 @@ class GatedDeltaNet(JointProjections):
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
         """For one token at a time: conv_size inputs of the convolution, and the matrix of each value head in fp32."""
+        conv = torch.empty(rows, self.conv_size, sum(self.sizes), dtype=dtype, device=device)
         shape = rows, 1, self.num_value_heads, self.key_head_dim, self.value_head_dim
-        with torch.inference_mode(False):  # as State asks
-            conv = torch.empty(rows, self.conv_size, sum(self.sizes), dtype=dtype, device=device)
-            return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
+        return RecurrentState(conv, torch.empty(shape, dtype=torch.float32, device=device))
 
     def forward(self, x: Tensor, batch: Batch, cache: RecurrentState | None = None) -> Tensor:
         mask, cu_seqlens = batch.token_mask, batch.cu_seqlens

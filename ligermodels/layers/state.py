@@ -26,7 +26,7 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 class State:
     """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. Only the mixer calls what a subclass adds.
 
-    Buffers are allocated under `torch.inference_mode(False)`: the others may not be written outside of inference mode.
+    Buffers are made under `torch.inference_mode(False)`, as `new_cache` does: others are not writable out of the mode.
     computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
     tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
     """
@@ -95,10 +95,9 @@ class KeyValues(State):
         shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
         stored = [(shape, torch.uint8 if self.is_fp8 else dtype), (shape[:3], fp8.SCALE_DTYPE)][: 1 + self.is_fp8]
-        with torch.inference_mode(False):
-            buffers = [torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"]
-            self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
+        buffers = [torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"]
         super().__init__(*buffers, computed=0 if self.is_fp8 else 2)
+        self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
         self._dropped = 0  # tokens before this position were not copied from smaller buffers
 
     @property
@@ -387,9 +386,8 @@ class Cache:
 
     def advance(self, tokens: int) -> None:
         """Counts tokens that every mixer has stored, or is about to store."""
-        self.is_partial = False
         self.length += tokens
-        self.farthest = max(self.farthest, self.length)
+        self.farthest, self.is_partial = max(self.farthest, self.length), False
 
     def reserve(self, length: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time: until then no tensor moves."""
