@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
-from ligermodels.errors import HubError, InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError
 
 
 def resolve(
@@ -24,13 +24,14 @@ def resolve(
 ) -> Path:
     """The local folder of a checkpoint: the given folder, a repository's snapshot, or `folder_of` a GGUF file.
 
-    A GGUF file is given by its path, or by that of a folder with one and no other weights.
+    A GGUF file is given by its path, or by that of a folder with one and no other weights. The path of a
+    model.safetensors stands for its folder.
 
     revision: branch, tag or commit; a local folder has "main" alone. weights: False fetches no weight files.
     The Hub is asked for the commit of a branch or tag, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A
     complete copy in the cache needs neither network nor token: it is used if the revision is a commit, and if the Hub
     cannot be reached or refuses. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT work as in huggingface_hub.
-    Raises HubError, and InputError for an empty name or the revision of a folder.
+    Raises HubError, InputError for an empty name or the revision of a folder, and CheckpointError for another file.
     """
     if not str(repo_or_folder):
         raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
@@ -40,7 +41,7 @@ def resolve(
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
     if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
-        folder = local / inside
+        folder = (local.parent if local.name == SAFETENSORS and local.is_file() else local) / inside
         if revision not in (None, "main"):
             raise InputError(f"revision={revision!r} is for repositories of the Hub, and {repo} is local: leave it out")
         if file := find_gguf(folder):
@@ -50,8 +51,9 @@ def resolve(
         if os.path.isdir(folder):
             return folder
         if os.path.exists(folder):
-            raise HubError(
-                f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}, or a GGUF file."
+            raise CheckpointError(
+                f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}, or a GGUF file.\n"
+                f"  A folder has the model's config.json, and its weights as {SAFETENSORS} or as shards with an index."
             )
         raise HubError(
             f"{folder.absolute()} is not there. Give the folder of a checkpoint, a GGUF file, or a repository of the "

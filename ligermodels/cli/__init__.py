@@ -54,9 +54,18 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            _discard_output()
-            say_error("error: the output cannot be written: no space is left on its disk")
+            say_error(f"error: {_full_file(error)} cannot be written: no space is left on its disk")
             return 3
+
+
+def _full_file(error: OSError) -> str:
+    """The file for which no space was left, as far as the system says: an error of writing names none."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard_output()
+        return error.filename or "the output"
+    return error.filename or "a file (of the output folder, a cache or the temporary folder; `df` shows which)"
 
 
 def _discard_output() -> None:

@@ -276,7 +276,7 @@ class Checkpoints:
         complete = self.folder / f"step-{step:08d}"
         partial = complete.with_name(f"{complete.name}.partial")
         size = sum(value.numel() * value.itemsize for value in state.values() if isinstance(value, Tensor))
-        free = 0
+        free: int | None = None
         try:
             free, size = self._processes.from_main(lambda: (_make(partial), size))  # sizes of all ranks together
             if size > free:
@@ -291,18 +291,19 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._processes.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
-            reason, full = str(error), ""
+            reason, space = str(error), ""
+            failure: BaseException = error
             if isinstance(error, CheckpointException):
                 rank, (failure, _) = next(iter(error.failures.items()))
                 reason = f"rank {rank}: {type(failure).__name__}: {failure}"
-            if any(os.strerror(code) in reason for code in (errno.ENOSPC, errno.EDQUOT)):
-                full = (
-                    f"\n  The disk is full: the checkpoint takes {readable_size(size)}, and {readable_size(free)} were "
-                    "free.\n  Next: free some space, or give a folder on another disk."
-                )
+            code = getattr(failure, "errno", None)  # of a failure of the file system, on this rank or another
+            if code is not None and free is not None:
+                space = f"\n  It takes {readable_size(size)}, and {readable_size(free)} were free on its disk."
+            if code in (errno.ENOSPC, errno.EDQUOT):
+                space += "\n  Next: free some space, or give a folder on another disk."
             raise CheckpointError(
                 f"Checkpoints: step {step} could not be saved to {self.folder}: {reason}\n"
-                f"  The checkpoints before it are unchanged.{full}"
+                f"  The checkpoints before it are unchanged.{space}"
             ) from error
         self._last = step
         self._processes.from_main(lambda: _remove_old(self.folder, self.keep))

@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ligermodels.checkpoint.files import readable_size, write_errors
+from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.saving import replacing
-from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
+from ligermodels.errors import InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
 from ligermodels.recipes import memory, report
@@ -345,13 +345,8 @@ class Trainer:
     # ---- saving ----
 
     def save(self, *, wait: bool) -> None:
-        """Saves a checkpoint. An error names the free space, which torch's does not; that of a full disk does."""
-        try:
-            self.checkpoints.save(self.progress.step, wait=wait)
-        except CheckpointError as error:
-            if "The disk is full" not in str(error):
-                error.add_note(f"  {readable_size(shutil.disk_usage(self.out).free)} are free on that disk.")
-            raise
+        """Saves a checkpoint. Raises CheckpointError if it cannot be written, or the one before it could not."""
+        self.checkpoints.save(self.progress.step, wait=wait)
 
     def _save_model(self, target: Path, *, merged: bool = False) -> None:
         """Writes the trained model, adapter or heads, with the template of --chat-template.

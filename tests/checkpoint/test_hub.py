@@ -152,14 +152,21 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize("given, subfolder, message", [
     *((given, None, r"(?s)is not there\. Give the folder.*owner/name")
       for given in ("./x", "/no/such/folder", "a/b/c", "C:\\x", Path("x/y"))),
-    ("model.safetensors", None, "is a file"), (".", "sub", "sub is not there"),
+    (".", "sub", "sub is not there"),
     *((".", subfolder, "must be a path inside") for subfolder in ("../x", "/etc", "a/../../b")),
 ])  # fmt: skip
 def test_what_is_neither_folder_nor_repository(given, subfolder, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("model.safetensors").write_bytes(b"")
     with pytest.raises(HubError, match=message):
         hub.resolve(given, subfolder=subfolder)
+
+
+def test_the_file_of_the_weights_stands_for_its_folder(tmp_path):
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    assert hub.resolve(tmp_path / "model.safetensors") == tmp_path
+    with pytest.raises(CheckpointError, match=r"(?s)is a file\. Give the folder.*weights as model\.safetensors"):
+        hub.resolve(tmp_path / "model-00001-of-00002.safetensors")
 
 
 # Downloading

@@ -63,7 +63,8 @@ def test_inspect_fails_where_config_and_weights_do_not_fit(folder, capsys, tmp_p
 
 
 def test_convert_and_verify(folder, capsys, tmp_path):
-    status, out, err = run(capsys, "convert", folder, tmp_path / "copy", "--verify", "bytes")
+    file = folder / "model.safetensors"  # stands for its folder
+    status, out, err = run(capsys, "convert", file, tmp_path / "copy", "--verify", "bytes")
     assert (status, err) == (0, "") and "verified: bytes" in out
     status, out, _ = run(capsys, "verify", folder, tmp_path / "copy")
     assert status == 0 and out.endswith("the same\n")
@@ -89,6 +90,7 @@ def test_convert_and_verify(folder, capsys, tmp_path):
     (["convert", "MODEL", "OUT", "--name", "x"], 2, "name is for GGUF files"),
     (["convert", "MODEL", "OUT.safetensors"], 2, "has the name of a file of weights, and DST is the folder"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
+    (["convert", "FILE", "OUT"], 3, "is a file. Give the folder of a checkpoint"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),
 ])  # fmt: skip
 def test_the_exit_status_of_a_conversion(argv, code, message, folder, capsys, tmp_path):

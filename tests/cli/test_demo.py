@@ -1,6 +1,8 @@
 """`demo` and `doctor`."""
 
+import errno
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ligermodels import cli
 from ligermodels.cli import demo, main
 from tests.cli.commands import run, stdin_of
 
@@ -81,6 +84,16 @@ def test_output_to_a_full_disk_is_one_message(monkeypatch):
         ended = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 3
     assert ended.stderr == "error: the output cannot be written: no space is left on its disk\n"
+
+
+@pytest.mark.parametrize("file, named", [("/cache/weights", "error: /cache/weights "), (None, "error: a file (of")])
+def test_a_full_disk_of_another_file_is_not_said_of_the_output(file, named, capsys, monkeypatch):
+    def fail(args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+
+    monkeypatch.setattr(cli, "_demo", fail)
+    status, _, err = run(capsys, "demo")
+    assert status == 3 and err.startswith(named) and "no space is left" in err
 
 
 @pytest.mark.gpu

@@ -556,7 +556,7 @@ def test_it_opens_by_its_name_and_by_its_folder(tiny, tmp_path, monkeypatch):
     reader = GgufReader(tiny)
     assert len({reader.read("model.embed_tokens.weight").data_ptr() for _ in range(2)}) == 1, "mapped from the file"
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(HubError, match=r"config\.json is a file\. Give the folder of a checkpoint, such as \."):
+    with pytest.raises(CheckpointError, match=r"config\.json is a file\. Give the folder of a checkpoint, such as \."):
         ligermodels.load("config.json")  # no name of a repository, where such a file is
     with pytest.raises(HubError, match=r"z\.gguf is not there"):
         ligermodels.load("z.gguf")

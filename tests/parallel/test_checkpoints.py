@@ -143,7 +143,7 @@ def test_a_full_disk_is_seen_beforehand(tmp_path, monkeypatch):
     checkpoints = Run().checkpoints(tmp_path)
     checkpoints.save(1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**4))
-    with pytest.raises(CheckpointError, match=r"(?s)No space left.*checkpoint takes [\d.]+ kB, and 10 kB were free"):
+    with pytest.raises(CheckpointError, match=r"(?s)No space left.*It takes [\d.]+ kB, and 10 kB were free"):
         checkpoints.save(2)
     assert steps_in(tmp_path) == ["step-00000001"]
 
