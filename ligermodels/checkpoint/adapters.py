@@ -33,6 +33,8 @@ _FIELDS = frozenset({
     "qalora_group_size", "runtime_config", "ensure_weight_tying",
 })  # fmt: skip
 """Fields of adapter_config.json that do not change the sum, or that are read here. Other fields may change it."""
+IN_MEMORY = frozenset({"use_dora", "target_parameters"})
+"""Further fields that `training.load_adapter` computes, and a merge on disk does not."""
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the other ways to initialise change the base as well
 
 
@@ -75,8 +77,8 @@ def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dic
     unknown = sorted(key for key, value in options.items() if key not in _FIELDS | computed and value)
     if unknown:
         step = "merge it with PEFT itself (merge_and_unload), and use the result"
-        if unknown == ["use_dora"]:
-            step = "merge it in Python: load_adapter and merge_lora of ligermodels.training compute DoRA"
+        if IN_MEMORY.issuperset(unknown):
+            step = "merge it in Python: load_adapter and merge_lora of ligermodels.training compute it"
         raise CheckpointError(f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n  Next: {step}.")
     if (init := options.get("init_lora_weights")) not in _INITS:
         raise CheckpointError(

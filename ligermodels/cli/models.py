@@ -64,7 +64,7 @@ def resolve_adapter(args: argparse.Namespace) -> None:
     from ligermodels.checkpoint import adapters
 
     args.adapter = files.absolute(args.model if is_adapter else args.adapter)
-    found = adapters.read_options(args.adapter, computed=frozenset({"use_dora"}))
+    found = adapters.read_options(args.adapter, computed=adapters.IN_MEMORY)
     base = found.get("base_model_name_or_path")
     if not is_adapter:
         if base and Path(base).name != given.name:

@@ -1,7 +1,7 @@
 """Mixture of experts: router, experts, and the load balancing loss."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,34 @@ from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.quantized import QuantizedLinear
 
 
-class Experts(nn.Module):
+class Adaptable(nn.Module):
+    """A module whose weights, by the names in `adaptable`, can get an `ExpertsAdapter`."""
+
+    adaptable: ClassVar[tuple[str, ...]]
+
+    def operand(self, name: str) -> LinearOperand:
+        """The operand of a weight [E, out, in], with its adapter."""
+        adapter = getattr(self, f"{name}_adapter", None)
+        return LinearOperand(getattr(self, name), None, None if adapter is None else adapter.factors)
+
+    def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
+        """Gives a weight an adapter of zeros, and freezes all weights."""
+        self.requires_grad_(False)
+        weight = self.operand(name).weight
+        adapter = ExpertsAdapter(weight.shape, r=r, alpha=alpha, rslora=rslora, dtype=dtype, device=weight.device)
+        self.add_module(f"{name}_adapter", adapter)
+        for other in self.adapters.values():
+            other.requires_grad_(True)
+        return adapter
+
+    @property
+    def adapters(self) -> dict[str, "ExpertsAdapter"]:
+        """{name of the weight: its adapter}."""
+        found = {name: getattr(self, f"{name}_adapter", None) for name in self.adaptable}
+        return {name: adapter for name, adapter in found.items() if adapter is not None}
+
+
+class Experts(Adaptable):
     """Gated MLPs with stacked weights: expert e computes down_proj[e] @ (activation(gate) * up).
 
     forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: the weighted sum over the
@@ -26,6 +53,7 @@ class Experts(nn.Module):
     """
 
     tp: MeshGroup | None = None
+    adaptable = ("gate_up_proj", "down_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
@@ -41,11 +69,10 @@ class Experts(nn.Module):
 
     def operand(self, name: str) -> LinearOperand:
         """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""
-        weight: Any = getattr(self, name)
+        operand, weight = super().operand(name), getattr(self, name)
         if isinstance(weight, QuantizedLinear):
-            weight = weight.operand.in_groups(self.num_experts)
-        adapter = getattr(self, f"{name}_adapter", None)
-        return LinearOperand(weight, None, None if adapter is None else adapter.factors)
+            operand = operand._replace(weight=weight.operand.in_groups(self.num_experts))
+        return operand
 
     def parts(self, name: str) -> int:
         """How many matrices "gate_up_proj" or "down_proj" consists of; each is quantised by itself."""
@@ -56,22 +83,6 @@ class Experts(nn.Module):
         weights = [module.operand for module in modules]
         self._parameters.pop(name, None)
         self.add_module(name, QuantizedLinear(type(weights[0]).stack(weights)))
-
-    def add_adapter(self, name: str, *, r: int, alpha: float, rslora: bool, dtype: torch.dtype) -> "ExpertsAdapter":
-        """Gives "gate_up_proj" or "down_proj" an adapter of zeros, and freezes all weights."""
-        self.requires_grad_(False)
-        weight = self.operand(name).weight
-        adapter = ExpertsAdapter(weight.shape, r=r, alpha=alpha, rslora=rslora, dtype=dtype, device=weight.device)
-        self.add_module(f"{name}_adapter", adapter)
-        for other in self.adapters.values():
-            other.requires_grad_(True)
-        return adapter
-
-    @property
-    def adapters(self) -> dict[str, "ExpertsAdapter"]:
-        """{name of the weight: its adapter}."""
-        found = {name: getattr(self, f"{name}_adapter", None) for name in ("gate_up_proj", "down_proj")}
-        return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
         layers = self.operand("gate_up_proj"), self.operand("down_proj")
@@ -90,8 +101,11 @@ class Experts(nn.Module):
 
 
 class ExpertsAdapter(nn.Module):
-    """LoRA of a weight [E, out, in] of experts, with PEFT's shapes: lora_A.weight [r E, in], the rows of an expert one
-    after the other; lora_B.weight [out, r E], the columns of an expert E apart."""
+    """LoRA of a weight [E, out, in] of experts, or [1, experts, in] of a router.
+
+    PEFT's shapes: lora_A.weight [r E, in], the rows of an expert one after the other; lora_B.weight [out, r E], the
+    columns of an expert E apart.
+    """
 
     def __init__(self, shape: Sequence[int], *, r: int, alpha: float, rslora: bool, **options: Any):
         super().__init__()
@@ -113,18 +127,26 @@ class ExpertsAdapter(nn.Module):
         return a.unflatten(0, (-1, self.r)), b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
 
 
-class Router(nn.Module):
+class Router(Adaptable):
     """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
 
     tp: MeshGroup | None = None
+    adaptable = ("weight",)
 
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
 
+    def operand(self, name: str) -> LinearOperand:
+        """The operand of "weight", as that of one expert: [1, num_experts, hidden_size]."""
+        return super().operand(name)._replace(weight=self.weight[None])
+
     def forward(self, x: Tensor) -> Tensor:
-        return linears(x, [LinearOperand(replicated(self.weight, self.tp))])
+        adapter = self.operand("weight").adapter
+        if adapter is not None:
+            adapter = adapter._replace(a=adapter.a[0], b=adapter.b[0])
+        return linears(x, [LinearOperand(replicated(self.weight, self.tp), None, adapter)])
 
 
 class MoE(nn.Module):

@@ -108,7 +108,8 @@ def adapter_parameters(model: Any, options: TrainOptions) -> int:
             total += rank * (module.in_features + module.out_features) + options.use_dora * module.out_features
     stacked = stacked_weights(model)
     for name in {name for end in options.lora_target_parameters for name in ending(stacked, end)}:
-        number, rows, columns = getattr(*stacked[name]).shape
+        module, weight = stacked[name]
+        number, rows, columns = module.operand(weight).weight.shape
         total += number * rank * (rows + columns)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in options.lora_modules_to_save:

@@ -26,6 +26,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import Experts, LMHead
 from ligermodels.layers.linear import obstacle
 from ligermodels.layers.lora import Adapted
+from ligermodels.layers.moe import Adaptable
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.training import files
 
@@ -58,8 +59,9 @@ def add_lora(
         named with a path, such as "visual.blocks.0.attn.qkv".
     modules_to_save: suffixes of the names of modules that are trained whole and saved with the adapter, such as
         "lm_head"; "norm" names all norms. If a tied head or its embedding is named, the head gets its own weight.
-    target_parameters: the ends of the names of stacked weights of experts, such as "experts.gate_up_proj", that also
-        get an adapter for each expert, as in PEFT; `targets` may then be []. Not with dropout or DoRA.
+    target_parameters: the ends of the names of weights of experts, such as "experts.gate_up_proj", and of routers,
+        "mlp.gate.weight", that also get an adapter, one for each expert, as in PEFT; `targets` may then be []. Not with
+        dropout or DoRA.
     dtype: of the adapters; they compute in the dtype of their input. seed: of A, which is uniform in +- 1 / sqrt(in) as
         in PEFT, from a generator of its own; B is zero.
 
@@ -126,8 +128,9 @@ def merge_lora(model: Any) -> Any:
         adapter = stacked.adapters[name]
         with torch.no_grad():
             factors = adapter.by_expert(files.whole(adapter.lora_A.weight), files.whole(adapter.lora_B.weight))
-            each = zip(files.whole(getattr(stacked, name)), *factors, strict=True)
-            new = torch.stack([adapters.merged(w, right, left, adapter.scale) for w, left, right in each])
+            old = files.whole(getattr(stacked, name))
+            each = zip(old.view(adapter.num_experts, -1, old.shape[-1]), *factors, strict=True)
+            new = torch.stack([adapters.merged(w, right, left, adapter.scale) for w, left, right in each]).view_as(old)
             weights.fill(getattr(stacked, name), lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         delattr(stacked, f"{name}_adapter")
     if hasattr(model, _SAVED):
@@ -188,7 +191,7 @@ def load_adapter(
     """
     folder = saving.absolute(folder)
     _check_free(model, "load_adapter")
-    options = adapters.read_options(folder, computed=frozenset({"use_dora", "target_parameters"}))
+    options = adapters.read_options(folder, computed=adapters.IN_MEMORY)
     if options.get("bias", "none") != "none":
         raise CheckpointError(f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported")
     parts, others = _by_module(folder, adapters.read_tensors(folder, allow_pickle=allow_pickle))
@@ -306,30 +309,30 @@ def _check_free(model: Any, where: str) -> None:
         )
 
 
-def _adapted_experts(model: Any) -> dict[str, tuple[Experts, str]]:
-    """{name of a weight: (its Experts, its name there)} of all adapters of experts."""
-    experts = [(n, m) for n, m in model.named_modules() if isinstance(m, Experts)]
+def _adapted_experts(model: Any) -> dict[str, tuple[Adaptable, str]]:
+    """{name of a weight: (its module, its name there)} of all adapters of experts and routers."""
+    experts = [(n, m) for n, m in model.named_modules() if isinstance(m, Adaptable)]
     return {f"{weights.plain_name(n)}.{name}": (m, name) for n, m in experts for name in m.adapters}
 
 
-def stacked_weights(model: Any) -> dict[str, tuple[Experts, str]]:
-    """{name of a stacked weight of experts: (its Experts, its name there)}."""
-    experts = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
-    return {f"{n}.{name}": (m, name) for n, m in experts.items() for name in ("gate_up_proj", "down_proj")}
+def stacked_weights(model: Any) -> dict[str, tuple[Adaptable, str]]:
+    """{name of a weight of experts or of a router: (its module, its name there)}."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
+    return {f"{n}.{name}": (m, name) for n, m in found.items() for name in m.adaptable}
 
 
 def _stacked(
     model: Any, ends: Sequence[str], where: str, error: type[Exception] = InputError
-) -> dict[str, tuple[Experts, str]]:
+) -> dict[str, tuple[Adaptable, str]]:
     """Those of target_parameters, matched as PEFT does."""
     found = stacked_weights(model)
     if isinstance(ends, str) or (wrong := [end for end in ends if not ending(found, end)]):
         raise error(
             f"{where}: target_parameters={ends if isinstance(ends, str) else wrong}; expected a list of names of "
-            f"stacked weights of experts, of which {_kind(model)} has {', '.join(list(found)[:2]) or 'none'}"
+            f"weights of experts or routers, of which {_kind(model)} has {', '.join(list(found)[:3]) or 'none'}"
         )
     chosen = {name for end in ends for name in ending(found, end)}
-    if any(isinstance(module.down_proj, Tensor) and module.down_proj.is_meta for module, _ in found.values()):
+    if any(parameter.is_meta for module, _ in found.values() for parameter in module.parameters()):
         raise error(f"{where}: the experts are on the meta device; load the model first")
     return {name: one for name, one in found.items() if name in chosen}
 
@@ -349,7 +352,7 @@ def _file_name(name: str, experts: Iterable[str]) -> str:
 
 
 def _take_experts(
-    folder: Path, options: Mapping[str, Any], stacked: Mapping[str, tuple[Experts, str]], parts: dict[str, Any]
+    folder: Path, options: Mapping[str, Any], stacked: Mapping[str, tuple[Adaptable, str]], parts: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     """{name of a weight: {"A", "B": tensor}} of target_parameters, taken out of `parts` and checked."""
     found = {}

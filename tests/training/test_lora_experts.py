@@ -13,9 +13,13 @@ from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lor
 from tests.training.test_lora import IDS, adapted, logits, make
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+ROUTER = ["mlp.gate.weight"]
+NAMED = pytest.mark.parametrize(
+    "names", [BOTH, BOTH[:1], BOTH[1:], ROUTER, BOTH + ROUTER], ids=["both", "gate_up", "down", "router", "all"]
+)
 
 
-@pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
+@NAMED
 def test_peft_computes_the_same_from_our_files(tmp_path, names):
     peft = pytest.importorskip("peft")
     model = adapted("mixtral", target_parameters=names, targets=["q_proj"])
@@ -30,7 +34,7 @@ def test_peft_computes_the_same_from_our_files(tmp_path, names):
     assert torch.equal(logits(again), logits(model))
 
 
-@pytest.mark.parametrize("names", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
+@NAMED
 def test_off_and_merged(names):
     model = adapted("mixtral", target_parameters=names, targets=["q_proj"])
     with adapters_off(model):
@@ -49,7 +53,7 @@ def test_only_the_adapters_are_trained_also_over_4_bits():
                     rows = getattr(module, name).detach().flatten(0, 1).chunk(module.parts(name))
                     module.set_quantized(name, [QuantizedLinear.from_weight(part, kind="nf4") for part in rows])
         plain = logits(model)
-        add_lora(model, 4, targets=[], target_parameters=BOTH)
+        add_lora(model, 4, targets=[], target_parameters=BOTH + ROUTER)
         assert torch.equal(logits(model), plain)  # B is zero
         model(IDS, labels=IDS).loss.backward()
         trained = {name for name, p in model.named_parameters() if p.grad is not None}
