@@ -198,12 +198,9 @@ def _train(
     seconds = median(harness.timed(step, device)[0] for _ in range(steps))
     largest = torch.tensor([seconds, harness.peak_gib(device) or 0.0], device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    seconds, peak = largest.tolist()
     tokens = batch * seq / (1 if alone or mesh == "dp_shard" else gpus)
-    found |= {
-        "tokens/s a GPU": tokens / largest[0].item(),
-        "peak GiB": largest[1].item(),
-        "s a step": largest[0].item(),
-    }
+    found |= {"tokens/s a GPU": tokens / seconds, "peak GiB": peak, "s a step": seconds}
     return found | (_exposed(step) if job["trace"] and device == "cuda" and steps > 1 else {})
 
 

@@ -71,7 +71,8 @@ def main(
         parser.error(str(error))
     finally:
         if options.out and len(record) > 1:
-            write_json(options.out, record)
+            Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
     print(render(record), flush=True)
     return int(bool(record.get("red")))
 
@@ -227,12 +228,6 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
-
-
-def write_json(path: str | Path, record: Mapping[str, Any]) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def render(record: Mapping[str, Any]) -> str:

@@ -79,12 +79,8 @@ def measure(options: argparse.Namespace, record: Record) -> None:
             write(Path(root, name), its_config, block_of(count))
         files = _files(job["folder"])
         nbytes = sum(path.stat().st_size for path in files)
-        record |= {
-            "model": options.model,
-            "gpus": options.gpus,
-            "GB": nbytes / 1e9,
-            "scratch": _file_system(Path(root)),
-        }
+        record |= {"model": options.model, "gpus": options.gpus, "GB": nbytes / 1e9}
+        record["scratch"] = _file_system(Path(root))
         disk = {n: disk_speed(files, n) for n in ((1, 8) if "cold" in options.cache else ())}
         record["disk, GB/s of direct reads by threads"] = disk
         record["rows"], record["red"] = [], []
@@ -153,7 +149,7 @@ def timed(load: "Loader", folder: str, device: str, mesh: Any, job: Mapping[str,
     memory: Row = {"host MiB": _host_mib("VmHWM") - host}
     if device == "cuda":
         memory["GPU GiB"] = torch.cuda.max_memory_reserved() / harness.GIB
-    if wrong := differing(tensors, shapes_of(job["config"]), block_of(job["count"]).to(device)):
+    if wrong := differing(tensors, model_of(job["config"]), block_of(job["count"]).to(device)):
         raise RuntimeError(f"the weights are not those of the files: {', '.join(wrong[:3])}")
     return what, seconds, memory, model
 
@@ -202,9 +198,9 @@ LOADERS: dict[str, Loader] = {
 # The checkpoint, and whether a rank has it
 
 
-def shapes_of(config: Mapping[str, Any]) -> dict[str, torch.Size]:
-    model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+def model_of(config: Mapping[str, Any]) -> Any:
+    """The model on the meta device."""
+    return ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
 
 
 def block_of(count: int) -> Tensor:
@@ -228,31 +224,30 @@ def repeated(name: str, shape: Sequence[int], values: Tensor) -> Tensor:
 def write(folder: Path, config: Mapping[str, Any], values: Tensor) -> None:
     """Writes a checkpoint in bf16. Raises ValueError where the file system has no space for it."""
     folder.mkdir(parents=True)
-    shapes = shapes_of(config)
-    headers = {name: weights.TensorInfo(torch.bfloat16, tuple(shape)) for name, shape in shapes.items()}
+    model = model_of(config)
+    headers = {name: weights.TensorInfo(torch.bfloat16, tuple(x.shape)) for name, x in model.named_parameters()}
     needed, there = sum(header.nbytes for header in headers.values()), shutil.disk_usage(folder).free
     if needed > there:
         raise ValueError(f"{folder} needs {needed / 1e9:.0f} GB, and {there / 1e9:.0f} GB are free")
     shards = saving.split_into_shards(headers, 5 * 10**9 if len(values) == VALUES else 10**5)
 
     def write_some(first: int) -> None:
-        tensors = (repeated(name, shapes[name], values) for shard in shards[first::8] for name in shard)
+        tensors = (repeated(name, headers[name].shape, values) for shard in shards[first::8] for name in shard)
         saving.write_shards(folder, headers, tensors, shards, first=first, step=8)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(write_some, range(8)))
-    model = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=torch.bfloat16, device="meta")
     saving.finish(folder, {"config.json": json.dumps({**model.config.to_hf(), "dtype": "bfloat16"}).encode()})
 
 
 @torch.no_grad()
-def differing(tensors: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], values: Tensor) -> list[str]:
-    """The names of tensors that are missing or differ from the files. Sharded ones are gathered, by all ranks."""
+def differing(tensors: Mapping[str, Any], model: Any, values: Tensor) -> list[str]:
+    """The model's tensors that are missing or differ from the files. Sharded ones are gathered, by all ranks."""
     wrong = []
-    for name, shape in shapes.items():
+    for name, parameter in model.named_parameters():
         found = tensors.get(name)
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
-        if found is None or found.shape != shape:
+        if found is None or found.shape != parameter.shape:
             wrong.append(name)
             continue
         for at, some in zip(itertools.count(0, 2**26), found.flatten().split(2**26), strict=False):

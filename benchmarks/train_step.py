@@ -345,12 +345,9 @@ def optimizer_of(baseline: Baseline, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def step_of(
-    baseline: Baseline,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    example: Mapping[str, Tensor],
+    baseline: Baseline, model: nn.Module, optimizer: torch.optim.Optimizer, example: Mapping[str, Tensor],
     accumulation: int,
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor]:  # fmt: skip
     """A function of the model's inputs that trains one step on them, `accumulation` times the same, and returns the
     loss."""
     if "captured" in baseline.options:
