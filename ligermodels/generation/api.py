@@ -1,6 +1,5 @@
 """`generate`, `generate_iter`, `generate_many` and `generate_many_iter`: front ends of the engines."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,22 +41,18 @@ def generate(
     Each option takes its value from the first that sets it: the keyword, `generation_config`, `model.generation_config`
     (the checkpoint's generation_config.json), transformers' default. A checkpoint with do_sample=true is therefore
     sampled with its own temperature, top_k and top_p unless the call sets do_sample=False. A keyword of None switches
-    the option off; for do_sample and token ids it means "not set".
-
-    Two things are ours. The keyword `temperature`, where neither the call nor its generation_config sets do_sample,
-    decides it: 0 is greedy, above 0 samples (from all tokens if nobody sets top_k and the checkpoint does not sample).
-    And `seed`.
+    the option off; for do_sample and token ids it means "not set". Two things are ours: `seed`, and that the keyword
+    `temperature`, where neither the call nor its generation_config sets do_sample, decides it: 0 is greedy, above 0
+    samples (from all tokens if nobody sets top_k and the checkpoint does not sample).
 
     Args:
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
             pad on the left. None: the bos token.
-        inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids. input_ids may be
-            passed with them, for the same tokens; without them the result has only new ids, and the penalty, processors
-            and criteria see only new ids.
+        inputs_embeds: [B, S, hidden_size] in the model's dtype, read in place of the prompt's ids, which may be passed
+            as well; without them the result, and all that reads the text so far, has only new ids.
         generation_config: a GenerationConfig of transformers, or a dict.
-        logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
-            after the repetition penalty, and before temperature, top_k, top_p and min_p. Classes of transformers work,
-            such as NoRepeatNGramLogitsProcessor and TypicalLogitsWarper, for which there is no option here.
+        logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits, such as
+            transformers' NoRepeatNGramLogitsProcessor. They run after the repetition penalty, before temperature.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one returns True for it. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
@@ -71,16 +66,13 @@ def generate(
 
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
-            the prompt and its padding.
-        min_new_tokens: minimum number of new tokens before a stop id is allowed.
+            the prompt and its padding. min_new_tokens: that number before a stop id is allowed.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
-        temperature: divides the logits; default 1.
-        top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
-        top_p: draw among the likeliest tokens, as few as reach a total probability of top_p.
-        min_p: draw among tokens at least min_p times as likely as the likeliest.
+        temperature: divides the logits; default 1. top_k: draw among the k likeliest (ties with the k-th included); 0
+            or None: all; default 50. top_p: draw among the likeliest tokens, as few as reach a total probability of
+            top_p. min_p: draw among tokens at least min_p times as likely as the likeliest.
         seed: draws use a generator of their own; None: torch's global one.
-        repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also in greedy
-            decoding.
+        repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also if greedy.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
             no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
@@ -110,8 +102,7 @@ def generate(
         InputError: arguments that are out of range, contradictory or not supported; padding on the right; ids outside
             the vocabulary; NaN logits.
     """
-    request = Request(model, inputs, generation_config, logits_processor, stopping_criteria, **options)
-    engine = _engine(request)
+    engine = _engine(Request(model, inputs, generation_config, logits_processor, stopping_criteria, **options))
     if streamer is not None:
         streamer.put(engine.ids[:, engine.first : engine.length].cpu())
     for new in engine.decode():
@@ -120,13 +111,16 @@ def generate(
     if streamer is not None:
         streamer.end()
     ids = engine.ids[:, engine.first : engine.length].clone()  # the buffer is longer if rows stopped early
-    if not request.options.return_dict_in_generate:
+    if not engine.options.return_dict_in_generate:
         return ids
-    scores = None if engine.scores is None else tuple(engine.scores)
-    logits = None if engine.raw_logits is None else tuple(engine.raw_logits)
-    cache = engine.cache if engine.cache is None or engine.cache.foreign is None else engine.cache.foreign
-    found = dict(scores=scores, logits=logits, past_key_values=cache)
-    return GenerateOutput(sequences=ids, **{name: value for name, value in found.items() if value is not None})
+    output, cache = GenerateOutput(sequences=ids), engine.cache
+    if engine.scores is not None:
+        output["scores"] = tuple(engine.scores)
+    if engine.raw_logits is not None:
+        output["logits"] = tuple(engine.raw_logits)
+    if cache is not None:
+        output["past_key_values"] = cache if cache.foreign is None else cache.foreign
+    return output
 
 
 def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
@@ -154,11 +148,9 @@ def generate_many(
     Args:
         prompts: the ids of each prompt, a list or a tensor [S] on any device. No id counts as padding.
         batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
-        options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, num_return_sequences,
-            prefill_chunk_size, stop_strings with tokenizer. max_length counts a prompt's own tokens. A
-            prompt runs once for all of its continuations, which follow each other in the result. Not supported:
-            scores, logits and the cache (return_dict_in_generate), the caller's processors and criteria,
-            embeddings and images.
+        options: those of `generate` but scores, logits and the cache (return_dict_in_generate), the caller's
+            processors and criteria, embeddings and images. max_length counts a prompt's own tokens. A prompt runs once
+            for all of its continuations (num_return_sequences), which follow each other in the result.
 
     Raises:
         InputError: arguments out of range or not supported; ids outside the vocabulary; NaN logits; rows that may grow
@@ -200,10 +192,8 @@ def generate_many_iter(
     request = Request(model, **{"pad_token_id": 0, **options, **own, "input_ids": longest})
     if request.inputs:
         raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the longest prompt has caused them already
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        limits = [request.options.new_tokens(len(text), positions) for text in texts]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limits = [request.options.new_tokens(len(text), positions) for text in texts]
     rotary, most = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:

@@ -137,13 +137,10 @@ class Options:
         if not values.get("do_sample"):  # the checkpoint's settings for sampling may be anything
             values = {name: value for name, value in values.items() if name in explicit or name not in SAMPLING_OFF}
         options = cls(**{name: values[name] for name in OPTION_NAMES & values.keys()})
-        set_off = [name for name, off in SAMPLING_OFF.items() if getattr(options, name) in (off, getattr(cls, name))]
-        ignored = [name for name in SAMPLING_OFF if name in explicit and name not in set_off]
-        if ignored and not options.do_sample:
-            warnings.warn(
-                f"{', '.join(ignored)} changes nothing in greedy decoding; pass do_sample=True to draw tokens",
-                stacklevel=4,
-            )
+        for name, off in SAMPLING_OFF.items() if not options.do_sample else ():
+            if name in explicit and getattr(options, name) not in (off, getattr(cls, name)):
+                message = f"{name} changes nothing in greedy decoding; pass do_sample=True to draw tokens"
+                warnings.warn(message, stacklevel=4)
         return options, set(explicit)
 
     def __post_init__(self):
@@ -180,14 +177,7 @@ class Options:
         """
         if self.max_new_tokens is not None:
             return int(self.max_new_tokens)
-        end = self.max_length
-        if end is None:
-            end = min(prompt_length + DEFAULT_NEW_TOKENS, positions or sys.maxsize)
-            warnings.warn(
-                f"neither the call nor the checkpoint sets max_new_tokens or max_length: at most {DEFAULT_NEW_TOKENS} "
-                "tokens are added; pass max_new_tokens",
-                stacklevel=4,
-            )
+        end = self.max_length or min(prompt_length + DEFAULT_NEW_TOKENS, positions or sys.maxsize)
         if end <= prompt_length:
             number = f"the prompt has {prompt_length} tokens, padding included"
             raise InputError(f"{number}, and max_length={end} leaves none for new ones; pass max_new_tokens")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError, did_you_mean
-from ligermodels.generation.options import DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
+from ligermodels.generation.options import DEFAULT_NEW_TOKENS, DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
 from ligermodels.layers import GatedDeltaNet
 from ligermodels.layers.state import as_cache
 
@@ -79,6 +79,10 @@ class Request:
         self.input_ids = prompt
         self.mask, self.longest, self.pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
         self.max_new_tokens = options.new_tokens(prompt.shape[1], positions)
+        if options.max_new_tokens is None and options.max_length is None:
+            limits = "neither the call nor the checkpoint sets max_new_tokens or max_length"
+            message = f"{limits}: at most {DEFAULT_NEW_TOKENS} tokens are added; pass max_new_tokens"
+            warnings.warn(message, stacklevel=3)
         most = self.longest + self.max_new_tokens
         if positions is not None and most > positions:
             warnings.warn(

@@ -65,10 +65,10 @@ class State:
         The first tokens decide, since accelerate offloads or spreads models, and autocast and fp32 embeddings compute
         in another dtype than the model's.
         """
-        for i, x in enumerate(self.buffers):
-            dtype = like.dtype if i < self.computed else x.dtype
-            if (x.device, x.dtype) != (like.device, dtype):
-                with torch.inference_mode(False):
+        with torch.inference_mode(False):
+            for i, x in enumerate(self.buffers):
+                dtype = like.dtype if i < self.computed else x.dtype
+                if (x.device, x.dtype) != (like.device, dtype):
                     self.buffers[i] = torch.zeros_like(x, device=like.device, dtype=dtype)
 
     def tensors(self) -> list[Tensor]:
@@ -109,9 +109,8 @@ class KeyValues(State):
 
         Each is [B, seen + S, HK, D]; seen is past, or with a window at most window - 1. Without gradients these are k
         and v themselves if past is 0; else views of the buffers, valid until the next call, or copies around the ring.
-        With gradients the new tokens keep theirs and the past is constant. An empty state is moved first, see `move`.
-        Raises InputError if batch size, heads or dtype (unless the state is fp8) differ from the state's, and for
-        gradients with fp8.
+        With gradients the new tokens keep theirs and the past is constant. Raises InputError if batch size, heads or
+        dtype (unless the state is fp8) differ from the state's, and for gradients with fp8.
         """
         if past == 0:
             self.move(k)
@@ -132,22 +131,19 @@ class KeyValues(State):
         """Rotates and stores one new token a row, and returns its attention [B, 1, HQ, D] to the tokens of its row.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. tables: cos and sin; None rotates nothing. Positions
-        are read from the device, so that a CUDA graph of this can be replayed. In a cache of one row the B tokens may
-        follow each other: each sees those before.
+        are on the device. In a cache of one row the B tokens may follow each other: each sees those before.
         """
         buffers = self.buffers
         if self.rows == 1:
             buffers = [x.expand(len(k), *x.shape[1:]) for x in buffers]
-        _check_fits(buffers[0], k)
         keys, values, *rest = buffers
         scales = None
         if self.is_fp8:
             keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
-        ring = self.window is not None
         cos, sin = tables or (q.new_ones(1, 1, 1, dtype=torch.float32), q.new_zeros(1, 1, 1, dtype=torch.float32))
         return rope_decode_attention(
-            q, k, v, cos, sin, keys, values, token.starts, token.ends, ring=ring, window=window, softcap=softcap,
-            scale=scale, counters=self.counters, scales=scales,
+            q, k, v, cos, sin, keys, values, token.starts, token.ends, ring=self.window is not None, window=window,
+            softcap=softcap, scale=scale, counters=self.counters, scales=scales,
         )  # fmt: skip
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
@@ -212,7 +208,9 @@ class KeyValues(State):
         """What the buffers store of k and v."""
         if not self.is_fp8:
             return [k, v]
-        _check_fp8(k.device)
+        if k.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(k.device) < (8, 9):
+            name = torch.cuda.get_device_name(k.device)
+            raise InputError(f"kv_cache_dtype='fp8': {name} cannot convert e4m3, GPUs from Ada on can; leave it out")
         if k.requires_grad or v.requires_grad:
             raise InputError("a KV cache in fp8 has no gradients: use torch.no_grad(), or another kv_cache_dtype")
         (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
@@ -224,15 +222,6 @@ class KeyValues(State):
             return stored[0], stored[1]
         k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], dtype) for i in (0, 1))
         return k, v
-
-
-def _check_fp8(device: torch.device) -> None:
-    """Raises InputError where Triton cannot convert to and from e4m3."""
-    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 9):
-        raise InputError(
-            f"kv_cache_dtype='fp8': {torch.cuda.get_device_name(device)} cannot convert e4m3, which Ada, Hopper and "
-            "later GPUs do; leave kv_cache_dtype out"
-        )
 
 
 def _check_fits(stored: Tensor, k: Tensor) -> None:
