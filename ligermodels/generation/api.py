@@ -172,15 +172,13 @@ def generate_many_iter(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
     if not hasattr(type(model), "new_cache") or is_adapted(model):
-        raise InputError(
-            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one or an adapter: pass "
-            "the model inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
-        )
+        found = f"a {type(model).__name__} around one or an adapter"
+        inside = "`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA"
+        raise InputError(f"generate_many needs a model of ligermodels, not {found}: pass the model inside ({inside})")
     for name in sorted(_OF_ONE_BATCH & options.keys()):
         if options[name] is not None and options[name] is not False:
-            raise InputError(
-                f"generate_many does not take {name}: prompts and results are lists of ids; use `generate`"
-            )
+            message = f"generate_many does not take {name}: prompts and results are lists of ids; use `generate`"
+            raise InputError(message)
     if options.get("use_cache") is False:
         raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
     if not texts:
@@ -197,10 +195,9 @@ def generate_many_iter(
     rotary, most = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
-        raise InputError(
-            f"generate_many: rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch, and "
-            f"{most} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
-        )
+        reason = f"rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch"
+        limit = f"{most} tokens exceed its original length, {rotary.original_length}"
+        raise InputError(f"generate_many: {reason}, and {limit}; call `generate` for each prompt")
     return ContinuousEngine(request, texts, limits, batch_size).continuations()
 
 

@@ -8,7 +8,7 @@ token while the model computes the next logits, so a finished row computes one m
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +31,12 @@ _EMPTY_ID = 2**40
 """The id in columns without a token, which processors do not count."""
 
 
-@dataclass
-class _Prefilled:
-    """Prompts that ran, and their continuations that have no row yet."""
-
-    logits: Tensor  # [N, V] fp32, after the last token
-    cache: Cache
-    waiting: deque[tuple[int, int]]  # row of the above, index of the continuation in the result
-
-
 class ContinuousEngine(Engine):
-    """limits: max_new_tokens of each prompt. request: of the longest one."""
+    """limits: max_new_tokens of each prompt. request: of the longest one.
+
+    waiting: the prompts that have not run. ready: the continuations, without a row, of those that ran last: (row of
+    prompt_logits [N, V] and of prompt_cache, index of the continuation in the result).
+    """
 
     def __init__(self, request: Request, prompts: Sequence[Tensor], limits: Sequence[int], batch_size: int):
         self.prompts, self.limits, self.copies = prompts, limits, request.options.num_return_sequences
@@ -51,10 +46,10 @@ class ContinuousEngine(Engine):
         super().__init__(request, rows)
         self.ids = torch.zeros(rows, 2 * self.capacity, dtype=torch.int64, device=self.device)
         self.length = self.capacity
-        self.waiting = deque(
-            sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-        )  # similar lengths run together
-        self.prefilled: _Prefilled | None = None
+        # Similar lengths run together.
+        self.waiting = deque(sorted(range(len(prompts)), key=lambda i: -len(prompts[i])))
+        self.ready: deque[tuple[int, int]] = deque()
+        self.prompt_cache: Cache | None = None
 
     def continuations(self) -> Iterator[tuple[int, Tensor]]:
         """(index in the result, new ids) of each continuation as it ends."""
@@ -105,26 +100,26 @@ class ContinuousEngine(Engine):
     def _fill(self, free: list[int]) -> None:
         """Puts prompts into the `free` rows, and runs more of them when none is ready."""
         while free and self.left:
-            if self.prefilled is None:
-                self.prefilled = self._run_prompts(cdiv(len(free), self.copies))
-            ready, count = self.prefilled, min(len(free), len(self.prefilled.waiting))
-            into, free = free[:count], free[count:]
-            sources, indices = zip(*(ready.waiting.popleft() for _ in into), strict=True)
+            if not self.ready:
+                self._run_prompts(cdiv(len(free), self.copies))
+            ran: Any = self.prompt_cache
+            into, free = free[: len(self.ready)], free[len(self.ready) :]
+            sources, indices = zip(*(self.ready.popleft() for _ in into), strict=True)
             prompts = [self.prompts[index // self.copies] for index in indices]
             for b, index, prompt in zip(into, indices, prompts, strict=True):
-                most, start = self.limits[index // self.copies], ready.cache.length - len(prompt)
+                most, start = self.limits[index // self.copies], ran.length - len(prompt)
                 self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), most, index, start)
-            self.left -= count
+            self.left -= len(into)
             taken, rows = to_device(sources, self.device), to_device(into, self.device)
-            self.cache.put(ready.cache, taken, rows)
+            self.cache.put(ran, taken, rows)
             ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
             self.ids[rows] = _EMPTY_ID
             self.ids[rows, self.length - ids.shape[1] : self.length] = ids
-            self.logits = self.logits.index_put((rows,), ready.logits[taken])
-            if not ready.waiting:
-                self.prefilled = None
+            self.logits = self.logits.index_put((rows,), self.prompt_logits[taken])
+            if not self.ready:
+                self.prompt_cache = None  # frees its memory
 
-    def _run_prompts(self, count: int) -> _Prefilled:
+    def _run_prompts(self, count: int) -> None:
         """Runs the next `count` prompts, or fewer if PREFILL_TOKENS does not allow as many, padded to the longest."""
         width = len(self.prompts[self.waiting[0]])
         chosen = [self.waiting.popleft() for _ in range(min(count, len(self.waiting), max(1, PREFILL_TOKENS // width)))]
@@ -133,5 +128,5 @@ class ContinuousEngine(Engine):
         mask = None if len(prompts[-1]) == width else ids != _EMPTY_ID
         cache = self.model.new_cache(len(chosen), width, kv_cache_dtype=self.options.kv_cache_dtype, whole=True)
         output = self.run(ids if mask is None else ids * mask, cache, width, mask=mask)
-        waiting = deque((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))
-        return _Prefilled(output.logits[:, -1].float(), cache, waiting)
+        self.prompt_logits, self.prompt_cache = output.logits[:, -1].float(), cache
+        self.ready.extend((n, i * self.copies + copy) for n, i in enumerate(chosen) for copy in range(self.copies))

@@ -180,10 +180,8 @@ class Engine:
         new, broken = reading.result()
         values, is_broken, asked = new.tolist(), broken.tolist(), [False] * len(new)
         if any(is_broken[b] for b, _ in going):
-            raise InputError(
-                "the logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
-                "weights: load with dtype=torch.bfloat16, and check the weight files and the logits_processor"
-            )
+            causes = "float16 overflow (load with dtype=torch.bfloat16), damaged weights or a logits_processor"
+            raise InputError(f"the logits are NaN (or all -inf), so no token can be chosen; likely {causes}")
         if self.request.criteria:
             seen = None if self.scores is None else tuple(self.scores)
             asked = ask_criteria(self.request.criteria, self.ids[:, self.first : self.length], seen).tolist()

@@ -1,12 +1,10 @@
 """A step of decoding, which on CUDA is a graph, and the caches with their graphs that a model keeps.
 
-The host launches the hundreds of kernels of a model in one call, and reads a token while the model computes the next
-logits. A `Step` reads and writes the memory of one cache, at positions that are on the device. `KeptCaches` keeps the
-caches of a model with their steps for the next call: `model.kept_caches`, freed by `model.release()`.
-
-A graph repeats the kernels of its capture, with the addresses and numbers of that time. Every call therefore checks
-what a graph cannot run, hooks and modules and weights of unknown kinds (`obstacle_to_capture`), and captures again
-where anything has changed that the capture read (`Step.begin`).
+A `Step` reads and writes the memory of one cache, at positions that are on the device. As a graph it repeats the
+kernels of its capture, with the addresses and numbers of that time. Every call therefore checks what a graph cannot
+run, hooks and modules and weights of unknown kinds (`obstacle_to_capture`), and captures again where anything has
+changed that the capture read (`Step.begin`). `KeptCaches` keeps caches with their steps for the next call:
+`model.kept_caches`, freed by `model.release()`.
 """
 
 import math

@@ -63,10 +63,8 @@ class Request:
             shape = getattr(inputs_embeds, "shape", (type(inputs_embeds).__name__,))
             wanted = *getattr(prompt, "shape", shape[:2]), config.hidden_size
             if tuple(shape) != wanted or len(shape) != 3 or 0 in shape:
-                raise InputError(
-                    f"inputs_embeds is {list(shape)}; it must be a tensor [batch, length of at least 1, "
-                    f"{config.hidden_size}], of the same tokens as input_ids where both are given"
-                )
+                right = f"a tensor [batch, length of at least 1, {config.hidden_size}]"
+                raise InputError(f"inputs_embeds is {list(shape)}; it must be {right}, of the same tokens as input_ids")
             check_device(model, inputs_embeds=inputs_embeds)
             if prompt is None:
                 prompt = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
@@ -127,15 +125,13 @@ class Request:
         if cache is None:
             return
         if kind not in (None, cache.kv_cache_dtype):
+            known = f"past_key_values, which is of {cache.kv_cache_dtype!r}"
             raise InputError(
-                f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave it "
-                f"out, or make the cache by model.new_cache(..., kv_cache_dtype={kind!r})"
+                f"kv_cache_dtype={kind!r} contradicts {known}: model.new_cache(..., kv_cache_dtype={kind!r})"
             )
         if cache.length >= length:
-            raise InputError(
-                f"past_key_values has {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
-                "the cache included, and at least one that is new"
-            )
+            number = f"past_key_values has {cache.length} tokens and input_ids {length}"
+            raise InputError(f"{number}: pass the whole text, cached tokens included, and at least one new token")
         if cache.length and cache.rows != rows:
             raise InputError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}; they must be equal")
 
@@ -146,10 +142,8 @@ class Request:
             return
         gaps = (self.mask.cumsum(1) > 0) & ~self.mask
         if gaps[:, 0 if self.cache is None else self.cache.length :].any():
-            raise InputError(
-                f"{type(self.model).__name__} has recurrent layers, which take no padding between tokens: pad on the "
-                "left alone; without attention_mask, ids equal to pad_token_id are padding"
-            )
+            name = f"{type(self.model).__name__} has recurrent layers, which take no padding between tokens"
+            raise InputError(f"{name}: pad on the left alone; without attention_mask, pad_token_id is padding")
 
 
 def is_adapted(model: Any) -> bool:
@@ -192,10 +186,9 @@ def checked_prompt(
             raise InputError(f"{name} has shape {list(x.shape)}, input_ids {list(input_ids.shape)}; they must be equal")
     check_device(model, **given)
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(
-            f"input_ids are {input_ids.dtype} {list(input_ids.shape)}; they must be torch.int64 or torch.int32 [batch, "
-            "length of at least 1]: pass input_ids[None] for one prompt, and the bos token for an empty one"
-        )
+        found, right = f"{input_ids.dtype} {list(input_ids.shape)}", "torch.int64 or torch.int32 [batch, length]"
+        instead = "pass input_ids[None] for one prompt, and the bos token for an empty one"
+        raise InputError(f"input_ids are {found}; they must be {right}: {instead}")
     source, padded = "attention_mask", attention_mask
     if padded is None:
         source = f"input_ids (pad_token_id={pad_id}, and no attention_mask)"
@@ -207,15 +200,11 @@ def checked_prompt(
     ]).tolist()  # fmt: skip
     rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for images
     if low < 0 or high >= rows:
-        raise InputError(
-            f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}; "
-            "likely the tokenizer of another model, or a label value such as -100"
-        )
+        found = f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}"
+        raise InputError(f"{found}; likely the tokenizer of another model, or a label value such as -100")
     if not is_binary:
         raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it has other values")
     if not ends_in_token:
-        raise InputError(
-            f"row {int((~mask[:, -1]).nonzero()[0])} of {source} ends in padding, which would come between the prompt "
-            "and its continuation: pad on the left (zeros first in attention_mask; a tokenizer's padding_side='left')"
-        )
+        row = f"row {int((~mask[:, -1]).nonzero()[0])} of {source}"
+        raise InputError(f"{row} ends in padding: pad on the left (zeros first; a tokenizer's padding_side='left')")
     return None if shortest == mask.shape[1] else mask, longest, bool(pads_left)

@@ -28,7 +28,8 @@ class State:
 
     Buffers are made under `torch.inference_mode(False)`, as `new_cache` does: others are not writable out of the mode.
     computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
-    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
+    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state,
+    if it has `put(other, rows, into, length)`: row into[i] becomes row rows[i] of `other`, which has `length` tokens.
     """
 
     def __init__(self, *buffers: Tensor, computed: int = 0):
@@ -52,12 +53,6 @@ class State:
         """Row i becomes the old row rows[i]."""
         with torch.inference_mode(False):
             self.buffers = [x.index_select(0, rows) for x in self.buffers]
-
-    def put(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
-        """Row into[i] becomes row rows[i] of `other`, which has `length` tokens."""
-        self.move(other.buffers[0])
-        for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into] = its[rows]
 
     def move(self, like: Tensor) -> None:
         """Gives an empty state the device of `like`, and its first `computed` buffers the dtype of `like`.
@@ -115,7 +110,7 @@ class KeyValues(State):
         if past == 0:
             self.move(k)
         _check_fits(self.buffers[0], k)
-        new, seen, end = self._encode(k, v), self._seen(past), past + k.shape[1]
+        new, seen, end = self._encode(k, v), min(past, self._most - 1), past + k.shape[1]
         if min(end, self._most) > self.capacity:
             self._resize(min(max(end, 2 * self.capacity), self._most), past)
         found = None
@@ -160,10 +155,10 @@ class KeyValues(State):
 
     def crop(self, length: int, cache: "Cache") -> bool:
         """Columns from `length` on are written again before they are read."""
-        return max(self._dropped, cache.farthest - self.capacity) <= length - self._seen(length)
+        return max(self._dropped, cache.farthest - self.capacity) <= max(0, length - self._most + 1)
 
     def put(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
-        """As in State. `other` has a column for every token; if this state has fewer, it takes the last tokens."""
+        """`other` has a column for every token; if this state has fewer, it takes the last tokens."""
         self.move(other.buffers[0])
         begin = max(0, length - self.capacity)
         columns = torch.arange(begin, length, device=rows.device) % self.capacity
@@ -172,10 +167,6 @@ class KeyValues(State):
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, self.counters]
-
-    def _seen(self, past: int) -> int:
-        """Tokens before the next one that it sees."""
-        return min(past, self._most - 1)
 
     def _columns(self, begin: int, end: int) -> Any:
         """Of the positions from begin to end: a slice, or where they go around the ring their indices."""
@@ -198,7 +189,7 @@ class KeyValues(State):
             buffer[:, columns] = x[:, begin - past :].detach()
 
     def _resize(self, capacity: int, past: int) -> None:
-        self._dropped = past - self._seen(past)
+        self._dropped = max(0, past - self._most + 1)
         stored = self._read(self._dropped, past)
         with torch.inference_mode(False):
             self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
@@ -367,10 +358,8 @@ class Cache:
     def begin(self) -> None:
         """Comes before the mixers read and store tokens, `advance` after that. Raises InputError if a pass failed."""
         if self.is_partial:
-            raise InputError(
-                "a forward pass with this cache failed midway, and some layers have stored its tokens, others not: "
-                "call cache.reset() and pass the whole text"
-            )
+            reason = "a pass with this cache failed midway, and some layers lack its tokens"
+            raise InputError(f"{reason}: call cache.reset() and pass the whole text")
         self.is_partial = True
 
     def advance(self, tokens: int) -> None:
@@ -418,7 +407,7 @@ class Cache:
         places = torch.arange(self.rows, device=rows.device) if into is None else into
         if into is None:
             self.reserve(other.length)
-        for mine, state in zip(self.states, other.states, strict=True):
+        for mine, state in zip(self, other, strict=True):
             mine.put(state, rows, places, other.length)
         if into is None:
             self.values = _select(other.values, rows)
@@ -457,10 +446,8 @@ class TransformersState(State):
         return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
 
     def reset(self) -> None:
-        raise InputError(
-            f"a {type(self._cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need "
-            "at their original length; leave past_key_values out"
-        )
+        reason = "rotary positions with a switch (longrope) need that at their original length"
+        raise InputError(f"a {type(self._cache).__name__} cannot be emptied, {reason}; leave past_key_values out")
 
     def reorder(self, rows: Tensor) -> None:
         self._cache.layers[self._layer].batch_select_indices(rows)
