@@ -28,9 +28,6 @@ from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
-MAX_GUESSES = 128
-"""The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
-
 
 def drafter_of(request: Request) -> "PromptLookup | Medusa | MultiToken":
     """The drafter that a call asks for. Raises InputError for heads that are not the model's."""
@@ -192,8 +189,6 @@ class DraftingEngine(PaddedEngine):
     def __init__(self, request: Request):
         super().__init__(request)
         self.drafter = drafter_of(request)
-        if self.drafter.count > MAX_GUESSES:
-            raise InputError(f"a step verifies at most {MAX_GUESSES} proposed tokens, not {self.drafter.count}")
         self.capacity += self.drafter.count  # a step writes all of its guesses
         self.text, self.proposed, self.verified = request.input_ids[0].tolist(), 0, -1
         self.reading: AsyncToHost | None = None

@@ -136,7 +136,7 @@ class Engine:
                 given = self.prepare(
                     ids[:, begin:end], attention_mask=None if mask is None else mask[:, :end],
                     position_ids=None if positions is None else positions[:, begin:end], past_key_values=cache,
-                    use_cache=self.options.use_cache is not False, **own, **rest,
+                    use_cache=self.options.use_cache, **own, **rest,
                 )  # fmt: skip
                 if own and given.get("inputs_embeds") is not own["inputs_embeds"]:
                     raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
@@ -218,20 +218,16 @@ class PaddedEngine(Engine):
 
     def __init__(self, request: Request):
         prompt, copies = request.input_ids, request.options.num_return_sequences
-        new, mask, all_rows = request.max_new_tokens, request.mask, None
+        new, mask = request.max_new_tokens, request.mask
         self.mask = None if mask is None else F.pad(mask, (0, new), value=True)  # [B, end]
-        if self.mask is not None:
-            all_rows = self.mask.repeat_interleave(copies, 0)
+        all_rows = None if self.mask is None else self.mask.repeat_interleave(copies, 0)
         super().__init__(request, len(prompt) * copies, all_rows)
         self.ids, self.embeds = F.pad(prompt.long(), (0, new)), request.embeds
         self.first, self.start = request.without_ids, prompt.shape[1]
         self.length, self.end = self.start, self.start + new
-        recent: list[list[int]] = [[]] * len(prompt)
-        if self.options.stop_strings:
-            recent = prompt[:, max(self.first, self.start - 8) :].tolist()
+        recent = prompt[:, max(self.first, self.start - 8) :].tolist()
         self.rows[:] = [self.new_row(self.start, ids, new) for ids in recent for _ in range(copies)]
         self.done, self.capacity = [False] * len(self.rows), self.end
-        self.use_cache = self.options.use_cache is not False
         self.cache, self.is_adapted = request.cache, is_adapted(self.model)
         self.virtual = 0  # the number of virtual tokens
 
@@ -242,13 +238,14 @@ class PaddedEngine(Engine):
 
     def prefill(self) -> None:
         model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
-        self.captures = self.reads_behind = self.use_cache and self.request.max_new_tokens > 1 and self.can_capture(
+        is_foreign = self.cache is not None and self.cache.foreign is not None
+        steps = self.options.use_cache and self.request.max_new_tokens > 1
+        self.captures = self.reads_behind = steps and self.can_capture(
             self.is_adapted and ADAPTED,
-            self.cache is not None and self.cache.foreign is not None
-            and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
+            is_foreign and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
             not self.request.pads_left and "attention_mask has gaps between tokens",
-        )  # fmt: skip
-        if self.use_cache and self.cache is None and not self.is_adapted:
+        )
+        if self.options.use_cache and self.cache is None and not self.is_adapted:
             if self.captures:
                 self.kept = model.kept_caches.take(model, len(self.rows), self.capacity, kind)
             if self.captures and rows == len(self.rows):
@@ -293,13 +290,11 @@ class PaddedEngine(Engine):
     def drop_stale(self) -> None:
         """Empties the cache where its keys do not fit the rotary tables of the next token (longrope), or where the last
         pass before this call failed midway."""
-        new = self.length - self.past
-        fits = not self.model.decoder.rotary_emb.needs_recompute(self.longest - new, self.longest)
-        if not self.past or (fits and not self.cache.is_partial):
-            return
-        if self.is_adapted:
+        new, rotary = self.length - self.past, self.model.decoder.rotary_emb
+        switches = self.past and rotary.needs_recompute(self.longest - new, self.longest)
+        if switches and self.is_adapted:
             self.cache = None
-        else:
+        elif switches or (self.cache is not None and self.cache.is_partial):
             self.cache.reset()
 
     def forward(self) -> None:
@@ -312,7 +307,7 @@ class PaddedEngine(Engine):
             embeds = torch.cat([embeds, new], 1)
         inputs = self.request.inputs if length == self.start or past == 0 else None
         output = self.run(ids, self.cache, self.longest, past=past, mask=mask, embeds=embeds, inputs=inputs)
-        if self.use_cache and self.cache is None:
+        if self.options.use_cache and self.cache is None:
             self.cache = as_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length
         self.logits = output.logits[:, -1]

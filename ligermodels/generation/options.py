@@ -14,6 +14,8 @@ from ligermodels.errors import InputError
 DEFAULT_NEW_TOKENS = 20
 DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
+MAX_GUESSES = 128
+"""The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SAMPLING_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """{sampling option, which greedy decoding ignores: the value that switches it off}."""
@@ -94,7 +96,7 @@ class Options:
     min_p: float = _number(Real, 0, 1, off=0.0)
     repetition_penalty: float = _number(Real, 1e-20, 1e20, off=1.0)
     num_return_sequences: int = _number(Integral, 1, off=1)
-    use_cache: bool | None = True
+    use_cache: bool = True
     kv_cache_dtype: str | None = None
     return_dict_in_generate: bool | None = None
     output_scores: bool | None = None
@@ -106,11 +108,11 @@ class Options:
     prefill_chunk_size: int | None = _number(Integral, 1)
     seed: int | None = _number(Integral, -(2**63), 2**64 - 1)
     disable_compile: bool | None = None
-    prompt_lookup_num_tokens: int | None = _number(Integral, 1)
+    prompt_lookup_num_tokens: int | None = _number(Integral, 1, MAX_GUESSES)
     max_matching_ngram_size: int = _number(Integral, 1, off=2)
     medusa: Any = None
     use_mtp: bool | None = None
-    num_assistant_tokens: int = _number(Integral, 1, off=2)
+    num_assistant_tokens: int = _number(Integral, 1, MAX_GUESSES, off=2)
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:
@@ -164,6 +166,7 @@ class Options:
             self.stop_strings = [self.stop_strings]
         if not all(isinstance(string, str) and string for string in self.stop_strings or ()):
             raise InputError(f"stop_strings must be non-empty strings, not {self.stop_strings!r:.200}")
+        self.use_cache = self.use_cache is not False
         if self.kv_cache_dtype not in (None, "auto", "fp8"):
             raise InputError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto', the dtype of the model, or 'fp8'")
         if not self.do_sample and self.num_return_sequences > 1:

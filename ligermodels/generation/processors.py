@@ -1,7 +1,6 @@
 """From the model's logits to the next token: repetition penalty, banned ids, temperature and cuts, and the draw.
 
-They run in the order of transformers and do not synchronise with the host. For rarer ones (no_repeat_ngram_size,
-bad_words_ids, typical_p, ...) the caller passes a `logits_processor`, such as those of transformers.
+They run in the order of transformers and do not synchronise with the host. Rarer ones are the caller's.
 """
 
 import functools

@@ -115,7 +115,7 @@ class Request:
             "a model with cross-attention": getattr(self.model.decoder.config, "cross_attention_layers", ()),
         }
         for some, others in (
-            (["use_cache=False"] * (options.use_cache is False), chunks + fp8 + past + drafters + images),
+            (["use_cache=False"] * (not options.use_cache), chunks + fp8 + past + drafters + images),
             (images, chunks + embeds),
             (chunks + fp8 + past + drafters, [adapter] * is_adapted(self.model)),
             (drafters, drafters[1:] + embeds + [name for name, there in several.items() if there]),

@@ -1,5 +1,7 @@
 """`model.forward` and a cache, by hand: what a pass that failed, a cut, or torch.inference_mode leaves behind."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -53,12 +55,12 @@ def test_a_pass_that_failed_is_not_continued(model):
     ids = prompt(1, 16)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, -1]
-    for mend in ("reset", "crop", "generate"):
+    for mend, before in itertools.product(("reset", "crop", "generate"), ([9, 11], [])):
         cache = model.new_cache(1, 40)
         cache.reserve(40, 8)
         with torch.no_grad():
-            logits(model, ids[:, :9], cache)
-            logits(model, ids[:, :11], cache)
+            for end in before:
+                logits(model, ids[:, :end], cache)
             hook = model.model.layers[-1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 logits(model, ids[:, :14], cache)

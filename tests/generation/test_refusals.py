@@ -66,7 +66,7 @@ def filled(rows):
     (ONE, LOOKUP | dict(past_key_values=DynamicCache()), "model.new_cache"),
     (ONE, LOOKUP | dict(medusa=True), "prompt_lookup_num_tokens contradicts medusa"),
     (ONE, dict(prompt_lookup_num_tokens=0), "at least 1"),
-    (ONE, dict(prompt_lookup_num_tokens=129), "at most 128 proposed tokens, not 129"),
+    (ONE, dict(prompt_lookup_num_tokens=129), "=129 must be an integer of at least 1 and at most 128"),
     (ONE, LOOKUP | dict(max_matching_ngram_size=0), "at least 1"),
     (ONE, dict(medusa=True), "medusa is a bool and must be the heads of a model with 32 hidden"),
     (ONE, dict(kv_cache_dtype="int8"), "'auto', the dtype of the model, or 'fp8'"),
