@@ -25,8 +25,7 @@ class GenerateOutput(Attributes):
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
     processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values: the
-    cache of all tokens but the last. It is empty, and the next call reads the whole text, where a row ended before the
-    others and a layer has a recurrent state, which has read pad ids.
+    cache of all tokens but the last; empty where a layer has a recurrent state, and a row ended before the others.
     """
 
     fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))
@@ -124,11 +123,8 @@ def generate(
 
 
 def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
-    """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows.
-
-    Arguments and errors are those of `generate`, without `streamer`. The call checks them, before the first step. To
-    stop early, leave the loop.
-    """
+    """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows. Arguments
+    are those of `generate`, without `streamer`, and so are errors, at the call. To stop early, leave the loop."""
     return _engine(Request(model, *args, **options)).decode()
 
 
@@ -164,10 +160,8 @@ def generate_many(
 def generate_many_iter(
     model: Any, prompts: Sequence[Tensor | Sequence[int]], *, batch_size: int = 32, **options: Any
 ) -> Iterator[tuple[int, Tensor]]:
-    """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
-
-    The longest prompts run first. The call checks its arguments, before the first step. To stop early, leave the loop.
-    """
+    """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends. Errors are raised
+    at the call. The longest prompts run first. To stop early, leave the loop."""
     texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")

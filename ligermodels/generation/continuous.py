@@ -76,7 +76,7 @@ class ContinuousEngine(Engine):
         if self.length == self.ids.shape[1]:
             self.ids[:, : self.capacity] = self.ids[:, -self.capacity :].clone()
             self.length = self.capacity
-        texts = [row.prompt + row.new for row in self.rows if row is not None]
+        texts = [row.prompt + len(row.ids) for row in self.rows if row is not None]
         self.first = self.length - max(texts, default=0)
         if texts and (fills or ended):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache

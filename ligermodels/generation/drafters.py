@@ -40,11 +40,8 @@ def drafter_of(request: Request) -> "PromptLookup | Medusa | MultiToken":
 
 
 class PromptLookup:
-    """Proposes what followed the first earlier occurrence of the last few tokens.
-
-    size: maximum length of the n-grams that are looked up; the longest match wins. The time of a call does not depend
-    on the length of the text.
-    """
+    """Proposes what followed the first earlier occurrence of the last few tokens. size: maximum length of the n-grams
+    that are looked up; the longest match wins. The time of a call does not depend on the length of the text."""
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
@@ -81,11 +78,8 @@ class Medusa:
 
 
 class MultiToken:
-    """Proposes tokens by the model's own layer for multi-token prediction, `model.mtp`, each from the one before.
-
-    The layer counts positions from the first token whose state it gets, even where the caller's cache has tokens before
-    that: attention depends on distances between positions alone.
-    """
+    """Proposes tokens by the model's own layer for multi-token prediction, `model.mtp`, each from the one before. It
+    counts positions from the first token whose state it gets: attention depends on distances between them alone."""
 
     def __init__(self, model: Any, count: int):
         if getattr(model, "mtp", None) is None:
@@ -208,7 +202,6 @@ class DraftingEngine(PaddedEngine):
         if self.reading is None or not self.greedy:
             return super().sample()
         self.length += 1
-        self.rows[0].new += 1  # type: ignore[union-attr]
         return self.reading.result()[1:, self.verified : self.verified + 1]
 
     def step(self) -> None:

@@ -30,7 +30,7 @@ class Row:
 
     prompt: number of tokens of the prompt. most: maximum number of new tokens. text: searches for stop strings.
     index: of the continuation in the result of `generate_many`. start: the row's first column in the cache.
-    new: number of tokens sampled. ids: the sampled tokens that the host has read.
+    ids: the sampled tokens, all but the one that the host has not read.
     """
 
     prompt: int
@@ -38,7 +38,6 @@ class Row:
     text: StopText | None = None
     index: int = 0
     start: int = 0
-    new: int = 0
     done: bool = False
     ids: list[int] = field(default_factory=list)
 
@@ -89,10 +88,10 @@ class Engine:
             while self.admit():
                 chosen = self.sample()
                 reading = AsyncToHost(chosen)
-                if begun := self.reads_behind and self.goes_on:
+                if begun := self.reads_behind and self.goes_on(unread=1):
                     self.step()
                 yield self.read(reading)
-                if not begun and self.goes_on:
+                if not begun and self.goes_on():
                     self.step()
         except BaseException as error:
             # Unless the caller left the loop, some layers may have stored tokens that others have not.
@@ -143,10 +142,9 @@ class Engine:
                 output = self.call(**given | {"input_ids": None} if own else given)
         return output
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether a row needs another token, as far as the host knows."""
-        return any(row is not None and not row.done and row.new < row.most for row in self.rows)
+    def goes_on(self, unread: int = 0) -> bool:
+        """Whether a row needs another token, as far as the host knows. unread: tokens that it has not read."""
+        return any(row is not None and not row.done and len(row.ids) + unread < row.most for row in self.rows)
 
     def sample(self) -> Tensor:
         """Appends a token to each row. Returns [2, B]: the tokens, and 1 where no token is possible."""
@@ -169,9 +167,6 @@ class Engine:
             token.masked_fill_(self.finished, self.request.pad_id)
         self.ids[:, self.length] = token
         self.length += 1
-        for row in self.rows:
-            if row is not None:
-                row.new += 1
         return chosen
 
     def read(self, reading: AsyncToHost) -> Tensor:
@@ -188,7 +183,7 @@ class Engine:
         for b, row in going:
             row.ids.append(values[b])
             found = row.text is not None and row.text.ends_with(values[b])
-            row.done = found or asked[b] or values[b] in self.request.eos_ids or row.new == row.most
+            row.done = found or asked[b] or values[b] in self.request.eos_ids or len(row.ids) == row.most
         return new
 
     def can_capture(self, *reasons: Any) -> bool:

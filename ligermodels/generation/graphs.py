@@ -64,10 +64,8 @@ class Step:
         return found
 
     def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool) -> None:
-        """Comes before the first run, and after anything else has changed model or cache.
-
-        length: the capacity that the cache needs. by_host: the host launches every kernel, without a graph.
-        """
+        """Comes before the first run, and after anything else has changed model or cache. length: the capacity that the
+        cache needs. by_host: the host launches every kernel, without a graph."""
         self.by_host = by_host or cache.device.type != "cuda"
         cache.reserve(length, self.tokens)
         state = _state(model, cache)

@@ -122,10 +122,8 @@ class Options:
         config.json's token ids count where model.generation_config has no such entry; an entry of None means none.
         Raises InputError for values out of range and for unsupported options.
         """
-        keywords = {
-            name: value for name, value in keywords.items()
-            if value is not None or name not in ("do_sample", *TOKEN_IDS)
-        }  # fmt: skip
+        unset = {name for name in ("do_sample", *TOKEN_IDS) if keywords.get(name) is None}
+        keywords = {name: value for name, value in keywords.items() if name not in unset}
         explicit = ({} if config is None else _entries(config, "generation_config")) | keywords
         inherited = _entries(model.generation_config, "model.generation_config", model.config)
         _refuse_unsupported(explicit, inherited)

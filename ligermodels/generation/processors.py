@@ -53,7 +53,7 @@ def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tenso
 
 def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, least: int) -> Tensor:
     """Sets the logits of the ids `banned` to -inf in the rows with fewer than `least` new tokens."""
-    early = [row is not None and row.new < least for row in rows]
+    early = [row is not None and not row.done and len(row.ids) < least for row in rows]
     if not any(early):
         return logits
     without = logits.index_fill(1, banned, -math.inf)

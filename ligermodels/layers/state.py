@@ -259,7 +259,7 @@ class RecurrentState(State):
     Two rings, where position p is in column p modulo the number of columns: the inputs of the convolution
     [B, W - 1 + N, C], of which a token reads those of the W - 1 tokens before it; and the state after each token
     [B, N, ...]. `reserve` makes N the number of tokens of a pass, in a cache of one row. `crop` can then go back by up
-    to N - 1 tokens, as speculative decoding does after a wrong proposal, if the mixer wrote the state after each.
+    to N - 1 tokens, if the mixer wrote the state after each.
     """
 
     def __init__(self, conv: Tensor, state: Tensor):
@@ -382,8 +382,8 @@ class Cache:
     def crop(self, length: int) -> None:
         """Forgets all but the first `length` tokens, or all tokens if a layer's state after `length` tokens is lost.
 
-        It is lost, too, after a pass that failed, and on the other side of `rope_switch`, whose keys are other ones.
-        Images and `values` stay as they are, so `length` must reach past the last image.
+        So it is after a pass that failed, and on the other side of `rope_switch`. Images and `values` stay as they are,
+        so `length` must reach past the last image.
         """
         fits = 0 < length <= self.length and (length > self.rope_switch or self.farthest <= self.rope_switch)
         if fits and not self.is_partial and all([state.crop(length, self) for state in self.states]):
@@ -399,11 +399,8 @@ class Cache:
         self.rows = len(rows)
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
-        """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N].
-
-        With `into`, the caller tracks the length of each row. Without it, this cache is empty: all its rows are
-        replaced, and it takes over the length and the values of `other`.
-        """
+        """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N]. The caller
+        tracks the length of each row. Without `into`, this cache is empty, and becomes all of `other[rows]`."""
         places = torch.arange(self.rows, device=rows.device) if into is None else into
         if into is None:
             self.reserve(other.length)
@@ -426,9 +423,8 @@ def _select(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
 class TransformersState(State):
     """One layer of a transformers cache (a `DynamicCache`, by duck typing), with what attention calls in `KeyValues`.
 
-    Keys and values stay in `cache`, which grows in place as under transformers' own model. Gradients reach the tensors
-    from which it was built, such as the prompts of prefix tuning. transformers stores [B, HK, S, D], and each step
-    copies the past, which `KeyValues` avoids.
+    Keys and values stay in `cache`, which grows in place as under transformers' own model; each step copies the past.
+    Gradients reach the tensors from which it was built, such as the prompts of prefix tuning.
     """
 
     def __init__(self, cache: Any, layer: int):
@@ -454,11 +450,8 @@ class TransformersState(State):
 
 
 def as_cache(cache: Any, num_layers: int) -> Cache:
-    """`cache` itself, or a `Cache` over one of transformers.
-
-    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
-    positions look like tokens.
-    """
+    """`cache` itself, or a `Cache` over one of transformers. Raises InputError for other objects, for another number of
+    layers, and for caches of a fixed size, whose unused positions look like tokens."""
     if isinstance(cache, Cache):
         return cache
     is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
