@@ -54,8 +54,7 @@ class PromptLookup:
                 self._after.setdefault(tuple(tokens[end - size : end]), end)
         self._read = len(tokens)
         for size in range(min(self.size, len(tokens)), 0, -1):
-            begin = self._after.get(tuple(tokens[-size:]))
-            if begin is not None:
+            if (begin := self._after.get(tuple(tokens[-size:]))) is not None:
                 return tokens[begin : begin + self.count]
         return []
 

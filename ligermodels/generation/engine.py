@@ -192,11 +192,8 @@ class Engine:
             return False
         reason = next(filter(None, reasons), None) or graphs.obstacle_to_capture(self.model)
         if reason is not None:
-            warn_once(
-                f"uncaptured: {reason}",
-                f"generate launches every kernel from the host, which limits its speed: {reason}. The tokens are the "
-                "same, to within rounding; disable_compile=True asks for this and does not warn",
-            )
+            slow = f"generate launches every kernel from the host, which limits its speed: {reason}"
+            warn_once(f"uncaptured: {reason}", f"{slow}. disable_compile=True asks for this and does not warn")
         return reason is None
 
     def close(self) -> None:

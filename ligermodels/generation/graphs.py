@@ -41,8 +41,7 @@ class Step:
     those after the tokens, in memory that the next run overwrites.
     """
 
-    own_cache: Any = None
-    """A cache that lives as long as the step."""
+    own_cache: Any = None  # a cache that lives as long as the step
 
     def __init__(self, cache: Cache, tokens: int = 1):
         rows = cache.rows * tokens
@@ -135,11 +134,8 @@ class Step:
 
 def _state(model: Any, cache: Cache) -> list[Any]:
     """Everything that a graph captures and would keep using."""
-    found: list[Any] = [
-        autocast_dtype(model.decoder.embed_tokens.weight),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    ]
+    found: list[Any] = [autocast_dtype(model.decoder.embed_tokens.weight), torch.get_float32_matmul_precision()]
+    found.append(torch.are_deterministic_algorithms_enabled())
     found += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
     found += [value for value in cache.values.values() if not isinstance(value, Tensor)]
     found.append(_numbers(model.config.get_text_config()))
@@ -199,9 +195,8 @@ def obstacle_to_capture(model: Any) -> str | None:
             return f"{name} has a hook, or a forward that was replaced, and the host has to call it"
         if module._compiled_call_impl is not None:
             return f"{name} is compiled by torch.compile"
-        if module.training and (
-            (isinstance(module, _DropoutNd) and module.p > 0) or getattr(module, "jitter_noise", 0) > 0
-        ):
+        noise = module.p if isinstance(module, _DropoutNd) else getattr(module, "jitter_noise", 0)
+        if module.training and noise > 0:
             return f"{name} draws random numbers in train(); use model.eval()"
         for kind, parameter in module._parameters.items():
             if type(parameter) not in (nn.Parameter, type(None)):

@@ -17,11 +17,8 @@ from ligermodels.layers.async_copy import to_device
 
 
 def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) -> list[LogitsProcessor]:
-    """The processors that a call asks for, the caller's among them; the cuts of sampling come last.
-
-    rows: the `Row` of each sequence, None where there is none, as it is when a processor is called. mask: [B, at least
-    S], True at tokens; None: no padding.
-    """
+    """The processors that a call asks for, the caller's among them; the cuts of sampling come last. rows: the `Row` of
+    each sequence, None where there is none. mask: [B, at least S], True at tokens; None: no padding."""
     options = request.options
     made: list[LogitsProcessor] = []
     if options.repetition_penalty != 1:

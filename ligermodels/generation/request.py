@@ -42,8 +42,9 @@ class Request:
             near = did_you_mean(name, [*OPTION_NAMES, *model.extra_inputs, "attention_mask", "input_ids"])
             raise InputError(f"{name}: neither an option of generate nor an input of {type(model).__name__}{near}")
         if options.stop_strings and not callable(getattr(tokenizer, "decode", None)):
-            kind = type(tokenizer).__name__
-            raise InputError(f"stop_strings need a tokenizer with a method `decode`, not a {kind}: pass tokenizer=")
+            raise InputError(
+                f"stop_strings need a tokenizer with a method `decode`, not {tokenizer!r:.80}: pass tokenizer="
+            )
 
         config = model.config.get_text_config()
         vocabulary, positions = range(config.vocab_size), getattr(config, "max_position_embeddings", None)
@@ -83,11 +84,9 @@ class Request:
             warnings.warn(message, stacklevel=3)
         most = self.longest + self.max_new_tokens
         if positions is not None and most > positions:
-            warnings.warn(
-                f"prompt and new tokens may reach {most} positions, and the model is made for {positions} "
-                "(max_position_embeddings), beyond which text tends to be poor; shorten prompt or max_new_tokens",
-                stacklevel=3,
-            )
+            limits = f"prompt and new tokens may reach {most} positions, and the model is made for {positions}"
+            message = f"{limits}, beyond which text tends to be poor; shorten prompt or max_new_tokens"
+            warnings.warn(message, stacklevel=3)
 
         pad_id = next((i for i in (pad_id, *self.eos_ids) if i is not None and i in vocabulary), None)
         ends_early = options.stop_strings or self.eos_ids or self.criteria
@@ -102,6 +101,7 @@ class Request:
         """Raises InputError for arguments that do not go together."""
         options, cache, kind = self.options, self.cache, self.options.kv_cache_dtype
         (rows, length), copies = self.input_ids.shape, options.num_return_sequences
+        is_foreign = cache is not None and cache.foreign is not None
         drafters = [name for name in DRAFTERS if getattr(options, name) not in (None, False)]
         chunks = ["prefill_chunk_size"] * (options.prefill_chunk_size is not None)
         fp8, past = ["kv_cache_dtype='fp8'"] * (kind == "fp8"), ["past_key_values"] * (cache is not None)
@@ -110,8 +110,7 @@ class Request:
         several = {
             "padding in the prompt": self.mask is not None,
             f"a batch of {rows * copies} rows (call generate for each row)": rows * copies > 1,
-            "a cache of transformers (model.new_cache makes one of ours)": cache is not None
-            and cache.foreign is not None,
+            "a cache of transformers (model.new_cache makes one of ours)": is_foreign,
             "a model with cross-attention": getattr(self.model.decoder.config, "cross_attention_layers", ()),
         }
         for some, others in (
@@ -125,9 +124,9 @@ class Request:
         if cache is None:
             return
         if kind not in (None, cache.kv_cache_dtype):
-            known = f"past_key_values, which is of {cache.kv_cache_dtype!r}"
+            its = f"past_key_values, which is of {cache.kv_cache_dtype!r}"
             raise InputError(
-                f"kv_cache_dtype={kind!r} contradicts {known}: model.new_cache(..., kv_cache_dtype={kind!r})"
+                f"kv_cache_dtype={kind!r} contradicts {its}: model.new_cache(..., kv_cache_dtype={kind!r})"
             )
         if cache.length >= length:
             number = f"past_key_values has {cache.length} tokens and input_ids {length}"

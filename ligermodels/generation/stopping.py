@@ -28,11 +28,8 @@ def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tup
 
 
 class StopText:
-    """Finds stop strings in the new text of one row, which continues the ids `after`.
-
-    tokenizer: any object with `decode(ids, skip_special_tokens=)`. Special tokens are searched as text, and so is text
-    whose last character is still incomplete. The cost of a token does not grow with the text.
-    """
+    """Finds stop strings in the new text of one row, which continues the ids `after`. Special tokens are searched as
+    text, and so is text whose last character is still incomplete. The cost of a token does not grow with the text."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], after: Sequence[int]):
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):  # a tokenizer of transformers, which may remove spaces

@@ -219,10 +219,9 @@ def _check_fits(stored: Tensor, k: Tensor) -> None:
     """Raises InputError unless `k` [B, S, HK, D] fits a buffer of keys; fp8 buffers (uint8) take any dtype."""
     same_shape = (stored.shape[0], *stored.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not same_shape or stored.dtype not in (k.dtype, torch.uint8):
-        raise InputError(
-            f"keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {stored.dtype}; "
-            "was it made for another batch size or model, or with autocast on and used with autocast off?"
-        )
+        sizes = f"keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {stored.dtype}"
+        cause = "made for another batch size or model, or with autocast on and used with autocast off"
+        raise InputError(f"{sizes}; was it {cause}?")
 
 
 class ImageKeyValues(State):
@@ -325,12 +324,11 @@ class Cache:
         self.states = list(states)
         self.rows = rows
         self.kv_cache_dtype, self.rope_switch = kv_cache_dtype, rope_switch
-        self.length = 0
+        self.length = self.farthest = 0
         self.is_partial = False
         self.foreign: Any = None
         self.values: dict[str, Any] = {}
         self.steps: dict[Any, Any] = {}  # captured steps over this memory, see generation/graphs.py
-        self.farthest = 0
 
     def __getitem__(self, layer: int) -> Any:
         return self.states[layer]
@@ -456,10 +454,8 @@ def as_cache(cache: Any, num_layers: int) -> Cache:
         return cache
     is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
     if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
-        raise InputError(
-            f"past_key_values is a {type(cache).__name__}; it must be a Cache (model.new_cache makes one) or a "
-            "DynamicCache of transformers, and not a cache of a fixed size"
-        )
+        right = "a Cache (model.new_cache makes one) or a DynamicCache of transformers, not a cache of a fixed size"
+        raise InputError(f"past_key_values is a {type(cache).__name__}; it must be {right}")
     if len(cache.layers) > num_layers:
         raise InputError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}: is it another's?")
     length = cache.get_seq_length()
