@@ -92,11 +92,6 @@ class ContinuousEngine(Engine):
         self.run_captured()
         self.logits = self.logits.float()
 
-    def close(self) -> None:
-        if self.kept is not None:
-            self.cache.reset()
-        super().close()
-
     def _fill(self, free: list[int]) -> None:
         """Puts prompts into the `free` rows, and runs more of them when none is ready."""
         while free and self.left:

@@ -29,16 +29,6 @@ from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache
 
 
-def drafter_of(request: Request) -> "PromptLookup | Medusa | MultiToken":
-    """The drafter that a call asks for. Raises InputError for heads that are not the model's."""
-    options = request.options
-    if options.medusa is not None:
-        return Medusa(request.model, options.medusa)
-    if options.prompt_lookup_num_tokens is not None:
-        return PromptLookup(options.prompt_lookup_num_tokens, options.max_matching_ngram_size)
-    return MultiToken(request.model, options.num_assistant_tokens)
-
-
 class PromptLookup:
     """Proposes what followed the first earlier occurrence of the last few tokens. size: maximum length of the n-grams
     that are looked up; the longest match wins. The time of a call does not depend on the length of the text."""
@@ -181,12 +171,19 @@ class DraftingEngine(PaddedEngine):
 
     def __init__(self, request: Request):
         super().__init__(request)
-        self.drafter = drafter_of(request)
+        options = self.options
+        self.drafter: PromptLookup | Medusa | MultiToken
+        if options.medusa is not None:
+            self.drafter = Medusa(self.model, options.medusa)
+        elif options.prompt_lookup_num_tokens is not None:
+            self.drafter = PromptLookup(options.prompt_lookup_num_tokens, options.max_matching_ngram_size)
+        else:
+            self.drafter = MultiToken(self.model, options.num_assistant_tokens)
         self.capacity += self.drafter.count  # a step writes all of its guesses
         self.text, self.proposed, self.verified = request.input_ids[0].tolist(), 0, -1
         self.reading: AsyncToHost | None = None
         self.next_reading: AsyncToHost | None = None
-        self.greedy = not (self.options.do_sample or self.processors or self.keeps_logits)
+        self.greedy = not (options.do_sample or self.processors or self.keeps_logits)
         self.found = self.hidden = torch.empty(0)
         self.unread: list[Tensor] = []
         self.call = self._run

@@ -172,11 +172,8 @@ def check_device(model: Any, **given: Tensor) -> None:
 def checked_prompt(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad_id: int | None
 ) -> tuple[Tensor | None, int, bool]:
-    """(bool mask or None if all True, number of tokens of the longest row, whether only the left is padded).
-
-    Without a mask, ids equal to `pad_id` are padding, as in transformers. Raises InputError for a prompt that cannot
-    be continued.
-    """
+    """(bool mask or None if all True, number of tokens of the longest row, whether only the left is padded). Without a
+    mask, ids equal to `pad_id` are padding, as in transformers. Raises InputError for what cannot be continued."""
     given = {"input_ids": input_ids} | ({} if attention_mask is None else {"attention_mask": attention_mask})
     for name, x in given.items():
         if not isinstance(x, Tensor):

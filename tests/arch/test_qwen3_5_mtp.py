@@ -271,7 +271,7 @@ def test_it_drafts_and_the_text_is_the_greedy_one(model, captured, right, monkey
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
-def test_turns_that_run_next_end_where_plain_decoding_does(model, device, rate, count, monkeypatch):
+def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate, count, monkeypatch):
     """Whatever is accepted and whatever ends the text, which the cache continues; a turn begins before one is read."""
     monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
     model, ids = model.requires_grad_(False).to(device), torch.randint(3, 90, (1, 9), device=device)
@@ -323,6 +323,21 @@ def test_turns_that_run_next_end_where_plain_decoding_does(model, device, rate, 
     for x, y in ((found.scores, plain.scores), (found.logits, plain.logits)):
         # A pass of several tokens rounds differently; logits after another token differ by more than 1.
         torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+
+
+def test_a_call_that_fails_while_the_next_turn_runs_leaves_no_trace(model, monkeypatch):
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
+    model, ids, cache = model.requires_grad_(False), torch.randint(3, 90, (1, 9)), model.new_cache(1, 64)
+    options = dict(max_new_tokens=20, eos_token_id=())
+    expected = generate(model, ids, **options)
+    for new in (2, 5):
+        with pytest.raises(ZeroDivisionError):
+            generate(
+                model, ids, use_mtp=True, past_key_values=cache, **options,
+                stopping_criteria=lambda ids, _, end=9 + new: 1 // (ids.shape[1] < end) == 0,
+            )  # fmt: skip
+        assert cache.length == cache.farthest == 0
+    assert torch.equal(generate(model, ids, use_mtp=True, past_key_values=cache, **options), expected)
 
 
 def test_a_captured_draft_is_that_of_the_host(model, device, monkeypatch):
