@@ -33,10 +33,10 @@ from ligermodels.text import Tokenizer
 @dataclass(kw_only=True)
 class DistillOptions(RolloutOptions):
     recipe = "distill"
-    group = "loss"
     unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
     # fmt: off
-    teacher: str = option("", "repository on the Hub, or folder, of the model to learn from", required=True)
+    teacher: str = option(
+        "", "repository on the Hub, or folder, of the model to learn from", required=True, group="loss")
     beta: float = option(1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL", least=0, most=1)
     temperature: float = option(1.0, "divides the logits of both, and in sampling", above=0)
     hard_weight: float = option(

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.layers.preference import KTO_LOSS_TYPES, kto_kl, kto_loss
-from ligermodels.recipes.answers import Preference, PreferenceOptions, answer_lengths, logprobs
 from ligermodels.recipes.base import Recipe, mean_of, sum_over_ranks
 from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example
 from ligermodels.recipes.options import option
+from ligermodels.recipes.preference import Preference, PreferenceOptions, answer_lengths, logprobs
 from ligermodels.recipes.steps import Metrics
 
 

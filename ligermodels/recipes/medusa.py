@@ -30,13 +30,12 @@ from ligermodels.training.medusa import add_medusa, save_medusa
 @dataclass(kw_only=True)
 class MedusaOptions(TrainOptions):
     recipe = "medusa"
-    group = "heads"
     default_rates = (1e-3, 1e-3)
     unsupported = {  # noqa: RUF012
         **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
         "lora_r": "heads are trained on a frozen model",
     }
-    heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1)
+    heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1, group="heads")
     head_layers: int = option(1, "residual blocks of each head", least=0)
     head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
 

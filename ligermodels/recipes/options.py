@@ -1,4 +1,4 @@
-"""The options of `ligermodels train`: one dataclass for all recipes, from which each recipe derives its own.
+"""The options of `ligermodels train`: a dataclass for all recipes, from which each recipe derives its own.
 
 The flags of the command line, the keys of --config, the checks and DIR/options.yaml are all derived from the fields.
 The command line wins over the file, and the file over the defaults. Nothing here imports torch.
@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import difflib
 import functools
-import inspect
 import json
 import math
 import operator
@@ -32,7 +31,8 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
 
     fixed_on_resume: resuming a run with another value raises. rules, all optional: `choices`, the valid texts; `least`,
     `above`, `below` and `most`, bounds of a number; `required`; `repeated`: the flag of a list is given once for each
-    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it.
+    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it;
+    `group`: the title of a group of flags, which begins with this one.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
@@ -41,23 +41,31 @@ free_option = functools.partial(option, fixed_on_resume=False)
 """An option that may have another value when a run is resumed."""
 
 
-# fmt: off
 @dataclass(kw_only=True)
-class ModelOptions:
-    group: ClassVar[str] = "model"
-    model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True)
+class TrainOptions:
+    """The options of every recipe. Values are checked when an instance is made; raises InputError."""
+
+    recipe: ClassVar[str]
+    sequences: ClassVar[int] = 1
+    """Sequences per example, each of at most `max_length` tokens."""
+    examples: ClassVar[int] = 1
+    """Examples that a forward has space for, where --batch-tokens is not given."""
+    default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
+    """The learning rates of all weights, and of adapters."""
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Options that the recipe refuses, and why."""
+    compares: ClassVar[bool] = False
+    """The loss compares the model with what it was before the run, its reference."""
+    # fmt: off
+    model: str = option("", "repository on the Hub, or folder of a checkpoint", required=True, group="model")
     output_dir: str = free_option("", "a new folder for all that the run writes", required=True)
     text_only: bool = option(False, "train and save the text of a model that reads images, without its vision tower")
     chat_template: str | None = option(None, "a file, in place of the model's own; saved with what is tuned")
     merge: bool = free_option(False, "also write the model with its adapters", needs="lora_r")
 
-
-@dataclass(kw_only=True)
-class DataOptions:
-    group: ClassVar[str] = "data"
     data: tuple[str, ...] = option(
         (), "files, folders, or OWNER/NAME[:SPLIT] of the Hub, each with its --data; FILE*0.5 takes half of its rows",
-        repeated=True, required=True)
+        repeated=True, required=True, group="data")
     max_samples: int | None = option(None, "number of rows of --data that are used, from the first", least=1)
     system_prompt: str | None = option(None, "a system message for chats that begin without one")
     eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
@@ -67,21 +75,15 @@ class DataOptions:
     show: int = free_option(1, "number of examples to print, with what is trained marked", least=0)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
 
-
-@dataclass(kw_only=True)
-class LengthOptions:
-    group: ClassVar[str] = "length of the run"
-    num_train_epochs: float | None = free_option(None, "passes over the data (default 1)", above=0)
+    num_train_epochs: float | None = free_option(
+        None, "passes over the data (default 1)", above=0, group="length of the run")
     max_steps: int | None = free_option(None, "optimizer steps", least=1, excludes=("num_train_epochs",))
     batch_tokens: int | None = option(None, "tokens of a forward pass on one GPU (default: --max-length)", least=2)
     accumulation: int | None = option(
         None, "forward passes per step, over all GPUs (default 8, or fewer for runs of under 20 steps)", least=1)
 
-
-@dataclass(kw_only=True)
-class OptimizerOptions:
-    group: ClassVar[str] = "optimizer"
-    learning_rate: float | None = free_option(None, "peak learning rate (default {:g}, with --lora-r {:g})", above=0)
+    learning_rate: float | None = free_option(
+        None, "peak learning rate (default {:g}, with --lora-r {:g})", above=0, group="optimizer")
     lr_scheduler_type: str = free_option(
         "cosine", "learning-rate schedule", choices=("cosine", "linear", "wsd", "constant_with_warmup"))
     warmup_steps: float = free_option(0.03, "steps, or a fraction of all steps if below 1", least=0)
@@ -92,13 +94,9 @@ class OptimizerOptions:
     adam_beta2: float = option(0.999, "beta2 of AdamW", least=0, below=1)
     max_grad_norm: float = free_option(1.0, "maximum gradient norm; 0: no limit", least=0)
 
-
-@dataclass(kw_only=True)
-class MemoryOptions:
-    group: ClassVar[str] = "memory"
     precision: str = option(
         "auto", "of the weights, docs/training.md; auto: bf16-masters on GPUs, bf16 where that does not fit",
-        choices=("auto", "fp32", "bf16-masters", "bf16"))
+        choices=("auto", "fp32", "bf16-masters", "bf16"), group="memory")
     activations: str = free_option(
         "auto", "what the backward recomputes (gradient checkpointing); auto: the least that fits",
         choices=("auto", "none", "mlp", "block"))
@@ -115,47 +113,23 @@ class MemoryOptions:
         "none", "nf4: frozen weights in 4 bits (QLoRA), which a merge would round again", choices=("none", "nf4"),
         needs="lora_r", excludes=("merge",))
 
-
-@dataclass(kw_only=True)
-class ParallelOptions:
-    group: ClassVar[str] = "parallel"
-    dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1)
+    dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")
     cp: int = free_option(1, "context-parallel degree: GPUs that share each row", least=1)
     tp: int = free_option(1, "tensor-parallel degree: GPUs that share each layer", least=1)
 
-
-@dataclass(kw_only=True)
-class LoggingOptions:
-    group: ClassVar[str] = "checkpoints and logs"
-    save_steps: int = free_option(100, "steps between checkpoints; 0: only at the end", least=0)
+    save_steps: int = free_option(
+        100, "steps between checkpoints; 0: only at the end", least=0, group="checkpoints and logs")
     save_total_limit: int = free_option(2, "number of newest checkpoints to keep", least=1)
     eval_steps: int = free_option(100, "steps between evaluations; 0: only at the end", least=0)
     resume: bool = free_option(False, "continue the run in --output-dir")
     report_to: str = free_option("none", "beside metrics.jsonl", choices=("none", "tensorboard", "wandb"))
     dry_run: bool = free_option(False, "print the plan and the options, and stop")
-# fmt: on
+    # fmt: on
 
-
-@dataclass(kw_only=True)
-class TrainOptions(
-    LoggingOptions, ParallelOptions, MemoryOptions, OptimizerOptions, LengthOptions, DataOptions, ModelOptions
-):
-    """The options of every recipe. Values are checked when an instance is made; raises InputError."""
-
-    recipe: ClassVar[str]
-    sequences: ClassVar[int] = 1
-    """Sequences per example, each of at most `max_length` tokens."""
-    examples: ClassVar[int] = 1
-    """Examples that a forward has space for, where --batch-tokens is not given."""
-    default_rates: ClassVar[tuple[float, float]] = (2e-5, 2e-4)
-    """The learning rates of all weights, and of adapters."""
-    unsupported: ClassVar[Mapping[str, str]] = {}
-    """Options that the recipe refuses, and why."""
-    compares: ClassVar[bool] = False
-    """The loss compares the model with what it was before the run, its reference."""
+    # Options of some recipes alone, which are last in their --help too.
     capture: ClassVar[bool] = False
-    scratch: ClassVar[bool] = False
     mtp_loss_weight: ClassVar[float] = 0.0
+    scratch: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         fields = fields_of(self)
@@ -236,11 +210,10 @@ _OF_ONE_RUN = ("resume", "dry_run")
 class TextOptions(TrainOptions):
     """The options of recipes whose steps can be CUDA graphs: forwards and backwards of packed rows alone."""
 
-    group: ClassVar[str] = "CUDA graphs and multi-token prediction"
     # fmt: off
     capture: bool = free_option(  # type: ignore[misc]
         False, "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or "
-        "the model so small, that the host is the limit")
+        "the model so small, that the host is the limit", group="CUDA graphs and multi-token prediction")
     mtp_loss_weight: float = option(  # type: ignore[misc]
         0.0, "train the model's layer for multi-token prediction too (Qwen3.5's mtp.*), with this weight of its loss, "
         "such as 0.1; 0: it is copied into the result", least=0, excludes=("lora_r",))
@@ -251,33 +224,30 @@ class TextOptions(TrainOptions):
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
-    """Adds a flag for each field, in the groups of the classes. Only flags that are given get into the namespace."""
-    fields, hints = fields_of(options), typing.get_type_hints(options)
-    metavars = {int: "N", float: "X", str: "TEXT"}
-    groups: dict[str, Any] = {}
-    for cls in (cls for cls in reversed(options.__mro__) if cls is not TrainOptions):
-        for name in [name for name in inspect.get_annotations(cls) if name in fields]:
-            title = cls.group  # type: ignore[attr-defined]
-            group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-            field, kind = fields.pop(name), _kind(hints[name])
-            help, choices = field.metadata["help"], field.metadata.get("choices")
-            if name == "learning_rate":
-                help = help.format(*options.default_rates)
-            if field.default not in (None, "", ()) and kind is not bool:
-                help += f" (default {shown(field.default)})"
-            how: dict[str, Any] = dict(default=argparse.SUPPRESS, help=help.replace("%", "%%"))
-            if name == "model":
-                group.add_argument("model", nargs="?", metavar="MODEL", **how)
-            elif kind is bool:
-                group.add_argument(flag(name), action=argparse.BooleanOptionalAction, **how)
-            else:
-                if field.metadata.get("repeated"):
-                    how |= dict(metavar="FILE", action="append")
-                elif typing.get_origin(kind) is tuple:  # given twice, it has the items of both
-                    how |= dict(metavar="A,B", action="extend", type=_items)
-                else:
-                    how["metavar"] = f"{{{','.join(choices)}}}" if choices else metavars[kind]
-                group.add_argument(flag(name), dest=name, **how)
+    """Adds a flag for each field. Only flags that are given get into the namespace."""
+    hints, metavars = typing.get_type_hints(options), {int: "N", float: "X", str: "TEXT"}
+    group: Any = parser
+    for name, field in fields_of(options).items():
+        kind, rules = _kind(hints[name]), field.metadata
+        group = parser.add_argument_group(rules["group"]) if "group" in rules else group
+        help, choices = rules["help"], rules.get("choices")
+        if name == "learning_rate":
+            help = help.format(*options.default_rates)
+        if field.default not in (None, "", ()) and kind is not bool:
+            help += f" (default {shown(field.default)})"
+        how: dict[str, Any] = dict(default=argparse.SUPPRESS, help=help.replace("%", "%%"))
+        if name == "model":
+            group.add_argument("model", nargs="?", metavar="MODEL", **how)
+            continue
+        if kind is bool:
+            how |= dict(action=argparse.BooleanOptionalAction)
+        elif rules.get("repeated"):
+            how |= dict(metavar="FILE", action="append")
+        elif typing.get_origin(kind) is tuple:  # given twice, it has the items of both
+            how |= dict(metavar="A,B", action="extend", type=_items)
+        else:
+            how |= dict(metavar=f"{{{','.join(choices)}}}" if choices else metavars[kind])
+        group.add_argument(flag(name), dest=name, **how)
 
 
 def fields_of(options: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,13 +42,12 @@ OFF: dict[str, Any] = dict.fromkeys(
 class RolloutOptions(TrainOptions):
     """The options of recipes whose model samples completions of prompts."""
 
-    group: ClassVar[str] = "rollout"
     samples = True
     num_generations = 1
     temperature = 1.0
     num_iterations = 1
     # fmt: off
-    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs="on_policy")
+    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs="on_policy", group="rollout")
     max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs="on_policy")
     rollout_rows: int | None = free_option(
         None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs="on_policy")

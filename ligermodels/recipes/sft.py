@@ -12,8 +12,9 @@ from ligermodels.recipes.options import TextOptions, option
 @dataclass(kw_only=True)
 class SFTOptions(TextOptions):
     recipe = "sft"
-    group = "loss"
-    assistant_only_loss: bool = option(True, "train what the assistant says; off: every token, the prompts too")
+    assistant_only_loss: bool = option(
+        True, "train what the assistant says; off: every token, the prompts too", group="loss"
+    )
 
 
 class SFT(Recipe):
@@ -26,11 +27,11 @@ class SFT(Recipe):
 @dataclass(kw_only=True)
 class PretrainOptions(TextOptions):
     recipe = "pretrain"
-    group = "pretraining"
     scratch: bool = option(  # type: ignore[misc]
         False,
         "draw the weights at random, by the config.json of MODEL; the learning rate is then 3e-4 by default",
         excludes=("lora_r",),
+        group="pretraining",
     )
     weight_decay: float = option(0.1, "weight decay of matrices; norms and biases have none", least=0)
     adam_beta2: float = option(0.95, "beta2 of AdamW", least=0, below=1)
