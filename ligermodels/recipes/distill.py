@@ -58,8 +58,19 @@ class Distill(Recipe):
         super().__init__(options, tokenizer, multiple)
         self.teacher_folder = hub.resolve(options.teacher)
         self.teacher_sketch = sketch(self.teacher_folder)
-        check_teacher(Tokenizer.from_hub(self.teacher_folder), self.teacher_sketch, tokenizer)
+        self._check_tokenizers(Tokenizer.from_hub(self.teacher_folder))
         check_length(options.max_length, self.teacher_sketch, "teacher")
+
+    def _check_tokenizers(self, teacher: Tokenizer) -> None:
+        """Raises InputError if the teacher's tokens are not the student's."""
+        probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
+        ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (self.tokenizer, teacher))
+        if ours != theirs or self.teacher_sketch.config.get_text_config().vocab_size < self.tokenizer.vocab_size:
+            differ = len(dict(ours[0].items() ^ theirs[0].items()))
+            raise InputError(
+                f"the teacher has another tokenizer ({differ} tokens differ, or how texts are split) or too few "
+                "logits; give a --teacher of the same family"
+            )
 
     @classmethod
     def of(cls, options: DistillOptions) -> type[Recipe]:
@@ -97,19 +108,6 @@ class OnPolicy(Sampling):
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         return self.off_policy.loss(model, batch, count)
-
-
-def check_teacher(teacher: Tokenizer, sketch: Any, tokenizer: Tokenizer) -> None:
-    """Raises InputError if the teacher's tokens do not fit a student with this tokenizer."""
-    config = sketch.config.get_text_config()
-    probe = "Where's naïve 3.14159 - 12,345  x\n\n\tdef f(x_1): return 'ÄÖ 汉字 🙂' # WHY?! https://a.b/c"
-    ours, theirs = ((x.get_vocab(), x.encode(probe, add_special_tokens=False)) for x in (tokenizer, teacher))
-    if ours != theirs or config.vocab_size < tokenizer.vocab_size:
-        differ = len(dict(ours[0].items() ^ theirs[0].items()))
-        raise InputError(
-            f"the teacher has another tokenizer ({differ} tokens differ, or how texts are split) or too few "
-            "logits; give a --teacher of the same family"
-        )
 
 
 def distill_loss(model: Any, batch: Batch, count: Tensor, teacher: Any, o: Any) -> tuple[Tensor, Metrics]:

@@ -77,6 +77,10 @@ class Answers:
     sequences: tuple[Text | Conversation, ...]
     label: bool | None = None
 
+    @property
+    def chats(self) -> list[Conversation]:
+        return [one for one in self.sequences if isinstance(one, Conversation)]
+
 
 Item = Conversation | Text | Tokens | Answers
 
@@ -121,17 +125,15 @@ def read(row: Mapping[str, Any], system_prompt: str | None = None) -> Item:
     if isinstance(item, Conversation):
         messages, found = images.place(item.messages, given, folder)
         item = replace(item, messages=messages, images=found)
-    elif given is not None or any(images.are_in(getattr(one, "messages", ())) for one in _sequences(item)):
+    elif given is not None or any(
+        images.are_in(getattr(one, "messages", ())) for one in getattr(item, "sequences", ())
+    ):
         raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
     if system_prompt is None:
         return item
     if isinstance(item, Answers):
         return replace(item, sequences=tuple(_with_system(one, system_prompt) for one in item.sequences))
     return _with_system(item, system_prompt)
-
-
-def _sequences(item: Item) -> Sequence[Any]:
-    return item.sequences if isinstance(item, Answers) else ()
 
 
 def _with_system(item: Any, text: str) -> Any:
@@ -163,8 +165,9 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
         number = _shared_length(chosen[:-1], rejected[:-1])
         shared = chosen[:number]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        told = [[(one["role"], one.get("content")) for one in messages] for messages in (shared, prompt or [])]
         # Many data sets give the prompt, and repeat it at the beginning of both conversations.
-        if prompt is None or (shared and _role_and_content(shared[-len(prompt) :]) == _role_and_content(prompt)):
+        if prompt is None or (shared and told[0][-len(prompt) :] == told[1]):
             prompt, chosen, rejected = shared, chosen[number:], rejected[number:]
         elif shared and shared[0]["role"] != "assistant":
             raise InputError("prompt: it is not what chosen and rejected begin with")
@@ -178,10 +181,6 @@ def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items that both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _role_and_content(messages: list[Message]) -> list[tuple[Any, Any]]:
-    return [(message["role"], message.get("content")) for message in messages]
 
 
 def _after_prompt(prompt: Any, answer: Any, row: dict[str, Any]) -> Text | Conversation:

@@ -78,8 +78,6 @@ class GRPO(Sampling):
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
         self.evaluation = Greedy(self)
 
-    # ---- rollouts ----
-
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """As in Sampling, with rewards, and with advantages unless rollout is None.
 
@@ -122,8 +120,6 @@ class GRPO(Sampling):
             values = [value for one in completions if (value := one.rewards.get(name)) is not None]
             metrics[f"reward_{name}"] = sum(values), len(values)
         return metrics
-
-    # ---- the loss ----
 
     def count(self, batch: Batch) -> Tensor:
         """The divisors of a step, as in `layers.policy.Counts`."""

@@ -39,17 +39,16 @@ class KTO(Preference):
 
         The first has that of the last row, so that a row alone in its batch has its own.
         """
-        pairs = [(one, examples[n - 1]) for n, one in enumerate(examples)]
-        others = [self._mismatched(*pair) for pair in pairs] or [Example([self.pad_id], [IGNORED])]
+        others = []
+        for n, one in enumerate(examples):  # as TRL makes them
+            (prompt,), (answer,), size = one.sequences, examples[n - 1].sequences, one.prompt
+            start = examples[n - 1].prompt
+            other = Example(prompt.ids[:size] + answer.ids[start:], [IGNORED] * size + answer.labels[start:])
+            others.append(other.cut(self.options.max_length))
+        others = others or [Example([self.pad_id], [IGNORED])]
         mismatched = {f"kl_{key}": value for key, value in Recipe.collate(self, others).items()}
         desirable = torch.tensor([bool(one.label) for one in examples] or [True])
         return super().collate(examples) | {"desirable": desirable} | mismatched
-
-    def _mismatched(self, one: Comparison, other: Comparison) -> Example:
-        """The prompt of one with the answer of another, as TRL makes them."""
-        (prompt,), (answer,), size = one.sequences, other.sequences, one.prompt
-        ids = prompt.ids[:size] + answer.ids[other.prompt :]
-        return Example(ids, [IGNORED] * size + answer.labels[other.prompt :]).cut(self.options.max_length)
 
     def count(self, batch: Batch) -> Tensor:
         """The divisors of a step: labels, and answers."""

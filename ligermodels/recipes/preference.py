@@ -20,8 +20,6 @@ from ligermodels.recipes.steps import Metrics
 
 DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))
 """Loss types that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""
-_SMOOTHING = "the share of pairs whose order is taken to be wrong"
-_SFT = "weight of the cross entropy of the chosen answers, which is added to the loss"
 
 
 # ---- all that compare answers ----
@@ -35,6 +33,7 @@ class PreferenceOptions(TrainOptions):
     beta: float = option(
         0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0, group="loss"
     )
+    loss_type = "sigmoid"
 
 
 class Preference(Recipe):
@@ -105,16 +104,23 @@ def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
 
 
 @dataclass(kw_only=True)
-class DPOOptions(PreferenceOptions):
-    recipe = "dpo"
-    compares = True
-    loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
-    label_smoothing: float = option(0.0, _SMOOTHING, least=0, below=0.5)
-    sft_weight: float = option(0.0, f"{_SFT} (RPO)", least=0)
+class PairOptions(PreferenceOptions):
+    label_smoothing: float = option(0.0, "the share of pairs whose order is taken to be wrong", least=0, below=0.5)
+    sft_weight: float = option(
+        0.0, "weight of the cross entropy of the chosen answers, which is added to the loss (RPO)", least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        losses.check_dpo(self.loss_type, self.beta, self.label_smoothing)
+        check = losses.check_dpo if self.compares else losses.check_cpo
+        check(self.loss_type, self.beta, self.label_smoothing)
+
+
+@dataclass(kw_only=True)
+class DPOOptions(PairOptions):
+    recipe = "dpo"
+    compares = True
+    loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
 
 
 @dataclass(kw_only=True)
@@ -123,30 +129,23 @@ class ORPOOptions(PreferenceOptions):
     beta: float = option(
         0.1, "weight of the log odds ratio of the two answers, beside their cross entropy", above=0, group="loss"
     )
-    loss_type: ClassVar[str] = "orpo"
-    sft_weight: ClassVar[float] = 1.0
+    loss_type = "orpo"
+    sft_weight = 1.0
 
 
 @dataclass(kw_only=True)
-class CPOOptions(PreferenceOptions):
+class CPOOptions(PairOptions):
     recipe = "cpo"
-    simpo_gamma: ClassVar[float] = 0.0
+    simpo_gamma = 0.0
     loss_type: str = option("sigmoid", "of a pair", choices=("sigmoid", "hinge", "ipo"))
-    label_smoothing: float = option(0.0, _SMOOTHING, least=0, below=0.5)
-    sft_weight: float = option(1.0, _SFT, least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        losses.check_cpo(self.loss_type, self.beta, self.label_smoothing)
+    sft_weight: float = option(1.0, "weight of the cross entropy of the chosen answers, which is added", least=0)
 
 
 @dataclass(kw_only=True)
-class SimPOOptions(PreferenceOptions):
+class SimPOOptions(PairOptions):
     recipe = "simpo"
-    loss_type: ClassVar[str] = "simpo"
+    loss_type = "simpo"
     simpo_gamma: float = option(0.5, "how much better the chosen answer is to be", least=0)
-    label_smoothing: float = option(0.0, _SMOOTHING, least=0, below=0.5)
-    sft_weight: float = option(0.0, _SFT, least=0)
 
 
 class DPO(Preference):

@@ -5,7 +5,6 @@ that it is resumed from.
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from typing import Any
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.checkpoint.saving import replacing
-from ligermodels.errors import InputError
 from ligermodels.processes import Processes
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.memory import Sizes, available, estimate, fits, gib
@@ -91,12 +89,6 @@ def _shown(values: Mapping[str, float]) -> str:
 
 
 # ---- before the run ----
-
-
-def check_logger(logger: str) -> None:
-    """Raises InputError if the chosen logger is not installed."""
-    if logger != "none" and importlib.util.find_spec(logger) is None:
-        raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
 
 
 def _logger(options: TrainOptions, resumed: int) -> Any:

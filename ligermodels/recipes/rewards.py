@@ -38,7 +38,18 @@ class Rewards:
         functions: dict[str, Function] = {}
         for source in sources:
             path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
-            functions[name if name not in functions else source] = _load(source, Path(path).expanduser(), name)
+            file = Path(path).expanduser()
+            if not source or file.suffix != ".py" or not file.is_file():
+                raise InputError(f"reward_funcs={source}: there is no file {file}; give FILE.py, or FILE.py:function")
+            try:
+                values = runpy.run_path(str(file), run_name=f"reward_{file.stem}")
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise InputError(f"reward_funcs={source}: {file} cannot be imported: {what}") from error
+            if not callable(function := values.get(name)):
+                known = ", ".join(key for key, value in values.items() if inspect.isfunction(value)) or "none"
+                raise InputError(f"reward_funcs={source}: {file} has no function {name}; it has {known}")
+            functions[name if name not in functions else source] = function
         return cls(functions, weights)
 
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
@@ -69,36 +80,18 @@ def _numbers(name: str, function: Function, given: dict[str, list[Any]], where: 
         given = {key: values for key, values in given.items() if key in parameters}
     try:
         returned: Any = function(**given)
-        found: list[Any] | None = list(returned) if isinstance(returned, Iterable) else None
+        found: list[Any] = list(returned) if isinstance(returned, Iterable) else []
     except Exception as error:
         frame, what = traceback.extract_tb(error.__traceback__)[-1], f"{type(error).__name__}: {error}"
         raise InputError(
             f"the reward {name} failed at {frame.filename}:{frame.lineno}, for completions of {rows}: {what}"
         ) from error
-    if found is None:
-        raise InputError(
-            f"the reward {name} returned {short(returned)} for completions of {rows}, not a list of numbers"
-        )
     if len(found) != len(where):
-        raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions of {rows}")
+        what = f"{short(returned)} for completions of {rows}, not a list of {len(where)} numbers"
+        raise InputError(f"the reward {name} returned {what}")
     for n, value in enumerate(found):
         value = value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value  # of numpy and torch
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             raise InputError(f"the reward {name} returned {short(value)} for {where[n]}, not a finite number or None")
         found[n] = None if value is None else float(value)
     return found
-
-
-def _load(source: str, file: Path, name: str) -> Function:
-    if not source or file.suffix != ".py" or not file.is_file():
-        raise InputError(f"reward_funcs={source}: there is no file {file}; give FILE.py, or FILE.py:function")
-    try:
-        values = runpy.run_path(str(file), run_name=f"reward_{file.stem}")
-    except Exception as error:
-        raise InputError(
-            f"reward_funcs={source}: {file} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    if not callable(function := values.get(name)):
-        names = [key for key, value in values.items() if inspect.isfunction(value)]
-        raise InputError(f"reward_funcs={source}: {file} has no function {name}; it has {', '.join(names) or 'none'}")
-    return function  # type: ignore[no-any-return]

@@ -118,7 +118,9 @@ class Rollouts(StepBatches):
 
     def take(self) -> list[Batch]:
         if self._steps_left == 0:
-            prompts, _, state = self._next or self._make_next()
+            self.prefetch()
+            assert self._next is not None
+            prompts, _, state = self._next
             self._rolled = self._sample([one for group in prompts for one in group])
             self._next, self._state = None, state  # not before: where a reward fails, the prompts come again
             self._rollout, self._steps_left = self._rollout + 1, self.recipe.options.num_iterations
@@ -177,8 +179,6 @@ class Sampling(Recipe):
     chat = False
     """Prompts are messages, not texts."""
 
-    # ---- data ----
-
     def check_rows(self, rows: Rows) -> tuple[str, str] | None:
         try:
             self.chat = isinstance(_prompt_of(rows[0])[0], list)
@@ -225,8 +225,6 @@ class Sampling(Recipe):
     def show(self, example: Prompt) -> str:
         return self.tokenizer.decode(example.ids)
 
-    # ---- the plan ----
-
     def memory(self, sizes: Sizes, sketch: Any) -> Sizes:
         """The sizes of the model, and of the caches of a rollout on all GPUs."""
         sizes, o = super().memory(sizes, sketch), self.options
@@ -239,8 +237,6 @@ class Sampling(Recipe):
         samples = f"{o.num_generations} of each prompt, at most {o.max_completion_length:,} tokens, temperature "
         iterations = f"{steps:,}; {o.num_iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
         return {"samples": f"{samples}{o.temperature:g}", "steps": f"{iterations}{o.batch_tokens:,} tokens"}
-
-    # ---- rollouts ----
 
     def setup(self, model: Any, folder: Path, processes: Processes) -> None:
         super().setup(model, folder, processes)

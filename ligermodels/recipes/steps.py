@@ -40,20 +40,19 @@ class StepBatches:
 
     def take(self) -> list[Batch]:
         """The batches of the next step, on the device."""
-        taken, self.has_images, self._state = self._next or self._make_next()
-        self._next = None
+        self.prefetch()
+        assert self._next is not None
+        (taken, self.has_images, self._state), self._next = self._next, None
         return [on_device(batch, self.processes.device) for batch in taken]
 
     def prefetch(self) -> None:
-        """Makes the batches of the next step. Raises the errors of their rows."""
-        self._next = self._next or self._make_next()
-
-    def _make_next(self) -> tuple[list[Any], bool, dict[str, Any]]:
-        """The batches of the next step, whether an example has images on any rank, and the state after them."""
+        """Makes the batches of the next step, if there are none yet. Raises the errors of their rows."""
+        if self._next is not None:
+            return
         made = [next(self.batches) for _ in range(self.recipe.options.accumulation)]
         has_images = any(getattr(one, "images", None) is not None for examples in made for one in examples)
         own = made[self.processes.batch_rank :: self.processes.batch_ranks]
-        return [self.make(examples) for examples in own], has_images, self.batches.state_dict()
+        self._next = [self.make(examples) for examples in own], has_images, self.batches.state_dict()
 
     def make(self, examples: Sequence[Any]) -> Batch:
         return check_ids(self.recipe.collate(examples), self.vocab_size)

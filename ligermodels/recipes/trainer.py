@@ -15,6 +15,7 @@ DIR/model/             the tuned model, with plan and results in README.md; adap
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import math
 import os
 import shlex
@@ -56,7 +57,8 @@ from ligermodels.training import CapturedStep
 
 def train(kind: type[Recipe], options: TrainOptions) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
-    report.check_logger(options.report_to)
+    if (logger := options.report_to) != "none" and importlib.util.find_spec(logger) is None:
+        raise InputError(f"--report-to {logger} needs a package that is not installed: pip install {logger}")
     joined = dist.is_initialized()
     processes = start_processes(options)
     try:
@@ -127,8 +129,6 @@ class Trainer:
         self.out = Path(options.output_dir)
         self.signals = Signals()
 
-    # ---- setup ----
-
     def setup(self) -> bool:
         """Makes the plan and, unless this is a dry run, loads everything. Returns whether to train.
 
@@ -146,7 +146,10 @@ class Trainer:
         source = models.find(o)
         sketch = models.sketch(source, text_only=o.text_only, mtp_loss_weight=o.mtp_loss_weight)
         tokenizer = models.tokenizer_of(o, source, sketch)
-        o = self.options = self._with_lengths(sketch)
+        length = o.max_length or min(4096, sketch.config.get_text_config().max_position_embeddings)
+        models.check_length(length, sketch, "model")
+        tokens = o.batch_tokens or length * o.sequences * o.examples
+        o = self.options = dataclasses.replace(o, max_length=length, batch_tokens=tokens)
         recipe = self.recipe = self.kind.of(o)(o, tokenizer, p.ranks_per_batch)
         if o.capture:
             models.check_capture(sketch, p)
@@ -164,10 +167,7 @@ class Trainer:
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
             print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)
-        examples = p.from_main(lambda: list(self.data.examples(o.show)))
-        if p.is_main:
-            for example in examples:
-                say(f"\n{example}")
+        p.from_main(self._show_examples)
         if o.dry_run:
             return False
 
@@ -211,14 +211,9 @@ class Trainer:
             self.stack.callback(self.reporter.close)
         return True
 
-    def _with_lengths(self, sketch: Any) -> TrainOptions:
-        """The options with values for max_length and batch_tokens."""
-        o, context = self.options, sketch.config.get_text_config().max_position_embeddings
-        length = o.max_length or min(4096, context)
-        models.check_length(length, sketch, "model")
-        return dataclasses.replace(
-            o, max_length=length, batch_tokens=o.batch_tokens or length * o.sequences * o.examples
-        )
+    def _show_examples(self) -> None:
+        for example in self.data.examples(self.options.show):
+            say(f"\n{example}")
 
     def _lock(self) -> None:
         """Makes the folder and locks it. Raises InputError if another run has locked it."""
@@ -240,8 +235,6 @@ class Trainer:
         file = self.out / "options.yaml"
         with write_errors(file), replacing(file, 0, is_file=True) as new:  # a kill leaves the old options, or the new
             (new / file.name).write_text(self.options.dump(), "utf-8")
-
-    # ---- one step ----
 
     def train_step(self) -> BaseException | None:
         """One optimizer step over the batches of all ranks. Returns what ends the run, if anything does.
@@ -316,8 +309,6 @@ class Trainer:
             self._captured = CapturedStep(model, self.optimizer, accumulate=accumulate, **inputs)
         return self._captured(**inputs)
 
-    # ---- evaluation ----
-
     @torch.no_grad()
     def evaluate(self) -> None:
         """The loss over the evaluation data of all ranks; keeps the best model."""
@@ -342,8 +333,6 @@ class Trainer:
         if better and progress.step > 0:
             self._save_model(self.out / "best")
 
-    # ---- saving ----
-
     def save(self, *, wait: bool) -> None:
         """Saves a checkpoint. Raises CheckpointError if it cannot be written, or the one before it could not."""
         self.checkpoints.save(self.progress.step, wait=wait)
@@ -361,8 +350,6 @@ class Trainer:
             self.recipe.save(self.model, target)
         if self.options.chat_template is not None:
             self.processes.from_main(lambda: self.recipe.tokenizer.save_pretrained(target))
-
-    # ---- the run ----
 
     def run(self) -> int:
         """Trains to the end of the run. Returns the exit status.

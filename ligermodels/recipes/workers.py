@@ -8,6 +8,7 @@ forever for a process that is killed while it writes (seen in tests with torch 2
 """
 
 import collections
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -86,13 +87,10 @@ def _serve(work: Work, pipe: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes, and the run finishes its step
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each
     torch.set_num_threads(1)
-    try:
+    with contextlib.suppress(EOFError, OSError):
         while True:
             item = pipe.recv()
             try:
-                result = work(item)
+                pipe.send(work(item))
             except LigermodelsError as error:
-                result = error
-            pipe.send(result)
-    except (EOFError, OSError):
-        return
+                pipe.send(error)

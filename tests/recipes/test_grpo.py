@@ -145,10 +145,10 @@ def asks(completions, solution): pass
 """
 WRONG = {
     "fails": r"fails failed at .*rewards.py:4, for completions of x.jsonl:1 to x.jsonl:2: ZeroDivisionError: div",
-    "few": r"the reward few returned 1 numbers for 2 completions of x.jsonl:1 to x.jsonl:2",
+    "few": r"the reward few returned .* for completions of x.jsonl:1 to x.jsonl:2, not a list of 2 numbers",
     "nan": r"the reward nan returned nan for x.jsonl:1, not a finite",
     "lazy": r"the reward lazy failed at .*rewards.py:8, .*: KeyError: 'good'",
-    "nothing": "the reward nothing returned None for completions of x.jsonl:1 to x.jsonl:2, not a list of numbers",
+    "nothing": "the reward nothing returned None for completions of x.jsonl:1 to x.jsonl:2, not a list of 2 numbers",
     "asks": "the reward asks needs the columns solution; the rows have answer, prompts, completions, completion_ids",
     "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
     "other": "has no function other; it has reward, right, fails",
