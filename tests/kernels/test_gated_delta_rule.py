@@ -125,6 +125,26 @@ def test_grids_have_one_dim(device, monkeypatch):
     assert len(grids) == 9 and all(len(grid) == 1 for grid in grids)
 
 
+def test_what_torch_compile_calls(device, poison):
+    """Two custom ops: the same bits as without them, and shapes and dtypes as they say."""
+    rule = importlib.import_module("ligermodels.kernels.gated_delta_rule")
+    tensors = inputs(device, 70, rows=2, states=2, key_heads=2, heads=4)
+    upstream = [torch.randn_like(tensors[2]), torch.randn_like(tensors[5])]
+    plain, compiled = (
+        gradients(op, tensors, upstream)
+        for op in (gated_delta_rule, lambda *t: rule._compiled_forward(*t, None)[:2])
+    )  # fmt: skip
+    for what, a, b in zip(NAMES, plain, compiled, strict=True):
+        assert torch.equal(a, b), what
+    with torch.no_grad():
+        _, _, *saved = rule._compiled_forward(*tensors, None)
+    q, k, v, _, beta, state = tensors
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(rule._compiled_forward, (*tensors, None), test_utils=checks)
+    backward = (q, k, v, beta, state, None, *saved, *upstream)
+    torch.library.opcheck(rule._compiled_backward, backward, test_utils=checks)
+
+
 @pytest.mark.gpu
 def test_more_documents_than_65_535_programs(device):
     """2,100 documents of two tokens with 32 heads: as those in fp64."""
@@ -215,15 +235,17 @@ def test_refuses_what_the_kernels_do_not_take(device):
         causal_conv(x, weight, state=torch.zeros(1, 8, 3, device=device, requires_grad=True))
 
 
-def test_larger_tiles_of_scans(device, poison, monkeypatch):
-    """Those of batches whose scans fill a datacenter GPU, of heads of 128 value dims; as exact as eager."""
+@pytest.mark.parametrize("sms, block", [(1, 128), (1000, 16)])
+def test_tiles_of_scans(device, poison, monkeypatch, sms, block):
+    """Those of batches whose scans fill a datacenter GPU, and of such as leave it idle, of heads of 128 value dims; as
+    exact as eager."""
     rule = importlib.import_module("ligermodels.kernels.gated_delta_rule")
-    monkeypatch.setattr(rule, "num_sms", lambda _: 1)
+    monkeypatch.setattr(rule, "num_sms", lambda _: sms)
     monkeypatch.setattr(rule, "is_datacenter", lambda _: True)
     dtype = torch.bfloat16 if ON_GPU else torch.float16
     q, k, v, g, beta, state = inputs(device, 100, values=128)
     some = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta.to(dtype), state]
-    assert rule._options("reverse", some[0], rule._heads(some[0], some[2]), 1)[0] == 128
+    assert rule._options("reverse", some[0], rule._heads(some[0], some[2]), 2)[0] == block
     upstream = [torch.randn_like(some[2]), torch.randn_like(some[5])]
     ours, eager = (gradients(op, some, upstream) for op in (gated_delta_rule, eager_gated_delta_rule))
     exact = gradients(gated_delta_rule_reference, some, upstream, torch.float64)
