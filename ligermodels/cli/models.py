@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ligermodels.checkpoint import files, hub
 from ligermodels.cli.arguments import UsageError, dtype, usage_errors
 from ligermodels.cli.output import say
-from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.generation.options import Options
 
 if TYPE_CHECKING:
@@ -108,10 +108,8 @@ def load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
 
 def load_processor(args: argparse.Namespace) -> "Processor":
     """The processor of a model that takes images."""
-    try:
-        from ligermodels.vision import Processor
-    except ModuleNotFoundError as error:
-        raise ConfigError(str(error)) from error
+    from ligermodels.vision import Processor
+
     with _text_folder(args) as source:
         return Processor.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
 

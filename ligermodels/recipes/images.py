@@ -54,8 +54,9 @@ def place(
     """
     if given is None and not are_in(messages):
         return [dict(message) for message in messages], []
-    found: list[dict[str, Any]]
-    found, own, _ = _vision().split_media(messages)
+    from ligermodels.vision.processor import split_media
+
+    found, own, _ = split_media(messages)
     if given is not None and own:
         raise InputError("images: the row has some, and so have parts of its messages. Give them in one place")
     if given is not None:
@@ -105,19 +106,13 @@ def _source(image: Any, folder: Path | None) -> Any:
 # ---- of an example ----
 
 
-def _vision() -> Any:
-    try:
-        from ligermodels.vision import processor
-    except ModuleNotFoundError as error:
-        raise ConfigError(str(error)) from error
-    return processor
-
-
 @functools.cache
 def processor_of(folder: Path) -> "Processor":
     """The processor of the checkpoint in a folder. Raises InputError for a model without one."""
     try:
-        return _vision().Processor.from_folder(folder)  # type: ignore[no-any-return]
+        from ligermodels.vision import Processor
+
+        return Processor.from_folder(folder)
     except ConfigError as error:
         raise InputError(f"the row has images, and the model takes none: {error}") from error
 

@@ -1,11 +1,12 @@
 """Processors: images and text to the inputs of a model. Needs pillow: `pip install 'ligermodels[vision]'`."""
 
+from ligermodels.errors import ConfigError
+
 try:
     import PIL  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "ligermodels.vision needs pillow, which is not installed. Next step: pip install 'ligermodels[vision]'",
-        name=error.name,
+    raise ConfigError(
+        "ligermodels.vision needs pillow, which is not installed. Next step: pip install 'ligermodels[vision]'"
     ) from error
 
 from ligermodels.vision.images import load_image
