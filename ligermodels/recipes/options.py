@@ -104,7 +104,7 @@ class TrainOptions:
     lora_alpha: float = option(32.0, "LoRA alpha: adapters are scaled by alpha / rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "such as q_proj,v_proj (default: all linear)", needs="lora_r")
     lora_target_parameters: tuple[str, ...] = option(
-        (), "experts that get adapters, such as experts.gate_up_proj,experts.down_proj", needs="lora_r")
+        (), "experts and routers that get adapters, such as experts.down_proj,mlp.gate.weight", needs="lora_r")
     lora_dropout: float = option(0.0, "dropout of the inputs of adapters", least=0, below=1, needs="lora_r")
     use_rslora: bool = option(False, "scale adapters by alpha / sqrt(rank)", needs="lora_r")
     use_dora: bool = option(False, "train the magnitudes of weights too (DoRA)", needs="lora_r")

@@ -16,9 +16,11 @@ from ligermodels.recipes import memory
 from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.model import load_model, make_optimizer
 from ligermodels.recipes.steps import check_ids, forwards_per_step, learning_rate, shard_batches
+from ligermodels.training import add_lora
 from tests.processes import Child
 from tests.recipes import losses
 from tests.recipes.runs import metrics, options_of, reached, train, weights
+from tests.training.test_lora import make
 
 STEPS = "--max-length 64 --accumulation 2 --max-steps 12 --learning-rate 3e-3 --warmup-steps 2".split()
 
@@ -234,3 +236,11 @@ def test_what_fits_is_chosen():
         ("bf16-masters", "block"),
         ("bf16", "block"),
     ]
+
+
+def test_the_parameters_of_adapters_are_counted_before_there_are_any():
+    model, names = make("mixtral"), ("experts.down_proj", "mlp.gate.weight")
+    options = options_of("sft", lora_r=4, lora_target_modules=("q_proj",), lora_target_parameters=names)
+    counted = memory.adapter_parameters(model, options)
+    add_lora(model, 4, targets=["q_proj"], target_parameters=names)
+    assert counted == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
