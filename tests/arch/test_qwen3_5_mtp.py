@@ -362,16 +362,22 @@ def test_a_captured_draft_is_that_of_the_host(model, device, monkeypatch):
     assert cache.nbytes == sum(x.nbytes for x in (*cache.tensors(), *drafts[0].step.own_cache.tensors()))
 
 
-def test_it_drafts_after_a_cache(model):
-    """The states of the cached tokens are unknown to it; the text is the same."""
+def test_it_drafts_after_a_cache(model, monkeypatch):
+    """The states of the cached tokens are unknown to it, so that it counts from the first that it knows."""
     model.requires_grad_(False)
-    ids = torch.randint(3, 90, (1, 12))
-    cache = model.new_cache(1, 40)
+    ids, cache, counted, draft = torch.randint(3, 90, (1, 12)), model.new_cache(1, 40), [], MultiToken.draft
     model(ids[:, :7], past_key_values=cache)
+
+    def spy(self):
+        proposed = draft(self)
+        counted.append(int(self.step.ends[self.step.last]))
+        return proposed
+
+    monkeypatch.setattr(MultiToken, "draft", spy)
     options = dict(max_new_tokens=12, eos_token_id=())
-    assert torch.equal(
-        generate(model, ids, use_mtp=True, past_key_values=cache, **options), generate(model, ids, **options)
-    )
+    found = generate(model, ids, use_mtp=True, past_key_values=cache, **options)
+    assert torch.equal(found, generate(model, ids, **options))
+    assert counted[0] == 12 - 7 and counted == sorted(set(counted))
 
 
 def test_it_drafts_under_autocast_after_a_prompt_that_is_shorter_than_a_draft(model):
