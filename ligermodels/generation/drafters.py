@@ -210,7 +210,7 @@ class DraftingEngine(PaddedEngine):
             self.verified, self.logits = after, self.captured.logits[after : after + 1]  # type: ignore[union-attr]
             return
         if self.next_reading is not None:
-            self.begin(self.next_reading)
+            self.begin_turn(self.next_reading)
             return
         self.unread.append(self.hidden[:after].clone())  # a copy, since the next pass overwrites `hidden`
         # A pass of several tokens has one set of rotary frequencies.
@@ -230,7 +230,7 @@ class DraftingEngine(PaddedEngine):
             self.captured = Step.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
         self.place(self.captured, last, guesses)
         self.proposed = len(guesses)
-        self.begin(self.verify(self.captured))
+        self.begin_turn(self.verify(self.captured))
 
     def place(self, step: Step, last: int, guesses: list[int] | Tensor) -> None:
         """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself. The last
@@ -249,7 +249,7 @@ class DraftingEngine(PaddedEngine):
             self.found = torch.cat([self.found, argmax(step.logits)])
         return AsyncToHost(self.found)
 
-    def begin(self, reading: AsyncToHost) -> None:
+    def begin_turn(self, reading: AsyncToHost) -> None:
         """Begins to sample the tokens of a turn, and begins the next if nothing but a stop can make it useless."""
         step: Any = self.captured
         self.cache.length = self.length - 1  # where the turn began is known now

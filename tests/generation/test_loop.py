@@ -34,9 +34,11 @@ def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(mo
     for _ in range(12):
         expected = torch.cat([expected, model(input_ids=expected).logits[:, -1:].argmax(-1)], 1)
     calls.clear()
-    found = generate(model, ids, max_new_tokens=12)
-    assert torch.equal(found, expected)
-    assert calls == [((2, 5), 1)] + [((2, 1), 1)] * 11
+    for options in ({}, dict(use_cache=None)):
+        calls.clear()
+        found = generate(model, ids, max_new_tokens=12, **options)
+        assert torch.equal(found, expected)
+        assert calls == [((2, 5), 1)] + [((2, 1), 1)] * 11
     assert len(set(found[0, 5:].tolist())) > 3, "a model that repeats itself proves little"
 
 
@@ -116,6 +118,19 @@ def test_warnings_name_the_line_of_the_call_and_come_for_mistakes_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, ids, attention_mask=mask, max_new_tokens=5, top_p=1.0, top_k=0)
+        generate(model, ids, attention_mask=mask, max_new_tokens=5, generation_config=dict(top_k=50))  # the default
+
+
+def test_none_switches_an_option_off_and_leaves_token_ids_and_do_sample_to_the_checkpoint():
+    model, ids = llama(), prompt()
+    text = generate(model, ids, max_new_tokens=20)[0, 5:].tolist()
+    eos = next(token for i, token in enumerate(text) if i > 3 and token not in text[:i])
+    model.generation_config.update(eos_token_id=eos, do_sample=True, top_k=1, repetition_penalty=1e9, max_new_tokens=20)
+    expected = generate(model, ids, repetition_penalty=1.0)
+    assert expected[0, 5:].tolist() == text[: text.index(eos) + 1]
+    options = dict(eos_token_id=None, do_sample=None, repetition_penalty=None)
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert not torch.equal(generate(model, ids), expected)
 
 
 def test_the_default_length_is_twenty_and_ends_at_the_positions_of_the_model():
