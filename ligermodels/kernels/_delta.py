@@ -126,8 +126,8 @@ def prepare_kernel(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     C: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and value head, writes U^T, W, X, G and the factors of the rows of Q and K. BACKWARD: reads X, G,
-    and these factors, and writes U^T, W, and the part of dN^T that comes from the chunk itself."""
+    """For one chunk and value head, writes U^T, W, G and the factors of the rows of Q and K; BACKWARD: also X, and the
+    part of dN^T that comes from the chunk itself."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     slot, i = tl.program_id(0) // HV, tl.program_id(0) % HV
     b, _, _, first, end = chunk(slot, cu_ptr, T, N, PACKED, C)
@@ -139,37 +139,33 @@ def prepare_kernel(
     of_token = (b.to(tl.int64) * T + first + rows) * HV + i
     k = _tokens(k_ptr, b, first, end, j, k_b, k_t, k_h, rows, key_dims, DK)
     beta = tl.load(beta_ptr + of_token, mask=inside, other=0.0).to(tl.float32)
-    at, of_key = slot.to(tl.int64) * HV + i, (slot.to(tl.int64) * HK + j) * C + rows
-    square = at * (C * C) + (rows[:, None] * C + rows[None, :])
-    if BACKWARD:
-        G, k_scale = tl.load(G_ptr + at * C + rows), tl.load(k_scale_ptr + of_key)
-        x = tl.load(x_ptr + square).to(tl.float32)
-    else:
-        G = tl.cumsum(tl.load(g_ptr + of_token, mask=inside, other=0.0).to(tl.float32), 0)
-        # Past the end exactly that of the last token, which a sum in another order may miss by an ulp of all of G.
-        G = tl.where(inside, G, tl.sum(tl.where(rows == end - first - 1, G, 0.0), 0))
-        k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
-        tl.store(G_ptr + at * C + rows, G)
-        A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decay(G, True, C)
-        x = _inverse(A * (beta * k_scale)[:, None] * k_scale[None, :], C, INVERSE)
+    G = tl.cumsum(tl.load(g_ptr + of_token, mask=inside, other=0.0).to(tl.float32), 0)
+    # Past the end exactly that of the last token, which a sum in another order may miss by an ulp of all of G.
+    G = tl.where(inside, G, tl.sum(tl.where(rows == end - first - 1, G, 0.0), 0))
+    k_scale = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), 1) + EPS)
+    at = slot.to(tl.int64) * HV + i
+    tl.store(G_ptr + at * C + rows, G)
+    A = tl.dot(k, tl.trans(k), input_precision=PRECISION) * _decay(G, True, C)
+    x = _inverse(A * (beta * k_scale)[:, None] * k_scale[None, :], C, INVERSE)
     w = tl.dot((x * (beta * tl.exp(G) * k_scale)[None, :]).to(dtype), k, input_precision=PRECISION)
     tl.store(w_ptr + at * (C * BK) + (rows[:, None] * BK + key_dims[None, :]), w.to(dtype))
     v = _tokens(v_ptr, b, first, end, i, v_b, v_t, v_h, rows, value_dims, DV)
     u = tl.dot((x * beta[None, :]).to(dtype), v, input_precision=PRECISION)
     tl.store(u_ptr + at * (C * BV) + (value_dims[None, :] * C + rows[:, None]), u.to(dtype))
-    if BACKWARD:
+    if BACKWARD or i % (HV // HK) == 0:
         q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
-        p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, C)
-        p = (p * tl.load(q_scale_ptr + of_key)[:, None] * k_scale[None, :]).to(dtype)
-        do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, value_dims, DV)
-        dn = tl.dot(tl.trans(do), p, input_precision=PRECISION)
-        tl.store(dn_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :]), dn.to(dtype))
-    else:
-        tl.store(x_ptr + square, x.to(dtype))
+        q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS) * SCALE
         if i % (HV // HK) == 0:
-            q = _tokens(q_ptr, b, first, end, j, q_b, q_t, q_h, rows, key_dims, DK)
-            tl.store(q_scale_ptr + of_key, tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + EPS) * SCALE)
+            of_key = (slot.to(tl.int64) * HK + j) * C + rows
+            tl.store(q_scale_ptr + of_key, q_scale)
             tl.store(k_scale_ptr + of_key, k_scale)
+        if BACKWARD:
+            tl.store(x_ptr + at * (C * C) + (rows[:, None] * C + rows[None, :]), x.to(dtype))
+            p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * _decay(G, False, C)
+            p = (p * q_scale[:, None] * k_scale[None, :]).to(dtype)
+            do = _tokens(do_ptr, b, first, end, i, tl.cast(T, tl.int64) * (HV * DV), HV * DV, DV, rows, value_dims, DV)
+            dn = tl.dot(tl.trans(do), p, input_precision=PRECISION)
+            tl.store(dn_ptr + at * (C * BV) + (value_dims[:, None] * C + rows[None, :]), dn.to(dtype))
 
 
 @triton.jit(do_not_specialize=["T"])

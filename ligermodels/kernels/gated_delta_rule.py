@@ -88,7 +88,8 @@ def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> 
     tiles, without pipelined loads, see `_heads`. Otherwise what fits its shared memory.
     scans: sequences times value heads. A scan takes larger tiles, thus fewer programs, only where these still keep
     three quarters of the multiprocessors busy: four rows of 32 heads do on an H200, one long document does not. The
-    reverse scan takes smaller tiles where all of its programs then run at once, two on each multiprocessor.
+    reverse scan takes smaller tiles where all of its programs then run at once, two on each multiprocessor: of one row
+    of 32 heads they do, of two rows they do not.
     """
     _, _, keys, values, block_k, block_v = heads
     itemsize = q.element_size()
@@ -146,38 +147,28 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
-def _saved(q: Tensor, v: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for what the forward computes of chunks and the backward reads: X, G, factors of q's and of k's rows."""
-    slots, key_heads, value_heads = _slots(v, cu)[1], q.shape[2], v.shape[2]
-    x = q.new_empty(slots, value_heads, CHUNK, CHUNK)
-    G = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=q.device)
-    q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
-    return x, G, q_scale, k_scale
-
-
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor | None, cu: Tensor | None,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor], do: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(N^T, states before chunks, W, the chunk's own part of dN^T, last state), the first four in scratch memory.
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None, do: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What chunks have in scratch memory, and the last state; with do, also what the backward reads.
 
-    The forward gives g, and `saved` is written. The backward gives do instead; the forward has no part of dN^T.
+    (N^T, states before chunks, G, factors of q's and of k's rows, W, X, the chunk's own part of dN^T, last state)
     All of it is written, also the padded dims: what reads it multiplies them by zero.
     """
-    heads = _, value_heads, _, _, block_k, block_v = _heads(q, v)
+    heads = key_heads, value_heads, _, _, block_k, block_v = _heads(q, v)
     sequences, slots = _slots(v, cu)
-    x, G, q_scale, k_scale = saved
     n = q.new_empty(slots, value_heads, block_v, CHUNK)
     w = q.new_empty(slots, value_heads, CHUNK, block_k)
-    dn = q if do is None else torch.empty_like(n)
+    x, dn = (q, q) if do is None else (q.new_empty(slots, value_heads, CHUNK, CHUNK), torch.empty_like(n))
     states = q.new_empty(slots, value_heads, block_v, block_k)
+    G = torch.empty(slots, value_heads, CHUNK, dtype=torch.float32, device=q.device)
+    q_scale, k_scale = (torch.empty(slots, key_heads, CHUNK, dtype=torch.float32, device=q.device) for _ in range(2))
     last = _last_state(q, v, cu)
     precision, exact = _precision(q)
     _, options = _options("prepare", q, heads)
     launch(
         prepare_kernel, (slots * value_heads,),
-        n, w, x, dn, G, q_scale, k_scale, q, k, v, G if g is None else g, beta, q if do is None else do,
-        k if cu is None else cu,
+        n, w, x, dn, G, q_scale, k_scale, q, k, v, g, beta, q if do is None else do, k if cu is None else cu,
         v.shape[1], sequences, *_strides(q, k, v),
         heads[2] ** -0.5, EPS, cu is not None, do is not None, *heads, CHUNK, precision, exact, **options,
     )  # fmt: skip
@@ -187,17 +178,15 @@ def _chunks(
         n, states, last, w, G, k_scale, k, k if state is None else state, k if cu is None else cu,
         v.shape[1], *_strides(k), state is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
-    return n, states, w, dn, last
+    return n, states, G, q_scale, k_scale, w, x, dn, last
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The output, the last state, and `_saved`."""
+) -> tuple[Tensor, Tensor]:
     heads = _heads(q, v)
     sequences, slots = _slots(v, cu)
-    saved = _, G, q_scale, k_scale = _saved(q, v, cu)
-    n, states, _, _, last = _chunks(q, k, v, g, beta, state, cu, saved, None)
+    n, states, G, q_scale, k_scale, _, _, _, last = _chunks(q, k, v, g, beta, state, cu, None)
     o = torch.empty(v.shape, dtype=q.dtype, device=q.device)
     block, options = _options("output", q, heads)
     launch(
@@ -205,19 +194,19 @@ def _forward(
         o, q, k, n, states, G, q_scale, k_scale, k if cu is None else cu, v.shape[1], sequences,
         *_strides(q, k), cu is not None, *heads, block, CHUNK, _precision(q)[0], **options,
     )  # fmt: skip
-    return o, last, *saved
+    return o, last
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None,
-    x: Tensor, G: Tensor, q_scale: Tensor, k_scale: Tensor, do: Tensor | None, d_last: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, cu: Tensor | None,
+    do: Tensor | None, d_last: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, g, beta and the first state."""
     heads, precision = _heads(q, v), _precision(q)[0]
     sequences, slots = _slots(v, cu)
     do = torch.zeros(v.shape, dtype=q.dtype, device=q.device) if do is None else do.contiguous()
     d_last = None if d_last is None else d_last.contiguous()
-    n, states, w, dn, last = _chunks(q, k, v, None, beta, state, cu, (x, G, q_scale, k_scale), do)
+    n, states, G, q_scale, k_scale, w, x, dn, last = _chunks(q, k, v, g, beta, state, cu, do)
     d_states, d_first = torch.empty_like(states), torch.empty_like(last)
     block, options = _options("reverse", q, heads, sequences * heads[1])
     cu_ = k if cu is None else cu
@@ -227,7 +216,7 @@ def _backward(
         v.shape[1], *_strides(q, k), d_last is not None, cu is not None, *heads, block, CHUNK, precision, **options,
     )  # fmt: skip
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dg, d_beta = (torch.empty(beta.shape, dtype=dtype, device=q.device) for dtype in (torch.float32, beta.dtype))
+    dg, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (g, beta))
     dr, m, f = torch.empty_like(n), torch.empty_like(x), torch.empty_like(x)
     dG, d_beta_part = torch.empty_like(G), torch.empty_like(G)
     block, options = _options("value", q, heads)
@@ -252,25 +241,19 @@ def _backward(
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Saves the inputs and `_saved`, 4 kB a token of 32 heads of 128 dims in bf16; what else the backward reads of the
-    chunks, 32 kB, it computes again, in about a quarter of its time."""
+    """Saves the inputs alone: the backward computes the chunks again, in about a third of its time. They take 32 kB a
+    token of 32 heads of 128 dims."""
 
     @staticmethod
     def forward(ctx, *inputs):
-        outputs = _forward(*inputs)
-        _save(ctx, inputs, outputs)
-        return outputs[:2]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return _forward(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, d_last):
         return _gradients(ctx, do, d_last, _backward)
-
-
-def _save(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    q, k, v, _, beta, state, cu = inputs
-    ctx.save_for_backward(q, k, v, beta, state, cu, *output[2:])
 
 
 def _gradients(ctx, do, d_last, backward):
@@ -292,17 +275,17 @@ def _last_state(q: Tensor, v: Tensor, cu: Tensor | None) -> Tensor:
 
 @_compiled_forward.register_fake
 def _(q, k, v, g, beta, state, cu):
-    return torch.empty(v.shape, dtype=q.dtype, device=q.device), _last_state(q, v, cu), *_saved(q, v, cu)
+    return torch.empty(v.shape, dtype=q.dtype, device=q.device), _last_state(q, v, cu)
 
 
 @_compiled_backward.register_fake
-def _(q, k, v, beta, state, cu, x, G, q_scale, k_scale, do, d_last):
-    dq, dk, dv, d_beta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, beta))
-    return dq, dk, dv, torch.empty_like(d_beta, dtype=torch.float32), d_beta, _last_state(q, v, cu)
+def _(q, k, v, g, beta, state, cu, do, d_last):
+    return *(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v, g, beta)), _last_state(q, v, cu)
 
 
 _compiled_forward.register_autograd(
-    lambda ctx, do, d_last, *_: _gradients(ctx, do, d_last, _compiled_backward), setup_context=_save
+    lambda ctx, do, d_last: _gradients(ctx, do, d_last, _compiled_backward),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
 
 
@@ -360,5 +343,4 @@ def gated_delta_rule(
     state = None if state is None else state.float().contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     run = _compiled_forward if torch.compiler.is_compiling() else _GatedDeltaRule.apply
-    out, last, *_ = run(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
-    return out, last
+    return run(q, k, v, g.float().contiguous(), beta.contiguous(), state, cu_seqlens)
