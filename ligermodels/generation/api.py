@@ -40,9 +40,11 @@ def generate(
     Each option takes its value from the first that sets it: the keyword, `generation_config`, `model.generation_config`
     (the checkpoint's generation_config.json), transformers' default. A checkpoint with do_sample=true is therefore
     sampled with its own temperature, top_k and top_p unless the call sets do_sample=False. A keyword of None switches
-    the option off; for do_sample and token ids it means "not set". Two things are ours: `seed`, and that the keyword
-    `temperature`, where neither the call nor its generation_config sets do_sample, decides it: 0 is greedy, above 0
-    samples (from all tokens if nobody sets top_k and the checkpoint does not sample).
+    the option off; for do_sample and token ids it means "not set".
+
+    Two things are ours. The keyword `temperature`, where neither the call nor its generation_config sets do_sample,
+    decides it: 0 is greedy, above 0 samples (from all tokens if nobody sets top_k and the checkpoint does not sample).
+    And `seed`.
 
     Args:
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
@@ -51,7 +53,8 @@ def generate(
             as well; without them the result, and all that reads the text so far, has only new ids.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits, such as
-            transformers' NoRepeatNGramLogitsProcessor. They run after the repetition penalty, before temperature.
+            transformers' NoRepeatNGramLogitsProcessor. They run after the repetition penalty, and before temperature,
+            top_k, top_p and min_p.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one returns True for it. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
@@ -65,11 +68,13 @@ def generate(
 
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
-            the prompt and its padding. min_new_tokens: that number before a stop id is allowed.
+            the prompt and its padding.
+        min_new_tokens: minimum number of new tokens before a stop id is allowed.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
-        temperature: divides the logits; default 1. top_k: draw among the k likeliest (ties with the k-th included); 0
-            or None: all; default 50. top_p: draw among the likeliest tokens, as few as reach a total probability of
-            top_p. min_p: draw among tokens at least min_p times as likely as the likeliest.
+        temperature: divides the logits; default 1.
+        top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
+        top_p: draw among the likeliest tokens, as few as reach a total probability of top_p.
+        min_p: draw among tokens at least min_p times as likely as the likeliest.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also if greedy.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
@@ -166,13 +171,15 @@ def generate_many_iter(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
     if not hasattr(type(model), "new_cache") or is_adapted(model):
-        found = f"a {type(model).__name__} around one or an adapter"
-        inside = "`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA"
-        raise InputError(f"generate_many needs a model of ligermodels, not {found}: pass the model inside ({inside})")
+        raise InputError(
+            f"generate_many needs a model of ligermodels, not a {type(model).__name__} around one or an adapter: pass "
+            "the model inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
+        )
     for name in sorted(_OF_ONE_BATCH & options.keys()):
         if options[name] is not None and options[name] is not False:
-            message = f"generate_many does not take {name}: prompts and results are lists of ids; use `generate`"
-            raise InputError(message)
+            raise InputError(
+                f"generate_many does not take {name}: prompts and results are lists of ids; use `generate`"
+            )
     if options.get("use_cache") is False:
         raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
     if not texts:
@@ -189,9 +196,10 @@ def generate_many_iter(
     rotary, most = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
-        reason = f"rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch"
-        limit = f"{most} tokens exceed its original length, {rotary.original_length}"
-        raise InputError(f"generate_many: {reason}, and {limit}; call `generate` for each prompt")
+        raise InputError(
+            f"generate_many: rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch, and "
+            f"{most} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
+        )
     return ContinuousEngine(request, texts, limits, batch_size).continuations()
 
 

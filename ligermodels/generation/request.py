@@ -64,8 +64,10 @@ class Request:
             shape = getattr(inputs_embeds, "shape", (type(inputs_embeds).__name__,))
             wanted = *getattr(prompt, "shape", shape[:2]), config.hidden_size
             if tuple(shape) != wanted or len(shape) != 3 or 0 in shape:
-                right = f"a tensor [batch, length of at least 1, {config.hidden_size}]"
-                raise InputError(f"inputs_embeds is {list(shape)}; it must be {right}, of the same tokens as input_ids")
+                raise InputError(
+                    f"inputs_embeds is {list(shape)}; it must be a tensor [batch, length of at least 1, "
+                    f"{config.hidden_size}], of the same tokens as input_ids where both are given"
+                )
             check_device(model, inputs_embeds=inputs_embeds)
             if prompt is None:
                 prompt = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
@@ -79,14 +81,18 @@ class Request:
         self.mask, self.longest, self.pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
         self.max_new_tokens = options.new_tokens(prompt.shape[1], positions)
         if options.max_new_tokens is None and options.max_length is None:
-            limits = "neither the call nor the checkpoint sets max_new_tokens or max_length"
-            message = f"{limits}: at most {DEFAULT_NEW_TOKENS} tokens are added; pass max_new_tokens"
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(
+                f"neither the call nor the checkpoint sets max_new_tokens or max_length: at most {DEFAULT_NEW_TOKENS} "
+                "tokens are added; pass max_new_tokens",
+                stacklevel=3,
+            )
         most = self.longest + self.max_new_tokens
         if positions is not None and most > positions:
-            limits = f"prompt and new tokens may reach {most} positions, and the model is made for {positions}"
-            message = f"{limits}, beyond which text tends to be poor; shorten prompt or max_new_tokens"
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(
+                f"prompt and new tokens may reach {most} positions, and the model is made for {positions} "
+                "(max_position_embeddings), beyond which text tends to be poor; shorten prompt or max_new_tokens",
+                stacklevel=3,
+            )
 
         pad_id = next((i for i in (pad_id, *self.eos_ids) if i is not None and i in vocabulary), None)
         ends_early = options.stop_strings or self.eos_ids or self.criteria
@@ -124,13 +130,15 @@ class Request:
         if cache is None:
             return
         if kind not in (None, cache.kv_cache_dtype):
-            its = f"past_key_values, which is of {cache.kv_cache_dtype!r}"
             raise InputError(
-                f"kv_cache_dtype={kind!r} contradicts {its}: model.new_cache(..., kv_cache_dtype={kind!r})"
+                f"kv_cache_dtype={kind!r} contradicts past_key_values, which is of {cache.kv_cache_dtype!r}: leave it "
+                f"out, or make the cache by model.new_cache(..., kv_cache_dtype={kind!r})"
             )
         if cache.length >= length:
-            number = f"past_key_values has {cache.length} tokens and input_ids {length}"
-            raise InputError(f"{number}: pass the whole text, cached tokens included, and at least one new token")
+            raise InputError(
+                f"past_key_values has {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
+                "the cache included, and at least one that is new"
+            )
         if cache.length and cache.rows != rows:
             raise InputError(f"past_key_values is of {cache.rows} rows, input_ids of {rows}; they must be equal")
 
@@ -141,8 +149,10 @@ class Request:
             return
         gaps = (self.mask.cumsum(1) > 0) & ~self.mask
         if gaps[:, 0 if self.cache is None else self.cache.length :].any():
-            name = f"{type(self.model).__name__} has recurrent layers, which take no padding between tokens"
-            raise InputError(f"{name}: pad on the left alone; without attention_mask, pad_token_id is padding")
+            raise InputError(
+                f"{type(self.model).__name__} has recurrent layers, which take no padding between tokens: pad on the "
+                "left alone; without attention_mask, ids equal to pad_token_id are padding"
+            )
 
 
 def is_adapted(model: Any) -> bool:
@@ -182,9 +192,10 @@ def checked_prompt(
             raise InputError(f"{name} has shape {list(x.shape)}, input_ids {list(input_ids.shape)}; they must be equal")
     check_device(model, **given)
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
-        found, right = f"{input_ids.dtype} {list(input_ids.shape)}", "torch.int64 or torch.int32 [batch, length]"
-        instead = "pass input_ids[None] for one prompt, and the bos token for an empty one"
-        raise InputError(f"input_ids are {found}; they must be {right}: {instead}")
+        raise InputError(
+            f"input_ids are {input_ids.dtype} {list(input_ids.shape)}; they must be torch.int64 or torch.int32 [batch, "
+            "length of at least 1]: pass input_ids[None] for one prompt, and the bos token for an empty one"
+        )
     source, padded = "attention_mask", attention_mask
     if padded is None:
         source = f"input_ids (pad_token_id={pad_id}, and no attention_mask)"
@@ -196,11 +207,15 @@ def checked_prompt(
     ]).tolist()  # fmt: skip
     rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for images
     if low < 0 or high >= rows:
-        found = f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}"
-        raise InputError(f"{found}; likely the tokenizer of another model, or a label value such as -100")
+        raise InputError(
+            f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}; "
+            "likely the tokenizer of another model, or a label value such as -100"
+        )
     if not is_binary:
         raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it has other values")
     if not ends_in_token:
-        row = f"row {int((~mask[:, -1]).nonzero()[0])} of {source}"
-        raise InputError(f"{row} ends in padding: pad on the left (zeros first; a tokenizer's padding_side='left')")
+        raise InputError(
+            f"row {int((~mask[:, -1]).nonzero()[0])} of {source} ends in padding, which would come between the prompt "
+            "and its continuation: pad on the left (zeros first in attention_mask; a tokenizer's padding_side='left')"
+        )
     return None if shortest == mask.shape[1] else mask, longest, bool(pads_left)
