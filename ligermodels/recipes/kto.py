@@ -41,10 +41,11 @@ class KTO(Preference):
         """
         others = []
         for n, one in enumerate(examples):  # as TRL makes them
-            (prompt,), (answer,), size = one.sequences, examples[n - 1].sequences, one.prompt
-            start = examples[n - 1].prompt
-            other = Example(prompt.ids[:size] + answer.ids[start:], [IGNORED] * size + answer.labels[start:])
-            others.append(other.cut(self.options.max_length))
+            before = examples[n - 1]
+            (own,), (other,) = one.sequences, before.sequences
+            ids = own.ids[: one.prompt] + other.ids[before.prompt :]
+            labels = [IGNORED] * one.prompt + other.labels[before.prompt :]
+            others.append(Example(ids, labels).cut(self.options.max_length))
         others = others or [Example([self.pad_id], [IGNORED])]
         mismatched = {f"kl_{key}": value for key, value in Recipe.collate(self, others).items()}
         desirable = torch.tensor([bool(one.label) for one in examples] or [True])
