@@ -24,20 +24,31 @@ def home(tmp_path_factory):
     """base, a checkpoint of transformers; pefts and ours, adapters of it, with B that is not zero."""
     peft = pytest.importorskip("peft")
     home = tmp_path_factory.mktemp("adapters")
-    folder = families.FAMILIES["llama 2"].build(home / "base")
-    ids = json.loads((folder / "config.json").read_text())
-    settings = SMALL | ids | {"vocab_size": Tokenizer.from_folder(folder).vocab_size, "head_dim": 8}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    folder = base(home)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     options = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     peft.get_peft_model(theirs, options).save_pretrained(home / "pefts")
-    ours = add_lora(ligermodels.load(folder, progress=False), r=2, alpha=4, targets=["q_proj", "down_proj"])
+    save_ours(home, targets=["q_proj", "down_proj"])
+    return home
+
+
+def base(home: Path, **changes) -> Path:
+    """A small checkpoint of transformers with the tokenizer of Llama 2, in the folder `base`."""
+    folder = families.FAMILIES["llama 2"].build(home / "base")
+    ids = json.loads((folder / "config.json").read_text())
+    settings = SMALL | ids | {"vocab_size": Tokenizer.from_folder(folder).vocab_size, "head_dim": 8} | changes
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def save_ours(home: Path, **targets) -> None:
+    """An adapter of the base by our `add_lora`, in the folder `ours`."""
+    ours = add_lora(ligermodels.load(home / "base", progress=False), r=2, alpha=4, **targets)
     for name, parameter in ours.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(2))
     save_adapter(ours, home / "ours")
-    return home
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +88,19 @@ def test_both_commands_say_what_peft_says(home, adapter, alone, capsys, monkeypa
     status, out, err = run(capsys, "chat", *given, "--max-new-tokens", 16)
     asked = tokenizer.apply_chat_template([{"role": "user", "content": HELLO}], add_generation_prompt=True)
     assert (status, out) == (0, expected(home, adapter, asked, tokenizer.chat_stop_ids) + "\n"), err
+
+
+def test_adapters_of_experts_and_routers(capsys, tmp_path):
+    """PEFT's target_parameters."""
+    pytest.importorskip("peft")
+    folder = base(tmp_path, model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    save_ours(tmp_path, targets=[], target_parameters=["experts.down_proj", "mlp.gate.weight"])
+    tokenizer = Tokenizer.from_folder(folder)
+    of_prompt = tokenizer.encode(HELLO), tokenizer.eos_token_ids
+    said = expected(tmp_path, "ours", *of_prompt)
+    assert said != expected(tmp_path, None, *of_prompt)
+    status, out, err = run(capsys, "generate", tmp_path / "ours", "--prompt", HELLO, "--max-new-tokens", 16)
+    assert (status, out.strip()) == (0, said.strip()), err
 
 
 def test_another_base_than_the_adapter_names_is_noted(home, capsys, tmp_path):
