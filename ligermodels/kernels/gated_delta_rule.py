@@ -99,11 +99,13 @@ def _options(kernel: str, q: Tensor, heads: tuple[int, ...], scans: int = 0) -> 
         if kernel == "key":
             options["BLOCK_S"] = block
         return block, options
-    sms, wide = num_sms(q.device.index), block_v == 128 and is_datacenter(q.device.index)
-    large, few = wide and 4 * scans >= 3 * sms, wide and scans * (block_v // 16) <= 2 * sms
+    multiprocessors = num_sms(q.device.index)
+    is_measured = block_v == 128 and is_datacenter(q.device.index)
+    many_scans = is_measured and 4 * scans >= 3 * multiprocessors
+    few_scans = is_measured and scans * (block_v // 16) <= 2 * multiprocessors
     block, warps, stages = {
-        "prepare": (64, 4, 1), "scan": (64, 4, 2) if large else (32, 4, 3), "output": (128, 4, 1),
-        "reverse": (128, 8, 2) if large else (16, 4, 3) if few else (32, 4, 2),
+        "prepare": (64, 4, 1), "scan": (64, 4, 2) if many_scans else (32, 4, 3), "output": (128, 4, 1),
+        "reverse": (128, 8, 2) if many_scans else (16, 4, 3) if few_scans else (32, 4, 2),
         "value": (128, 4, 1), "query": (64, 4, 3), "key": (64, 4, 1),
     }[kernel]  # fmt: skip
     options = dict(num_warps=warps, num_stages=stages if keys == values == 128 else 1)
