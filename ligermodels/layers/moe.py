@@ -143,7 +143,8 @@ class Router(Adaptable):
         return super().operand(name)._replace(weight=self.weight[None])
 
     def forward(self, x: Tensor) -> Tensor:
-        adapter = self.operand("weight").adapter
+        module = getattr(self, "weight_adapter", None)
+        adapter = None if module is None else module.factors
         if adapter is not None:
             adapter = adapter._replace(a=adapter.a[0], b=adapter.b[0])
         return linears(x, [LinearOperand(replicated(self.weight, self.tp), None, adapter)])
