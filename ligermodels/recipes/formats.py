@@ -165,9 +165,8 @@ def _read_pairs(row: dict[str, Any]) -> Answers:
         number = _shared_length(chosen[:-1], rejected[:-1])
         shared = chosen[:number]
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        told = [[(one["role"], one.get("content")) for one in messages] for messages in (shared, prompt or [])]
         # Many data sets give the prompt, and repeat it at the beginning of both conversations.
-        if prompt is None or (shared and told[0][-len(prompt) :] == told[1]):
+        if prompt is None or (shared and _role_and_content(shared[-len(prompt) :]) == _role_and_content(prompt)):
             prompt, chosen, rejected = shared, chosen[number:], rejected[number:]
         elif shared and shared[0]["role"] != "assistant":
             raise InputError("prompt: it is not what chosen and rejected begin with")
@@ -181,6 +180,10 @@ def _shared_length(first: Sequence[Any], second: Sequence[Any]) -> int:
     """The number of items that both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _role_and_content(messages: list[Message]) -> list[tuple[Any, Any]]:
+    return [(message["role"], message.get("content")) for message in messages]
 
 
 def _after_prompt(prompt: Any, answer: Any, row: dict[str, Any]) -> Text | Conversation:
