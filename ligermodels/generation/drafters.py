@@ -56,9 +56,10 @@ class Medusa:
         hidden, vocabulary = model.config.get_text_config().hidden_size, model.config.get_text_config().vocab_size
         weights = [p for p in heads.parameters() if p.dim() == 2] if isinstance(heads, nn.ModuleList) else []
         if not weights or any(p.shape[1] != hidden or len(p) not in (hidden, vocabulary) for p in weights):
-            right = f"the heads of a model with {hidden} hidden states and {vocabulary} tokens"
-            known = "training.load_medusa(model, folder), or model.medusa"
-            raise InputError(f"medusa is a {type(heads).__name__} and must be {right}: pass {known}")
+            raise InputError(
+                f"medusa is a {type(heads).__name__} and must be the heads of a model with {hidden} hidden states and "
+                f"{vocabulary} tokens: pass training.load_medusa(model, folder), or model.medusa"
+            )
         check_device(model, medusa=weights[0])
         self.heads, self.count = heads, len(heads)
 
@@ -72,8 +73,10 @@ class MultiToken:
 
     def __init__(self, model: Any, count: int):
         if getattr(model, "mtp", None) is None:
-            missing = f"this {type(model).__name__} has no layer for multi-token prediction"
-            raise InputError(f"use_mtp: {missing}; training.load_mtp(model) reads it from a checkpoint that has it")
+            raise InputError(
+                f"use_mtp: this {type(model).__name__} has no layer for multi-token prediction; "
+                "training.load_mtp(model) reads it from a checkpoint that has it"
+            )
         self.model, self.count = model, count
 
     def begin(self, cache: Cache, length: int, *, captures: bool) -> None:

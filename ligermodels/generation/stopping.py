@@ -21,8 +21,10 @@ def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tup
     for criterion in criteria:
         verdict = torch.as_tensor(criterion(ids, scores), dtype=torch.bool, device=ids.device)
         if verdict.numel() not in (1, len(ids)):
-            found = f"a stopping criterion returned {list(verdict.shape)} for {len(ids)} rows"
-            raise InputError(f"{found}; it must be one bool for each row, or one for all")
+            raise InputError(
+                f"a stopping criterion returned {list(verdict.shape)} for {len(ids)} rows; it must be one bool for "
+                "each row, or one for all"
+            )
         done = done | verdict.flatten()
     return done
 

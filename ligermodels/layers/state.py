@@ -219,9 +219,10 @@ def _check_fits(stored: Tensor, k: Tensor) -> None:
     """Raises InputError unless `k` [B, S, HK, D] fits a buffer of keys; fp8 buffers (uint8) take any dtype."""
     same_shape = (stored.shape[0], *stored.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not same_shape or stored.dtype not in (k.dtype, torch.uint8):
-        sizes = f"keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {stored.dtype}"
-        cause = "made for another batch size or model, or with autocast on and used with autocast off"
-        raise InputError(f"{sizes}; was it {cause}?")
+        raise InputError(
+            f"keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(stored.shape)} in {stored.dtype}; "
+            "was it made for another batch size or model, or with autocast on and used with autocast off?"
+        )
 
 
 class ImageKeyValues(State):
@@ -356,8 +357,10 @@ class Cache:
     def begin(self) -> None:
         """Comes before the mixers read and store tokens, `advance` after that. Raises InputError if a pass failed."""
         if self.is_partial:
-            reason = "a pass with this cache failed midway, and some layers lack its tokens"
-            raise InputError(f"{reason}: call cache.reset() and pass the whole text")
+            raise InputError(
+                "a pass with this cache failed midway, and some layers lack its tokens: call cache.reset() and pass "
+                "the whole text"
+            )
         self.is_partial = True
 
     def advance(self, tokens: int) -> None:
@@ -440,8 +443,10 @@ class TransformersState(State):
         return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
 
     def reset(self) -> None:
-        reason = "rotary positions with a switch (longrope) need that at their original length"
-        raise InputError(f"a {type(self._cache).__name__} cannot be emptied, {reason}; leave past_key_values out")
+        raise InputError(
+            f"a {type(self._cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need "
+            "at their original length; leave past_key_values out"
+        )
 
     def reorder(self, rows: Tensor) -> None:
         self._cache.layers[self._layer].batch_select_indices(rows)
@@ -454,8 +459,10 @@ def as_cache(cache: Any, num_layers: int) -> Cache:
         return cache
     is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
     if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
-        right = "a Cache (model.new_cache makes one) or a DynamicCache of transformers, not a cache of a fixed size"
-        raise InputError(f"past_key_values is a {type(cache).__name__}; it must be {right}")
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__}; it must be a Cache (model.new_cache makes one) or a "
+            "DynamicCache of transformers, not a cache of a fixed size"
+        )
     if len(cache.layers) > num_layers:
         raise InputError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}: is it another's?")
     length = cache.get_seq_length()
