@@ -1,4 +1,4 @@
-"""`model.forward` and a cache, by hand: what a pass that failed, a cut, or torch.inference_mode leaves behind."""
+"""A cache given to `model.forward`: after a forward pass that failed, after `crop`, and in torch.inference_mode."""
 
 import itertools
 
