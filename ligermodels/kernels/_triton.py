@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
+
 IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 try:
@@ -143,12 +145,21 @@ def as_if_capturing() -> Iterator[None]:
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """torch.autograd.function.once_differentiable, skipped where gradients are off, since it costs the host 5 us."""
-    once = torch.autograd.function.once_differentiable(backward)
+    """For the backward of an autograd.Function that has no second derivative: raises InputError where one is asked for.
+
+    A backward runs with gradients on only under create_graph=True. torch's function of this name raises later, and only
+    if the incoming gradient requires a gradient: after a loss it does not, and the second derivative would be lost.
+    """
+    op = f"{backward.__module__}.{backward.__qualname__.removesuffix('.backward')}"
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
-        return (once if torch.is_grad_enabled() else backward)(ctx, *grads)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise InputError(
+                f"{op} has no second derivative, which create_graph=True asks for. Leave create_graph out, or call the "
+                "op's _reference function in its place, or compute on the CPU, in one process: ops are PyTorch there."
+            )
+        return backward(ctx, *grads)
 
     return wrapper
 

@@ -189,7 +189,7 @@ def cross_entropy(
     nats, the mean over valid tokens ("none": per token).
 
     The logits are saved and, with a mean or a sum, their gradient, which the backward would allocate anyway. A second
-    backward through the same loss computes the gradient again. There is no second derivative.
+    backward through the same loss computes the gradient again; create_graph=True raises InputError on a GPU.
 
     A label that is neither a class nor ignore_index makes the loss NaN on a GPU, and raises InputError on the CPU.
     Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a batch, are copied: shift the labels

@@ -219,9 +219,9 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, sc
     padding_idx: a row without a gradient; negative: counted from the end. scale: rounded to the weight's dtype before
     the multiplication, whose result is rounded too.
     Returns [..., H] of the weight's dtype. The gradient of the weight is dense, summed in fp32 (or fp64) and rounded
-    once; there is no second derivative.
+    once.
     Raises InputError for dtypes, shapes or devices that do not fit and, on the CPU, for an id outside [0, V). On a GPU
-    such an id gives NaN, and no gradient.
+    such an id gives NaN, and no gradient; create_graph=True raises InputError.
     """
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         kind = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"

@@ -114,7 +114,7 @@ def jsd(
 
     A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
     InputError on the CPU. So do shapes, dtypes and devices that do not fit. A new beta compiles a kernel. Inputs whose
-    rows are not evenly spaced in memory are copied. There is no second derivative.
+    rows are not evenly spaced in memory are copied. On a GPU create_graph=True raises InputError.
     """
     options = JSDOptions(float(beta), ignore_index, reduction)
     if input.dim() == 0 or input.shape != target.shape or input.device != target.device or not (

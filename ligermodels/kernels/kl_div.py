@@ -167,8 +167,8 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     NaN for the mean of nothing; "none" returns the elements, in the dtype torch promotes the inputs' dtypes to.
 
     Raises InputError for another reduction, a dtype that is no floating point, and shapes or devices that do not
-    fit. Inputs that are not contiguous are read by rows, or copied where a row has gaps. There is no second
-    derivative.
+    fit. Inputs that are not contiguous are read by rows, or copied where a row has gaps. On a GPU create_graph=True
+    raises InputError.
     """
     if reduction not in ("mean", "sum", "batchmean", "none"):
         raise InputError(f"kl_div: reduction={reduction!r}; use 'mean', 'batchmean', 'sum' or 'none'.")

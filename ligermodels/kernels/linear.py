@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, recomputed
-from ligermodels.kernels._triton import accumulator, apply, once_differentiable
+from ligermodels.kernels._triton import accumulator, apply, once_differentiable, use_triton
 from ligermodels.kernels.gemv import MAX_ROWS, gemv
 from ligermodels.kernels.joint import as_one, as_one_layer, rows_of
 from ligermodels.kernels.lora import Branch, flatten_adapters
@@ -282,6 +282,8 @@ def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
         return linears_reference(x, operands)
     if how not in ("gemv", "bits"):  # `choose` has checked the others: decoding is host-bound
         operands = check("linear", "x", x, x.shape[-1], operands)
+    if how == "op" and not use_triton(x) and not has_bits([weight for weight, _, _ in operands]):
+        return linears_reference(x, operands)  # which has a second derivative
     leaves, rest = flatten(operands)
     if how == "op":
         return apply(_Linear, x, rest, handle_of(x), *leaves)

@@ -169,7 +169,7 @@ def linear_cross_entropy(
     are cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
     The backward returns the gradients that the forward computed, and so runs only once. On a CPU this is F.linear and
-    `cross_entropy_reference`, with all logits in memory. There is no second derivative.
+    `cross_entropy_reference`, with all logits in memory. On a GPU create_graph=True raises InputError.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens, return_entropy)  # fmt: skip

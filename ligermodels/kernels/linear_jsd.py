@@ -257,7 +257,7 @@ def linear_jsd(
 
     A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
     InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each beta,
-    temperature, pair of weights and of softcaps compiles a kernel. There is no second derivative.
+    temperature, pair of weights and of softcaps compiles a kernel. On a GPU create_graph=True raises InputError.
     """
     options = JSDOptions(
         float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft),

@@ -203,7 +203,7 @@ def linear_logprobs(
     H] if weight needs no gradient, and nothing is saved under torch.no_grad.
 
     A label that is neither a class nor ignore_index makes its log probability NaN on a GPU, and raises InputError on
-    the CPU, where this is `linear_logprobs_reference`. There is no second derivative.
+    the CPU, where this is `linear_logprobs_reference`. On a GPU create_graph=True raises InputError.
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
     check_inputs("x", x, labels, weight.shape[0], None, None, options)

@@ -58,6 +58,7 @@ class _SumOverGroup(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
@@ -269,9 +270,9 @@ def vocab_parallel_cross_entropy(
     torch.autocast are as in `linear_cross_entropy`. workspace_bytes bounds a rank's logits workspace, which has 128
     rows at least; None: 512 MiB. Either all ranks ask for the gradient of x, or none; the same holds for weight.
 
-    The backward runs once, sends nothing and has no second derivative. A label that is in no shard makes the loss NaN
-    on a GPU, and raises InputError on a CPU, where this is `vocab_parallel_cross_entropy_reference`. torch.compile
-    breaks its graph here; fullgraph=True raises.
+    The backward runs once, sends nothing and raises InputError under create_graph=True, also on a CPU, where this is
+    `vocab_parallel_cross_entropy_reference`. A label that is in no shard makes the loss NaN on a GPU, and raises
+    InputError on a CPU. torch.compile breaks its graph here; fullgraph=True raises.
     """
     if torch.compiler.is_compiling():  # decorating would import torch._dynamo, which takes a second
         return torch.compiler.disable(vocab_parallel_cross_entropy)(

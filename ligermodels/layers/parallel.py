@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -146,6 +147,7 @@ class _Collective(torch.autograd.Function):
         return forward(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return ctx.function(dy), None, None
 
@@ -183,6 +185,7 @@ class _LocalPart(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
         if ctx.sum_over is not None:
             gradient = _all_reduce(gradient, ctx.sum_over)

@@ -14,10 +14,10 @@ def accumulate_in_place(model: nn.Module, on: bool = True) -> None:
     whose speed the host limits, get slower.
 
     Call it when the model is on its device: it marks parameters, and `copy.deepcopy` and `to_empty` make new ones.
-    Autograd still adds where adding in place could be wrong: under torch.autograd.grad, with create_graph=True, under
-    torch.compile, on the CPU, and for parameters with gradient hooks, such as those of step_in_backward.
-    DistributedDataParallel works. Two cases are wrong and are not detected: a backward on several CUDA streams, and
-    reading a gradient before the backward has ended.
+    Autograd still adds where adding in place could be wrong: under torch.autograd.grad, under torch.compile, on the
+    CPU, and for parameters with gradient hooks, such as those of step_in_backward. DistributedDataParallel works. Two
+    cases are wrong and are not detected: a backward on several CUDA streams, and reading a gradient before the backward
+    has ended.
 
     Raises InputError for a model sharded by FSDP or tensor parallelism, whose weights are DTensors.
     """
