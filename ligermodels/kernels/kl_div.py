@@ -176,10 +176,10 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
         raise InputError(
             f"kl_div: input has {describe(input)} and target {describe(target)}; expected floating point on one device."
         )
-    divided = input
+    x, t = input, target
     if input.shape != target.shape:
         try:
-            input, target = torch.broadcast_tensors(input, target)
+            x, t = torch.broadcast_tensors(input, target)
         except RuntimeError as error:
             raise InputError(
                 f"kl_div: input {tuple(input.shape)} and target {tuple(target.shape)} do not broadcast to one shape. "
@@ -187,4 +187,4 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
             ) from error
     if not use_triton(input):
         return kl_div_reference(input, target, reduction=reduction, log_target=log_target)
-    return _KLDiv.apply(input, target, _divisor(divided, input.numel(), reduction), reduction, log_target)
+    return _KLDiv.apply(x, t, _divisor(input, x.numel(), reduction), reduction, log_target)

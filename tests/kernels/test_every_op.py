@@ -1,6 +1,7 @@
 """Tests of every op in the table of `ops`: exactness, autograd, autocast, compilation, CUDA graphs.
 
-On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates.
+On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates. Where there is no
+GPU, what a CPU user runs is judged as well: PyTorch in place of the kernels.
 """
 
 import contextlib
@@ -35,6 +36,7 @@ from tests.kernels.seen import adding_in_place
 
 BLOCKS, PARTS = 8, 6
 each_op = pytest.mark.parametrize("name", OPS)
+each_on_a_cpu = pytest.mark.parametrize("name", [name for name in OPS if name != "flash_attention"])  # a kernel alone
 
 
 def some_in_turn(count: int) -> list:
@@ -77,6 +79,19 @@ def test_as_exact_as_eager(device, poison, name, block):
                     judge_again(name, make, seed, dtype, device)
 
 
+@pytest.mark.skipif(ON_GPU, reason="judges what a CPU runs")
+@each_on_a_cpu
+def test_as_exact_as_eager_without_kernels(without_triton, name):
+    dtypes = torch.bfloat16, torch.float16, torch.float32
+    with failures() as failed:
+        for variant, seed, chosen, rows, _ in drawn(name, OPS[name], interpreted=True):
+            dtype = dtypes[variant % 3]
+            if dtype in OPS[name].dtypes:
+                with failed(f"{name} {dtype} rows={rows} {chosen} seed={seed}"):
+                    make = functools.partial(OPS[name].make, rows=rows, **chosen)
+                    judge_again(name, make, seed, dtype, "cpu")
+
+
 @each_op
 @pytest.mark.parametrize("part", some_in_turn(PARTS))
 def test_adversarial_values(device, poison, name, part):
@@ -110,6 +125,17 @@ def unused(upstream: dict[str, Tensor], draw: random.Random) -> dict[str, Tensor
 @each_op
 def test_every_option(poison, name):
     """Pairs of options, shapes and layouts, of frozen inputs and unused outputs, against the reference in fp64."""
+    judge_every_option(name)
+
+
+@pytest.mark.skipif(ON_GPU, reason="judges what a CPU runs")
+@each_on_a_cpu
+def test_every_option_without_kernels(without_triton, name):
+    """What the public function hands to the reference is what it was called with."""
+    judge_every_option(name)
+
+
+def judge_every_option(name: str) -> None:
     op = OPS[name]
     choices = op.distinct()
     for option, values in op.more.items():

@@ -135,8 +135,10 @@ def test_kl_div_of_no_probability_counts_for_nothing(device, poison, log_target)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-def test_kl_div_of_other_dtypes_and_shapes(device, poison):
+@pytest.mark.parametrize("path", ["poison", "without_triton"])
+def test_kl_div_of_other_dtypes_and_shapes(device, request, path):
     """Mixed dtypes are promoted and shapes are broadcast, as in torch; batchmean divides by the input's size."""
+    request.getfixturevalue(path)
     x = torch.randn(4, 6).log_softmax(-1).to(device, torch.float16).requires_grad_()
     t = torch.randn(3, 4, 6).log_softmax(-1).to(device).requires_grad_()
     for reduction in ("mean", "batchmean", "sum", "none"):
