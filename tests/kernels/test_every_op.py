@@ -1,7 +1,7 @@
 """Tests of every op in the table of `ops`: exactness, autograd, autocast, compilation, CUDA graphs.
 
-On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates. Where there is no
-GPU, what a CPU user runs is judged as well: PyTorch in place of the kernels.
+On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates. Without a GPU
+what a CPU user runs is judged as well: PyTorch in place of the kernels.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from tests.kernels import CHUNK
 from tests.kernels.cases import LAYOUTS, Case, Maker, drawn, pairwise
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.judge import (
     DTYPES,
     ON_GPU,

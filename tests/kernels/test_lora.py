@@ -17,7 +17,7 @@ from ligermodels.kernels.linear import linears
 from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.operand import Adapter, LinearOperand
 from ligermodels.kernels.rms_norm import add_rms_norm
-from tests.kernels import CHUNK
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.seen import Seen, saved_by
 
 HIDDEN, INNER, OUT, R = 16, 24, 12, 4

@@ -19,8 +19,8 @@ from ligermodels.kernels import (
     linear_jsd,
     linear_jsd_reference,
 )
-from tests.kernels import CHUNK
 from tests.kernels.cases import IGNORE
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.judge import as_dtype, assert_same
 from tests.kernels.on_gpu import large
 from tests.kernels.seen import Seen

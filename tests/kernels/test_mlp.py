@@ -8,7 +8,7 @@ import torch
 from ligermodels.kernels import gated_mlp, mlp
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.rms_norm import add_rms_norm
-from tests.kernels import CHUNK
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.seen import Seen, saved_by
 
 HIDDEN, INNER, OUT = 6, 20, 5

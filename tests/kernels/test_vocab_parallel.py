@@ -23,8 +23,8 @@ from ligermodels.kernels import (
     vocab_parallel_cross_entropy,
     vocab_parallel_cross_entropy_reference,
 )
-from tests.kernels import CHUNK
 from tests.kernels.cases import IGNORE
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
 from tests.kernels.on_gpu import assert_never_waits
 from tests.kernels.oracle import assert_as_exact

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
-from tests.kernels import CHUNK
 from tests.kernels.cases import FEW_VOCABS, IGNORE, VOCABS, Case, Maker, Op, Sizes
+from tests.kernels.interpreter import CHUNK
 
 # Cross entropy.
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from ligermodels import kernels
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand
-from tests.kernels import CHUNK
 from tests.kernels.cases import FEW_WIDTHS, WIDTHS, Case, Op, Sizes
+from tests.kernels.interpreter import CHUNK
 from tests.kernels.ops.elementwise import row_noise
 
 # Activations and gated MLPs, alone and with the linear layer that reads them.
