@@ -5,6 +5,7 @@ import torch
 
 from ligermodels.kernels import adamw as adamw_file
 from ligermodels.kernels.adamw import WHOLE, Piece, adamw, adamw_reference, join_master, random_bits, split_master
+from ligermodels.training import AdamW
 from tests.kernels.on_gpu import large
 
 BETAS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -160,3 +161,14 @@ def test_more_than_2_31_elements():
     adamw(*tail, **options, piece=Piece(2**31))
     for whole, piece in zip((w, m, v), (tail[0], *tail[2:]), strict=True):
         assert torch.equal(whole[-1003:], piece)
+
+
+@pytest.mark.parametrize("options", [{}, dict(master_weights=True)], ids=["", "master weights"])
+def test_a_backward_that_needs_weights_from_before_a_step_raises(device, options):
+    """As with torch's optimizers: the optimizer counts up the version of each weight, which no kernel does."""
+    weight, x = (torch.ones(3, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    y, optimizer = weight * x, AdamW([weight], **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

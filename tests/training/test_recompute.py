@@ -277,6 +277,15 @@ class TestSettings:
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
+    @pytest.mark.parametrize("family, ends", [("llama", True), ("gemma2", False)])
+    def test_which_mlps_recompute(self, family, ends):
+        """Under "block" those that end their block, whose second run stops before their matmuls. Before a norm, as in
+        Gemma 2, an MLP that recomputed would run a third time."""
+        model = make(family)
+        for policy, expected in (("none", False), ("mlp", True), ("block", ends)):
+            enable(model, policy)
+            assert [layer.mlp.recompute for layer in model.decoder.layers] == [expected] * 3, policy
+
     def test_names_of_transformers(self):
         model = make()
         with pytest.warns(UserWarning, match="use_reentrant=True is not used here"):
