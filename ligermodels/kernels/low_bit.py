@@ -80,10 +80,16 @@ class LowBitWeight:
     def in_groups(self, groups: int) -> Self:
         """The weight [N, K] as the weight [E, N / E, K] of a group of E layers, over the same memory.
 
-        Raises InputError if a block would belong to two layers.
+        Raises InputError if a block, or a scale of scales, would belong to two layers.
         """
         if self.block and math.prod(self.shape) // groups % self.block:
             raise InputError(f"a weight {self.shape} with blocks of {self.block} cannot be a group of {groups} layers")
+        for name, tensor in self._rows().items():
+            if tensor.shape[0] % groups:
+                raise InputError(
+                    f"a weight {self.shape} whose {name} has {describe(tensor)} cannot be a group of {groups} layers: "
+                    "they were quantised together; quantise each layer, and `stack` them"
+                )
         return replace(self, shape=(groups, self.shape[0] // groups, *self.shape[1:]))
 
     @classmethod

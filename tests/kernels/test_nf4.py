@@ -106,3 +106,6 @@ def test_what_cannot_be_stacked(device):
             NF4Weight.stack([quantize_nf4(weight) for weight in weights])
     with pytest.raises(InputError, match="cannot be a group of 4 layers"):  # of which each has half a block
         quantize_nf4(b).in_groups(4)
+    together = quantize_nf4(torch.randn(4, 64, device=device))
+    with pytest.raises(InputError, match=r"nested_absmax .* they were quantised together"):
+        together.in_groups(4)
