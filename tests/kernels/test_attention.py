@@ -12,6 +12,8 @@ from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import LinearOperand
 from tests.kernels.ops.attention import our_attention
 
+engines = importlib.import_module("ligermodels.kernels.attention")  # the name in the package is the function
+
 
 def inputs(length, num_keys, heads=(4, 2), size=8, batch_size=2, dtype=torch.float64, device="cpu"):
     """q, k, v as strided views of packed rows, as a projection leaves them."""
@@ -96,6 +98,35 @@ def test_packed_by_lengths_that_the_host_knows(lengths, options, masked, device)
         torch.testing.assert_close(torch.autograd.grad(actual, leaf, weights.to(device))[0].cpu(), grad)
 
 
+@pytest.mark.parametrize(
+    "lengths, expected",
+    [
+        ([256, 768, 1536, 512, 2304, 1024, 6912, 3072], False),  # 8 documents in 16,384 tokens, and in 32,768
+        ([512, 1536, 3072, 1024, 4608, 2048, 13824, 6144], True),
+        ([1024] * 16, True),  # images of one size are one launch
+        ([1024] * 4 + [1008] * 4, True),
+        ([2048, 2030], False),
+        ([81] * 10, False),
+    ],
+)
+def test_which_packed_sequences_run_one_by_one(lengths, expected):
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    assert engines._one_by_one(engines._runs(ends)) is expected
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}, {"key_mask": True}], ids=str)
+def test_masked_sequences_run_all_at_once(options, device, monkeypatch):
+    """Run by run they would meet the same kernel again."""
+    monkeypatch.setattr(engines, "_one_by_one", lambda runs: True)
+    called = []
+    monkeypatch.setattr(engines, "flash_attention", lambda q, *_, **__: called.append(q.shape) or q)
+    q, k, v = torch.randn(3, 1, 9, 2, 8, dtype=torch.float16, device=device)
+    if "key_mask" in options:
+        options = {"key_mask": torch.ones(1, 9, dtype=torch.bool, device=device)}
+    attention(q, k, v, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32), **options)
+    assert called == ([(1, 9, 2, 8)] if options else [])
+
+
 # Rows and keys that are hidden.
 
 
@@ -147,10 +178,9 @@ def test_decode_is_the_last_row_of_prefill(device):
 
 def test_head_chunks_change_nothing(device, monkeypatch):
     """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
-    module = importlib.import_module("ligermodels.kernels.attention")
     packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
     weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", q.numel() // 3)
+    monkeypatch.setattr(engines, "_CHUNK_ELEMENTS", q.numel() // 3)
     results = []
     for head_chunks in (False, True):
         out = attention(q, k, v, head_chunks=head_chunks)
