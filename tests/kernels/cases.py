@@ -114,6 +114,7 @@ class Op:
     matmuls: it multiplies by weights, so that torch.autocast applies to it.
     runs_once: its backward hands out what the forward computed, unless reduction is "none".
     checks: it raises InputError for arguments that do not fit.
+    exact: what gives the exact results on a GPU, in fp64, where the reference takes long; None: the reference.
     """
 
     call: Callable
@@ -136,6 +137,7 @@ class Op:
     matmuls: bool = False
     runs_once: bool = False
     checks: bool = True
+    exact: Callable | None = None
 
     def of_sizes(self, interpreted: bool) -> dict[str, list]:
         return {n: v.values(interpreted) if isinstance(v, Sizes) else v for n, v in self.choices.items()}

@@ -92,6 +92,20 @@ def test_chunks_are_as_exact_as_eager(device, poison, name, packed):
             assert_as_exact(a, bound, x, f"{dtype} {what}", shared=shared, terms=terms_of(k.shape[3]))
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_closed_form_is_the_recurrence(packed):
+    """In fp64, over several chunks: by the closed form the tests of every op judge the kernels on a GPU."""
+    tensors = inputs("cpu", BOUNDS[-1], states=len(LENGTHS) if packed else 1, dtype=torch.float64)
+    upstream = [torch.randn_like(tensors[2]), torch.randn_like(tensors[5])]
+    cu_seqlens = bounds_of("cpu") if packed else None
+    closed, exact = (
+        gradients(lambda *t, op=op: op(*t, cu_seqlens=cu_seqlens), tensors, upstream, torch.float64)
+        for op in (eager_gated_delta_rule, gated_delta_rule_reference)
+    )
+    for what, a, b in zip(NAMES, closed, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda m, w=what: f"{w}: {m}")
+
+
 def test_packed_equals_apart(device, poison):
     """To the bit in fp32, also gradients: chunks lie in a document as they do without the others."""
     tensors = inputs(device, BOUNDS[-1], states=len(LENGTHS))
