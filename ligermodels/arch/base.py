@@ -138,12 +138,13 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seqlens: int32 [N + 1], the boundaries of the packed sequences in the rows, which follow each other.
             max_seqlen: the length of the longest one.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
-            transformers and TRL name them, for queries and for keys, which must be equal. seq_idx, which comes with
-            them, is ignored.
+            transformers and TRL name them, for queries and for keys, which must be equal.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
             as well, times the config's `router_aux_loss_coef`; default: the config's `output_router_logits`.
         output_attentions, return_dict: for callers that always pass them; attention weights are never in memory.
-        cache_position: those of the tokens after the cached ones; others raise. token_type_ids: ignored.
+        cache: past_key_values, by the name that transformers has for it since 5.24.
+        cache_position: those of the tokens after the cached ones; others raise.
+        seq_idx, token_type_ids, length and others of `inputs.NO_EFFECT`: ignored.
         Images and their sizes; see the model's own forward.
 
         Raises InputError for unknown arguments, and for arguments that do not fit together.

@@ -6,6 +6,7 @@ one with a vision tower whose `language_model` is the `Decoder`.
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -22,8 +23,11 @@ from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.multimodal import DeepStack
 from ligermodels.layers.parallel import MeshGroup
-from ligermodels.layers.state import KV_CACHE_DTYPES, Cache
+from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
+
+MANY_TOKENS = 2**20
+"""Up to so many tokens, nobody computes in advance whether a cache fits the memory."""
 
 
 class BaseModel(nn.Module):
@@ -56,7 +60,8 @@ class BaseModel(nn.Module):
     ) -> CausalLMOutput:
         """The last hidden state, and where asked for the cache, the hidden states and the router logits.
 
-        Arguments as in `CausalLM.forward`, all but those of the head: TRL and PEFT call this in its place.
+        Arguments as in `CausalLM.forward`, all but those of the head: TRL and PEFT call this in its place. Those that
+        ask a head for less, such as logits_to_keep, have no effect.
         input_ids: also the `TextInputs` of a caller that has checked the other arguments.
         """
         if not isinstance(input_ids, TextInputs):
@@ -208,20 +213,40 @@ class Decoder(BaseModel):
         """An empty cache for `rows` sequences of up to `max_length` tokens, beyond which it grows.
 
         kv_cache_dtype: "fp8" takes half the memory. whole: layers with a window store all tokens too, as `Cache.put`
-        asks of its source.
+        asks of its source. Raises InputError where it is larger than the device's memory, see `check_cache_size`.
         """
         kind = "auto" if kv_cache_dtype is None else kv_cache_dtype
         if kind not in KV_CACHE_DTYPES:
             raise InputError(f"kv_cache_dtype={kv_cache_dtype!r:.80} must be one of {', '.join(KV_CACHE_DTYPES)}")
-        device = self.embed_tokens.weight.device
-        states = []
-        options = dict(kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole)
+        self.check_cache_size(rows, max_length, kind)
         with torch.inference_mode(False):  # the cache may leave the mode
-            for layer in self.layers:
-                mixer: Any = next(module for module in layer.modules() if hasattr(module, "new_state"))
-                states.append(mixer.new_state(rows, max_length, **options))
+            states = self._new_states(rows, max_length, self.embed_tokens.weight.device, kind, whole)
         rotary = self.rotary_emb
         return Cache(states, rows, kind, rotary.original_length if rotary.rope_type == "longrope" else math.inf)
+
+    def check_cache_size(self, rows: int, max_length: int, kv_cache_dtype: str = "auto") -> None:
+        """Raises InputError for texts whose ids and cache are larger than the device's memory. Few tokens are left to
+        the allocator."""
+        if rows * max_length <= MANY_TOKENS:
+            return
+        device = self.embed_tokens.weight.device
+        least, next_one = (
+            sum(x.nbytes for state in self._new_states(rows, length, "meta", kv_cache_dtype) for x in state.buffers)
+            for length in (MANY_TOKENS, MANY_TOKENS + 1)
+        )
+        need = least + (next_one - least) * (max_length - MANY_TOKENS) + 8 * rows * max_length
+        if need > (total := total_memory(device)):
+            raise InputError(
+                f"{rows} x {max_length} tokens need a cache of {need / 1e9:,.0f} GB, and the memory of {device} is "
+                f"{total / 1e9:,.0f} GB: lower max_new_tokens, or the number of rows"
+            )
+
+    def _new_states(
+        self, rows: int, max_length: int, device: torch.device | str, kind: str, whole: bool = False
+    ) -> list[State]:
+        options = dict(kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole)
+        mixers: Any = (next(m for m in layer.modules() if hasattr(m, "new_state")) for layer in self.layers)
+        return [mixer.new_state(rows, max_length, **options) for mixer in mixers]
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -277,6 +302,15 @@ class Decoder(BaseModel):
             rotary=rotary, key_mask=key_mask, token_mask=token_mask, cu_seqlens=cu_seqlens,
             max_seqlen=inputs.max_seqlen, cross=cross, past=past, context=self.context,
         )  # fmt: skip
+
+
+def total_memory(device: torch.device) -> float:
+    """The bytes of a GPU or of the host; infinity where they are not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return math.inf
 
 
 def _pads_only_after(mask: Tensor) -> bool:

@@ -8,7 +8,7 @@ and the values of a mask and of cu_seqlens are trusted.
 import inspect
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,21 @@ from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup
-from ligermodels.layers.state import Cache, as_cache
+from ligermodels.layers.state import Cache, as_cache, one_cache
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
 _IDS = (torch.int64, torch.int32)
+NO_EFFECT = frozenset("""
+    length logits_to_keep num_items_in_batch offset_mapping overflow_to_sample_mapping seq_idx skip_logits
+    special_tokens_mask token_type_ids
+""".split())  # fmt: skip  # noqa: SIM905
+"""Arguments that every forward takes without effect: what tokenizers and collators return beside the ids, and of the
+base model what asks its head for less."""
+_OF_THE_HEAD = frozenset(
+    ("ignore_index", "labels", "loss_function", "return_logits", "return_logprobs", "shift_labels")
+)
+"""Arguments of `CausalLM.forward` that ask the head for more or something else; the others are in NO_EFFECT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +82,14 @@ def check_inputs(
     position_ids: Tensor | None,
     past_key_values: Any,
     use_cache: bool | None,
+    cache: Any = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    seq_idx: Tensor | None = None,
     cache_position: Tensor | None = None,
-    token_type_ids: Tensor | None = None,
     output_attentions: bool | None = None,
     return_dict: bool | None = None,
     step: tuple[Tensor, Tensor] | None = None,
@@ -92,9 +101,10 @@ def check_inputs(
     Returns the inputs of the text model, and the options. Raises InputError for arguments that do not fit together.
     """
     if not options.keys() <= model.run_options:
-        name = next(name for name in options if name not in model.run_options)
-        known = [*inspect.signature(check_inputs).parameters, *model.run_options, "labels", "logits_to_keep"]
-        raise InputError(f"forward has no argument {name!r}" + did_you_mean(name, known))
+        options = {name: value for name, value in options.items() if name not in NO_EFFECT}
+        for name in sorted(options.keys() - model.run_options):
+            _refuse(name, model)
+    past_key_values = one_cache(past_key_values, cache)
     _check_transforms()
     if output_attentions:
         raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
@@ -148,6 +158,16 @@ def check_inputs(
         step=step,
     )
     return inputs, options
+
+
+def _refuse(name: str, model: Any) -> NoReturn:
+    """Raises InputError for an argument that forward does not have."""
+    if name in _OF_THE_HEAD:
+        raise InputError(
+            f"{name} is an argument of the head, and {type(model).__name__} has none: call the whole model"
+        )
+    known = {*inspect.signature(check_inputs).parameters, *model.run_options, *_OF_THE_HEAD, *NO_EFFECT}
+    raise InputError(f"forward has no argument {name!r}" + did_you_mean(name, known - {"model", "options", "step"}))
 
 
 def _caches_by_default(model: Any, decoder: Any) -> bool:

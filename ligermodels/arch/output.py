@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch.utils._pytree as pytree
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import KNOWN_NAMES, TOKEN_IDS, Attributes
+from ligermodels.generation.options import CACHE_ALIAS, KNOWN_NAMES, TOKEN_IDS, Attributes
 
 
 class CausalLMOutput(Attributes):
@@ -16,9 +16,10 @@ class CausalLMOutput(Attributes):
     the loss, is an error that says how to get logits. `output.get("logits")` and `getattr(output, "logits", None)` are
     None.
 
-    loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the Cache.
-    last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each block and the last
-    hidden state. router_logits: [B * S, experts] of each block. aux_loss: scalar, the load-balancing loss.
+    loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the Cache, which is
+    read as `cache` too. last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each
+    block and the last hidden state. router_logits: [B * S, experts] of each block. aux_loss: scalar, the load-balancing
+    loss.
     mtp_loss: scalar, of a layer for multi-token prediction, in training.
     attentions: always absent; attention weights are never in memory.
     """
@@ -27,6 +28,7 @@ class CausalLMOutput(Attributes):
         "loss", "logits", "logprobs", "past_key_values", "last_hidden_state", "hidden_states", "attentions",
         "router_logits", "aux_loss", "mtp_loss",
     })  # fmt: skip
+    aliases = CACHE_ALIAS
 
     def __getattr__(self, name: str) -> Any:
         if name == "logits" and self._lacks_logits:

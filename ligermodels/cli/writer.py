@@ -113,7 +113,10 @@ class Writer:
         # With longrope, the keys of long texts have other frequencies than those of short ones.
         if rotary.needs_recompute(same, longest) or images != self.images or same < self.images_end:
             same = 0
-        self.cache.crop(same)
+        if 0 < same <= self.cache.length:
+            self.cache.crop(same)
+        else:  # `generate` may have emptied it
+            self.cache.reset()
 
     def _prefill(self, prompt: "Tensor") -> None:
         """Computes all chunks of a long prompt but the last, with a progress bar on a terminal."""

@@ -10,12 +10,12 @@ from ligermodels.errors import InputError
 from ligermodels.generation.continuous import ContinuousEngine
 from ligermodels.generation.drafters import DraftingEngine
 from ligermodels.generation.engine import PaddedEngine
-from ligermodels.generation.options import DRAFTERS, Attributes
+from ligermodels.generation.options import CACHE_ALIAS, DRAFTERS, Attributes
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 
 _OF_ONE_BATCH = frozenset("""
-    attention_mask generation_config input_ids inputs inputs_embeds logits_processor medusa output_logits output_scores
-    past_key_values prompt_lookup_num_tokens return_dict_in_generate stopping_criteria streamer use_mtp
+    attention_mask cache generation_config input_ids inputs inputs_embeds logits_processor medusa output_logits
+    output_scores past_key_values prompt_lookup_num_tokens return_dict_in_generate stopping_criteria streamer use_mtp
 """.split())  # fmt: skip  # noqa: SIM905
 """Arguments of `generate` that `generate_many` does not take."""
 
@@ -24,11 +24,13 @@ class GenerateOutput(Attributes):
     """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
-    processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values: the
-    cache of all tokens but the last; empty where a layer has a recurrent state, and a row ended before the others.
+    processing. logits, with output_logits: the model's own. Both are tuples of [rows, V] fp32. past_key_values, read as
+    `cache` too: the cache of all tokens but the last; empty where a layer has a recurrent state, and a row ended before
+    the others.
     """
 
     fields = frozenset(("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"))
+    aliases = CACHE_ALIAS
 
 
 def generate(
@@ -59,8 +61,9 @@ def generate(
             one returns True for it. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
             that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
-        past_key_values: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
-            is still passed in full. The cache is extended in place; a call that fails midway empties a Cache.
+        past_key_values, cache: a Cache, or a DynamicCache of transformers, with the first tokens of the prompt, under
+            either name. The prompt is still passed in full. It is extended in place; a call that fails midway empties a
+            Cache.
         labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: an object such as transformers' TextStreamer, which gets put(the prompt [B, S]), put(ids [B]) in each
             step, end(). Tensors are on the CPU.

@@ -16,6 +16,8 @@ DRAFTERS = ("prompt_lookup_num_tokens", "medusa", "use_mtp")
 """The options that choose a drafter."""
 MAX_GUESSES = 128
 """The maximum number of tokens that a drafter proposes at once: a verifying step has a row for each."""
+CACHE_ALIAS = {"cache": "past_key_values"}
+"""The name that transformers has since 5.24, and the older one, which is the key of our outputs."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SAMPLING_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """{sampling option, which greedy decoding ignores: the value that switches it off}."""
@@ -55,12 +57,16 @@ IGNORED = frozenset("""
 
 
 class Attributes(dict):
-    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position."""
+    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position.
+
+    aliases: {another name of a field: the field}, for reading.
+    """
 
     fields: ClassVar[frozenset[str]] = frozenset()
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).fields:
+        if name in type(self).fields or name in type(self).aliases:
             return self.get(name)
         raise AttributeError(f"{type(self).__name__} has no field {name!r}")
 
@@ -68,7 +74,15 @@ class Attributes(dict):
         self[name] = value
 
     def __getitem__(self, key: Any) -> Any:
-        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+        if isinstance(key, int | slice):
+            return self.to_tuple()[key]
+        return super().__getitem__(self.aliases.get(key, key))
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self.aliases.get(key, key))  # type: ignore[call-overload]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return super().get(self.aliases.get(key, key), default)
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The values that are there, in order."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.generation.options import DEFAULT_NEW_TOKENS, DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
 from ligermodels.layers import GatedDeltaNet
-from ligermodels.layers.state import as_cache
+from ligermodels.layers.state import as_cache, one_cache
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """(ids [B, S] so far, logits [B, V] fp32) -> logits."""
@@ -31,7 +31,8 @@ class Request:
     def __init__(
         self, model: Any, inputs: Tensor | None = None, generation_config: Any = None, logits_processor: Any = None,
         stopping_criteria: Any = None, *, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None, past_key_values: Any = None, tokenizer: Any = None, **keywords: Any,
+        attention_mask: Tensor | None = None, past_key_values: Any = None, cache: Any = None, tokenizer: Any = None,
+        **keywords: Any,
     ):  # fmt: skip
         given = {name: keywords.pop(name) for name in KNOWN_NAMES & keywords.keys()}
         options, explicit = Options.merged(given, generation_config, model)
@@ -86,6 +87,8 @@ class Request:
                 "tokens are added; pass max_new_tokens",
                 stacklevel=3,
             )
+        rows, columns = len(prompt) * options.num_return_sequences, prompt.shape[1] + self.max_new_tokens
+        model.decoder.check_cache_size(rows, columns, options.kv_cache_dtype or "auto")
         most = self.longest + self.max_new_tokens
         if positions is not None and most > positions:
             warnings.warn(
@@ -96,9 +99,10 @@ class Request:
 
         pad_id = next((i for i in (pad_id, *self.eos_ids) if i is not None and i in vocabulary), None)
         ends_early = options.stop_strings or self.eos_ids or self.criteria
-        if pad_id is None and ends_early and len(prompt) * options.num_return_sequences > 1:
+        if pad_id is None and ends_early and rows > 1:
             raise InputError("the checkpoint has no pad id for rows that end before the others: pass pad_token_id")
         self.pad_id = pad_id or 0
+        past_key_values = one_cache(past_key_values, cache)
         self.cache = None if past_key_values is None else as_cache(past_key_values, config.num_hidden_layers)
         self._check_combinations()
         self._check_gaps()

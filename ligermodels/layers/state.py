@@ -52,7 +52,7 @@ class State:
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]."""
         with torch.inference_mode(False):
-            self.buffers = [x.index_select(0, rows) for x in self.buffers]
+            self.buffers = [x.index_select(0, rows.to(x.device)) for x in self.buffers]
 
     def move(self, like: Tensor) -> None:
         """Gives an empty state the device of `like`, and its first `computed` buffers the dtype of `like`.
@@ -98,6 +98,14 @@ class KeyValues(State):
     @property
     def capacity(self) -> int:
         return self.buffers[0].shape[1]
+
+    def move(self, like: Tensor) -> None:
+        """Also gives it the number of heads of `like` [B, S, HK, D]: other tools' tensor parallelism splits them."""
+        heads = like.shape[2]
+        if self.buffers[0].shape[2] != heads:
+            with torch.inference_mode(False):
+                self.buffers = [x.new_empty(*x.shape[:2], heads, *x.shape[3:]) for x in self.buffers]
+        super().move(like)
 
     def append(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
@@ -350,9 +358,21 @@ class Cache:
         own = (step.own_cache for step in self.steps.values() if step.own_cache is not None)
         return sum(x.nbytes for x in self.tensors()) + sum(cache.nbytes for cache in own)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length`, by the name that transformers has for it."""
         return self.length
+
+    @property
+    def batch_size(self) -> int:
+        """`rows`, by the name that transformers has for it."""
+        return self.rows
+
+    @property
+    def layers(self) -> Any:
+        raise AttributeError(
+            "a Cache has no `layers`, as transformers' caches do: cache[i] is the state of layer i. Where code reads the "
+            "keys and values there, models of attention alone take a DynamicCache of transformers instead"
+        )
 
     def begin(self) -> None:
         """Comes before the mixers read and store tokens, `advance` after that. Raises InputError if a pass failed."""
@@ -381,14 +401,23 @@ class Cache:
         self.values.clear()
 
     def crop(self, length: int) -> None:
-        """Forgets all but the first `length` tokens, or all tokens if a layer's state after `length` tokens is lost.
+        """Keeps the first `length` tokens; with a negative `length` drops the last -length, as in transformers.
 
-        So it is after a pass that failed, and on the other side of `rope_switch`. Images and `values` stay as they are,
-        so `length` must reach past the last image.
+        Forgets all tokens if a layer's state after those to keep is lost, after a pass that failed, and on the other
+        side of `rope_switch`. Images and `values` stay as they are, so the tokens to keep must reach past the last
+        image. Raises InputError for more tokens than there are, and for 0, which drops nothing in transformers.
         """
-        fits = 0 < length <= self.length and (length > self.rope_switch or self.farthest <= self.rope_switch)
-        if fits and not self.is_partial and all([state.crop(length, self) for state in self.states]):
-            self.length = length
+        kept = length if length > 0 else self.length + length
+        if length == 0 and self.length:
+            raise InputError(
+                "crop(0) would keep no token here and drop none in transformers: use cache.reset() to forget all "
+                "tokens, and no call to keep them"
+            )
+        if not 0 <= kept <= self.length:
+            raise InputError(f"crop({length}): the cache has {self.length} tokens")
+        fits = kept > 0 and (kept > self.rope_switch or self.farthest <= self.rope_switch)
+        if fits and not self.is_partial and all([state.crop(kept, self) for state in self.states]):
+            self.length = kept
         else:
             self.reset()
 
@@ -398,6 +427,16 @@ class Cache:
             state.reorder(rows)
         self.values = _select(self.values, rows)
         self.rows = len(rows)
+
+    reorder_cache = reorder  # transformers' name
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows, as in transformers: int64 [N], or bool, True at each row to keep."""
+        self.reorder(torch.arange(self.rows, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows, which follow each other, as in transformers."""
+        self.reorder(torch.arange(self.rows, device=self.device).repeat_interleave(repeats))
 
     def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
         """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N]. The caller
@@ -418,7 +457,7 @@ class Cache:
 
 
 def _select(values: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    return {name: x.index_select(0, rows) if isinstance(x, Tensor) else x for name, x in values.items()}
+    return {name: x.index_select(0, rows.to(x.device)) if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
 class TransformersState(State):
@@ -452,6 +491,13 @@ class TransformersState(State):
         self._cache.layers[self._layer].batch_select_indices(rows)
 
 
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """The cache that a caller gave under either of its two names. Raises InputError for two caches."""
+    if past_key_values is not None and cache is not None and past_key_values is not cache:
+        raise InputError("past_key_values and cache are two names for one cache, and they differ; pass one of them")
+    return cache if past_key_values is None else past_key_values
+
+
 def as_cache(cache: Any, num_layers: int) -> Cache:
     """`cache` itself, or a `Cache` over one of transformers. Raises InputError for other objects, for another number of
     layers, and for caches of a fixed size, whose unused positions look like tokens."""
@@ -460,8 +506,8 @@ def as_cache(cache: Any, num_layers: int) -> Cache:
     is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
     if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
         raise InputError(
-            f"past_key_values is a {type(cache).__name__}; it must be a Cache (model.new_cache makes one) or a "
-            "DynamicCache of transformers, not a cache of a fixed size"
+            f"past_key_values is a {type(cache).__name__}; it must be a Cache or a DynamicCache of transformers, not a "
+            "cache of a fixed size: model.new_cache(rows, max_length) makes one that is allocated ahead"
         )
     if len(cache.layers) > num_layers:
         raise InputError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}: is it another's?")

@@ -68,6 +68,9 @@ FORWARD: dict[str, tuple[dict[str, Any], str]] = {
         dict(input_ids=IDS, labels=IDS, loss_function=print, return_logprobs=True), "needs labels, neither logits"),
     "attention weights": (dict(input_ids=IDS, output_attentions=True), "never in memory"),
     "a tuple for an output": (dict(input_ids=IDS, return_dict=False), "not supported"),
+    "two caches": (dict(input_ids=IDS, past_key_values=cache(), cache=cache()), "two names for one cache"),
+    "a misspelt name": (dict(input_ids=IDS, use_caches=True), "no argument 'use_caches'; did you mean 'use_cache'"),
+    "a name of no meaning": (dict(input_ids=IDS, foo=1), "no argument 'foo'$"),
 }  # fmt: skip
 
 
@@ -85,6 +88,12 @@ def refused(work: Callable[[], object], words: str) -> None:
 def test_a_bad_forward_is_refused(model, name):
     options, words = FORWARD[name]
     refused(lambda: model(**options), words)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels", "loss_function", "return_logits"])
+def test_the_base_model_has_no_head(model, name):
+    refused(lambda: model.base_model(IDS, **{name: IDS}), f"^{name} is an argument of the head.*call the whole model$")
+    refused(lambda: model.base_model(IDS, label=IDS), "no argument 'label'; did you mean")
 
 
 def test_a_loss_function_of_a_head_that_is_wrapped_is_refused():
@@ -117,6 +126,34 @@ def test_unusual_arguments_that_can_work_are_computed(model):
     left = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     places = left.cumsum(1) - 1  # -1 at padding, as many callers compute them
     equal(model(IDS, attention_mask=left, position_ids=places).logits[0, 2:], model(IDS[:1, 2:]).logits[0])
+
+
+def test_arguments_without_effect(model):
+    """Of the base model also those that ask a head for less, as transformers' base models take them."""
+    beside = dict(length=torch.tensor([S, S]), special_tokens_mask=ONES, token_type_ids=ONES, seq_idx=ONES)
+    assert torch.equal(model(IDS, **beside).logits, model(IDS).logits)
+    found = model.base_model(IDS, logits_to_keep=3, num_items_in_batch=4, skip_logits=True, **beside)
+    assert torch.equal(found.last_hidden_state, model.base_model(IDS).last_hidden_state)
+
+
+def test_a_cache_has_two_names(model):
+    """past_key_values, and since transformers 5.24 cache: as an argument and in the output."""
+    expected = model(IDS).logits
+    for kind in (lambda: model.new_cache(B, S), DynamicCache):
+        for name, forward in (("cache", model), ("past_key_values", model), ("cache", model.base_model)):
+            past = kind()
+            output = forward(IDS[:, :3], **{name: past})
+            assert output.cache is output.past_key_values is output["cache"] is output.get("cache") is past
+            assert "cache" in output and "past_key_values" in output and output[1] is past
+            if forward is model:
+                found = model(IDS[:, 3:], cache=past, past_key_values=past).logits
+                torch.testing.assert_close(found, expected[:, 3:])
+    output = model(IDS, use_cache=False)
+    assert output.cache is output.get("cache") is None and "cache" not in output
+    past = model.new_cache(1, 9)
+    found = model.generate(IDS[:1], cache=past, max_new_tokens=3, eos_token_id=(), return_dict_in_generate=True)
+    assert found.cache is found["cache"] is found.past_key_values is past and past.length == S + 2
+    refused(lambda: model.generate(IDS[:1], cache=past, past_key_values=cache(), max_new_tokens=3), "two names")
 
 
 def test_who_gets_a_cache(model):

@@ -83,8 +83,9 @@ def test_it_is_one_tensor_whatever_is_done(seed, poison):
         elif what == "reserve":
             cache.reserve(cache.length + r.randint(0, 9), r.choice([1, 4]))
         elif what == "crop":
-            length = max(0, cache.length - r.randint(0, 4))
-            cache.crop(length)
+            drop = r.randint(1, min(4, cache.length))
+            length = cache.length - drop
+            cache.crop(r.choice([length, -drop]) or -drop)
             assert cache.length in (0, length)
             histories = [x[:, :, : cache.length] for x in histories]
         elif what == "put":
@@ -121,15 +122,25 @@ def test_memory_is_allocated_once_and_then_doubles():
     (40, 1, [9], 0),
 ], ids=str)  # fmt: skip
 def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window, step, lengths, least, poison):
-    for crop in range(sum(lengths) + 1):
+    total = sum(lengths)
+    for length in (*range(1, total + 1), *range(-total, 0)):
         cache = make(windows=[None, window])
         cache.reserve(8, step)
         cache.values["deltas"], histories = 1, [torch.zeros(2, 2, 0, 3, 4)] * 2
-        for length in lengths:
-            append(cache, histories, length)
-        cache.crop(crop)
-        length = crop if crop >= least else 0
-        assert cache.length == length and bool(cache.values) == bool(length)
+        for new in lengths:
+            append(cache, histories, new)
+        cache.crop(length)
+        kept = length if length > 0 else total + length
+        assert cache.length == (kept if kept >= least else 0) and bool(cache.values) == bool(cache.length)
+
+
+def test_a_crop_that_cannot_be_meant_leaves_a_cache_as_it_was():
+    cache = make()
+    append(cache, [torch.zeros(2, 2, 0, 3, 4)] * 2, 7)
+    for length, message in ((8, r"crop\(8\): the cache has 7 tokens"), (-8, "has 7 tokens"), (0, "cache.reset()")):
+        with pytest.raises(InputError, match=message):
+            cache.crop(length)
+    assert cache.length == 7
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 9])
@@ -243,6 +254,28 @@ def test_a_cache_of_transformers_returns_what_ours_does_and_fills_theirs(lengths
     kept = torch.cat(past, 2) if window is None else torch.cat(past, 2)[:, :, -(window - 1) :]
     assert torch.equal(theirs.layers[0].keys, kept) and theirs.get_seq_length() == sum(lengths)
     assert as_cache(ours, 2) is ours and as_cache(wrapped, 2) is wrapped
+
+
+@pytest.mark.parametrize("name, argument", [
+    ("reorder_cache", torch.tensor([1, 1, 0])), ("batch_select_indices", torch.tensor([1])),
+    ("batch_select_indices", torch.tensor([False, True])), ("batch_repeat_interleave", 3),
+], ids=str)  # fmt: skip
+def test_rows_move_as_in_a_cache_of_transformers(name, argument):
+    theirs, ours = of_transformers(), make()
+    k, v = tokens(5)
+    for i, layer in enumerate(ours):
+        layer.append(k, v, 0)
+        theirs.update(k.transpose(1, 2), v.transpose(1, 2), i)
+    ours.advance(5)
+    for cache in (theirs, ours):
+        getattr(cache, name)(argument)
+    for layer, expected in zip(ours, theirs.layers, strict=True):
+        found = layer.append(*tokens(1, ours.rows), 5)[0][:, :5]
+        assert torch.equal(found.transpose(1, 2), expected.keys)
+    assert ours.batch_size == len(theirs.layers[0].keys) and ours.get_seq_length(1) == theirs.get_seq_length(1)
+    assert not hasattr(ours, "layers")
+    with pytest.raises(AttributeError, match=r"cache\[i\] is the state of layer i.*DynamicCache"):
+        ours.layers  # noqa: B018
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -76,6 +76,9 @@ def filled(rows):
     (ONE, dict(past_key_values=filled(1)), "has 5 tokens and input_ids 5"),
     (torch.ones(2, 9, dtype=torch.int64), dict(past_key_values=filled(1)), "of 1 rows, input_ids of 2"),
     (ONE, dict(past_key_values=((ONE, ONE),)), "past_key_values is a tuple"),
+    (ONE, dict(max_new_tokens=10**11), r"^1 x 100000000005 tokens need a cache of [\d,]+ GB.*: lower max_new_tokens"),
+    (TWO, dict(max_length=10**18, max_new_tokens=None), "^2 x 1000000000000000000 tokens need a cache of"),
+    (ONE, dict(past_key_values=filled(1), cache=filled(1)), "two names for one cache"),
     (ONE, dict(num_beams=4), "^num_beams=4 is not supported by generate; leave num_beams out"),
     (ONE, dict(generation_config=dict(penalty_alpha=0.6)), "^penalty_alpha=.*not supported by generate; leave pen"),
 ])  # fmt: skip
@@ -102,6 +105,9 @@ def test_what_belongs_to_another_model():
             generate(model, ONE, max_new_tokens=3, **options)
     with pytest.raises(InputError, match="must be one of auto, fp8"):
         model.new_cache(1, 20, kv_cache_dtype="e5m2")
+    with pytest.raises(InputError, match=r"^1 x 100000000000 tokens need a cache of 26,400 GB"):
+        # keys and values of two layers in fp32, and ids
+        model.new_cache(1, 10**11)
     with pytest.raises(InputError, match="no_grad"):
         add_lora(model, 2)(ONE, past_key_values=fp8)
     plain = model.new_cache(1, 20)
@@ -145,6 +151,8 @@ def test_every_option_of_transformers_is_known():
     ([[3]], dict(output_scores=True), "does not take output_scores"),
     ([[3]], dict(use_cache=False), "needs its cache"),
     ([[3]], dict(pixel_values=1), "neither an option of generate nor an input of Llama"),
+    ([[3]], dict(max_new_tokens=10**11), "tokens need a cache of"),
+    ([[3]], dict(cache=1), "does not take cache"),
     ([[3]], dict(num_beams=2), "num_beams=2 is not supported"),
     ([[3], []], {}, r"prompt 1 is \[0\]"),
     ([[[3, 4]], [5]], {}, r"prompt 0 is \[1, 2\]"),
