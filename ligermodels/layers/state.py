@@ -370,7 +370,7 @@ class Cache:
     @property
     def layers(self) -> Any:
         raise AttributeError(
-            "a Cache has no `layers`, as transformers' caches do: cache[i] is the state of layer i. Where code reads the "
+            "a Cache has no `layers` as transformers' caches do: cache[i] is the state of layer i. For code that reads "
             "keys and values there, models of attention alone take a DynamicCache of transformers instead"
         )
 
