@@ -19,7 +19,7 @@ from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import InputError
-from ligermodels.generation import generate
+from ligermodels.generation import generate, generate_batch
 from ligermodels.generation.graphs import KeptCaches
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
@@ -283,6 +283,7 @@ class CausalLM(Pretrained, TrainerInterface):
         return getattr(self.config, "final_logit_softcapping", None)
 
     generate = generate
+    generate_batch = generate_batch
 
     def release(self) -> None:
         """Frees the caches and CUDA graphs that `generate` keeps for its next call."""

@@ -11,9 +11,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligermodels.generation.api import GenerateOutput, generate, generate_iter, generate_many, generate_many_iter
+    from ligermodels.generation.api import (
+        GenerateOutput,
+        generate,
+        generate_batch,
+        generate_iter,
+        generate_many,
+        generate_many_iter,
+    )
 
-__all__ = ["GenerateOutput", "generate", "generate_iter", "generate_many", "generate_many_iter"]
+__all__ = ["GenerateOutput", "generate", "generate_batch", "generate_iter", "generate_many", "generate_many_iter"]
 
 
 def __getattr__(name: str) -> Any:

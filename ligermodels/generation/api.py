@@ -1,6 +1,7 @@
 """`generate`, `generate_iter`, `generate_many` and `generate_many_iter`: front ends of the engines."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from ligermodels.generation.options import CACHE_ALIAS, DRAFTERS, Attributes
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 
 _OF_ONE_BATCH = frozenset("""
-    attention_mask cache generation_config input_ids inputs inputs_embeds logits_processor medusa output_logits
-    output_scores past_key_values prompt_lookup_num_tokens return_dict_in_generate stopping_criteria streamer use_mtp
+    attention_mask cache input_ids inputs inputs_embeds logits_processor medusa output_logits output_scores
+    past_key_values prompt_lookup_num_tokens return_dict_in_generate stopping_criteria streamer
+    synced_gpus use_mtp
 """.split())  # fmt: skip  # noqa: SIM905
 """Arguments of `generate` that `generate_many` does not take."""
 
@@ -55,8 +57,8 @@ def generate(
             as well; without them the result, and all that reads the text so far, has only new ids.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits, such as
-            transformers' NoRepeatNGramLogitsProcessor. They run after the repetition penalty, and before temperature,
-            top_k, top_p and min_p.
+            transformers' NoBadWordsLogitsProcessor. They run after the repetition penalty and the bans, and before
+            temperature, top_k, top_p and min_p.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one returns True for it. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
@@ -72,7 +74,8 @@ def generate(
     Options:
         max_new_tokens: maximum number of new tokens of a row; default 20, with a warning. max_length: the same, with
             the prompt and its padding.
-        min_new_tokens: minimum number of new tokens before a stop id is allowed.
+        min_new_tokens: minimum number of new tokens before a stop id is allowed. min_length: the same, with the prompt
+            and its padding, where min_new_tokens is not set.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
         temperature: divides the logits; default 1.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
@@ -80,6 +83,9 @@ def generate(
         min_p: draw among tokens at least min_p times as likely as the likeliest.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also if greedy.
+        no_repeat_ngram_size: no n-gram of so many tokens comes twice in a row, prompt and padding included.
+        suppress_tokens: ids that are never chosen. begin_suppress_tokens: ids that are not chosen first.
+        renormalize_logits: the logits, which are returned as scores, become log probabilities after all processing.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
         eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
             no generation_config.json. pad_token_id: fills rows that finished early; default the first stop id.
@@ -90,6 +96,8 @@ def generate(
         prefill_chunk_size: tokens of the prompt in one forward pass, which bounds the memory of a long prompt.
         disable_compile: True decodes without a CUDA graph. By default each step on CUDA is one. The graph's memory,
             most of it the KV cache, is kept for the next call; `model.release()` frees it.
+        synced_gpus: True where each of several processes generates and weights are sharded (ZeRO-3, FSDP): one that has
+            ended runs the model until all have. Do not leave `generate_iter` early then.
         prompt_lookup_num_tokens: K, at most 128: each step verifies up to K proposed tokens, those that followed the
             first occurrence of the last max_matching_ngram_size tokens (default 2). For text that copies, such as
             edited code. One row, use_cache, a Cache or none. The ids, also those drawn with a seed, are the same as
@@ -189,7 +197,7 @@ def generate_many_iter(
         return iter(())
     checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
     longest = max(texts, key=len)[None].to(model.device)
-    # A finished row is not padded, so no pad id is needed. Options in _OF_ONE_BATCH that the checkpoint sets are off.
+    # A finished row is not padded, so no pad id is needed. Options in _OF_ONE_BATCH that a config sets are off.
     own = dict.fromkeys(_OF_ONE_BATCH) | {"attention_mask": torch.ones_like(longest), "use_cache": True}
     request = Request(model, **{"pad_token_id": 0, **options, **own, "input_ids": longest})
     if request.inputs:
@@ -204,6 +212,31 @@ def generate_many_iter(
             f"{most} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
         )
     return ContinuousEngine(request, texts, limits, batch_size).continuations()
+
+
+@dataclass
+class BatchOutput:
+    """A continuation of `generate_batch`, with the fields of transformers' that callers read."""
+
+    request_id: str
+    prompt_ids: list[int]
+    generated_tokens: list[int]
+    error: str | None = None
+
+
+def generate_batch(
+    model: nn.Module, inputs: Sequence[Sequence[int]], generation_config: Any = None,
+    continuous_batching_config: Any = None, progress_bar: bool = False, **options: Any,
+) -> dict[str, BatchOutput]:  # fmt: skip
+    """`generate_many`, with the arguments and the result of transformers' continuous batching, which TRL calls.
+
+    continuous_batching_config, progress_bar: ignored. options: those of `generate_many`.
+    """
+    found = generate_many(model, inputs, generation_config=generation_config, **options)
+    copies, names = len(found) // max(1, len(inputs)), [f"req_{i}" for i in range(len(found))]
+    prompts = (list(prompt) for prompt in inputs for _ in range(copies))
+    outputs = zip(names, prompts, (ids.tolist() for ids in found), strict=True)
+    return {output[0]: BatchOutput(*output) for output in outputs}
 
 
 def _as_ids(index: int, prompt: Any) -> Tensor:

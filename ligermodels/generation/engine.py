@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -222,6 +223,7 @@ class PaddedEngine(Engine):
         self.done, self.capacity = [False] * len(self.rows), self.end
         self.cache, self.is_adapted = request.cache, is_adapted(self.model)
         self.virtual = 0  # the number of virtual tokens
+        self.synced = bool(self.options.synced_gpus) and dist.is_available() and dist.is_initialized()
 
     @property
     def past(self) -> int:
@@ -232,10 +234,14 @@ class PaddedEngine(Engine):
         model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
         is_foreign = self.cache is not None and self.cache.foreign is not None
         steps = self.options.use_cache and self.request.max_new_tokens > 1
-        self.captures = self.reads_behind = steps and self.can_capture(
-            self.is_adapted and ADAPTED,
-            is_foreign and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
-            not self.request.pads_left and "attention_mask has gaps between tokens",
+        self.captures = self.reads_behind = (
+            steps
+            and not self.synced
+            and self.can_capture(
+                self.is_adapted and ADAPTED,
+                is_foreign and "past_key_values is a cache of transformers; model.new_cache makes one of ours",
+                not self.request.pads_left and "attention_mask has gaps between tokens",
+            )
         )
         if self.options.use_cache and self.cache is None and not self.is_adapted:
             if self.captures:
@@ -262,9 +268,20 @@ class PaddedEngine(Engine):
         if done != self.done and not all(done):
             self.finished = to_device(done, self.device, torch.bool)
         self.done = done
+        if self.synced and all(done):
+            while self.any_rank_steps(False):
+                self.call(input_ids=self.ids[:, :1], use_cache=False)
         return not all(done)
 
+    def any_rank_steps(self, this_one: bool) -> bool:
+        """Whether a process runs another step. Where weights are sharded, all must run the model as often."""
+        steps = torch.tensor(float(this_one), device=self.device)
+        dist.all_reduce(steps)
+        return steps.item() > 0
+
     def step(self) -> None:
+        if self.synced and self.length > self.start:
+            self.any_rank_steps(True)
         self.drop_stale()
         if not self.captures or self.length == self.start or self.past < self.length - 1:
             self.forward()

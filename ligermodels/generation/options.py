@@ -24,17 +24,13 @@ SAMPLING_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 BY_TRANSFORMERS = {
     "bad_words_ids": "logits_processor=NoBadWordsLogitsProcessor",
-    "begin_suppress_tokens": "logits_processor=SuppressTokensAtBeginLogitsProcessor",
     "epsilon_cutoff": "logits_processor=EpsilonLogitsWarper",
     "eta_cutoff": "logits_processor=EtaLogitsWarper",
     "exponential_decay_length_penalty": "logits_processor=ExponentialDecayLengthPenalty",
     "forced_eos_token_id": "logits_processor=ForcedEOSTokenLogitsProcessor",
     "max_time": "stopping_criteria=MaxTimeCriteria",
-    "min_length": "logits_processor=MinLengthLogitsProcessor",
-    "no_repeat_ngram_size": "logits_processor=NoRepeatNGramLogitsProcessor",
-    "renormalize_logits": "logits_processor=LogitNormalization",
+    "prefix_allowed_tokens_fn": "logits_processor=PrefixConstrainedLogitsProcessor",
     "sequence_bias": "logits_processor=SequenceBiasLogitsProcessor",
-    "suppress_tokens": "logits_processor=SuppressTokensLogitsProcessor",
     "typical_p": "logits_processor=TypicalLogitsWarper",
 }
 """{option that generate does not have: the argument and the class of transformers that replace it}."""
@@ -42,8 +38,8 @@ UNSUPPORTED = frozenset(BY_TRANSFORMERS) | frozenset("""
     assistant_early_exit assistant_model cache_config compile_config constraints custom_generate diversity_penalty
     dola_layers encoder_no_repeat_ngram_size encoder_repetition_penalty force_words_ids forced_bos_token_id
     guidance_scale negative_prompt_attention_mask negative_prompt_ids num_beam_groups num_beams output_attentions
-    output_hidden_states penalty_alpha prefix_allowed_tokens_fn remove_invalid_values speculation_type synced_gpus
-    token_healing top_h watermarking_config
+    output_hidden_states penalty_alpha remove_invalid_values speculation_type token_healing
+    top_h watermarking_config
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that would change the result, also in a checkpoint's generation_config.json: an error, unless
 the value is None, False, or 0 (for those in _OFF_IS_ONE: 1)."""
@@ -101,7 +97,8 @@ class Options:
 
     max_new_tokens: int | None = _number(Integral, 1)
     max_length: int | None = _number(Integral, 1)
-    min_new_tokens: int = _number(Integral, 0, off=0)
+    min_new_tokens: int | None = _number(Integral, 0)
+    min_length: int = _number(Integral, 0, off=0)
     do_sample: bool | None = None
     # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
     temperature: float = _number(Real, 1e-20, 1e20, off=1.0)  # 0 is greedy
@@ -109,6 +106,10 @@ class Options:
     top_p: float = _number(Real, 1e-20, 1, off=1.0)
     min_p: float = _number(Real, 0, 1, off=0.0)
     repetition_penalty: float = _number(Real, 1e-20, 1e20, off=1.0)
+    no_repeat_ngram_size: int = _number(Integral, 0, off=0)
+    suppress_tokens: Any = None
+    begin_suppress_tokens: Any = None
+    renormalize_logits: bool | None = None
     num_return_sequences: int = _number(Integral, 1, off=1)
     use_cache: bool = True
     kv_cache_dtype: str | None = None
@@ -122,6 +123,7 @@ class Options:
     prefill_chunk_size: int | None = _number(Integral, 1)
     seed: int | None = _number(Integral, -(2**63), 2**64 - 1)
     disable_compile: bool | None = None
+    synced_gpus: bool | None = None
     prompt_lookup_num_tokens: int | None = _number(Integral, 1, MAX_GUESSES)
     max_matching_ngram_size: int = _number(Integral, 1, off=2)
     medusa: Any = None
@@ -178,6 +180,8 @@ class Options:
             self.stop_strings = [self.stop_strings]
         if not all(isinstance(string, str) and string for string in self.stop_strings or ()):
             raise InputError(f"stop_strings must be non-empty strings, not {self.stop_strings!r:.200}")
+        self.suppress_tokens = _ids("suppress_tokens", self.suppress_tokens)
+        self.begin_suppress_tokens = _ids("begin_suppress_tokens", self.begin_suppress_tokens)
         self.use_cache = self.use_cache is not False
         if self.kv_cache_dtype not in (None, "auto", "fp8"):
             raise InputError(f"kv_cache_dtype={self.kv_cache_dtype!r} must be 'auto', the dtype of the model, or 'fp8'")
@@ -203,18 +207,29 @@ OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
 KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED | IGNORED
 
 
+def _ids(name: str, value: Any) -> list[int]:
+    """Token ids as a list. Raises InputError."""
+    if callable(getattr(value, "tolist", None)):  # a tensor
+        value = value.tolist()
+    ids = [] if value is None else value
+    if not isinstance(ids, Sequence) or any(not isinstance(i, Integral) or isinstance(i, bool) for i in ids):
+        raise InputError(f"{name}={value!r:.80} must be a list of token ids")
+    return [int(i) for i in ids]
+
+
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
     for name in sorted(UNSUPPORTED):
         value, off = explicit.get(name, inherited.get(name)), 1 if name in _OFF_IS_ONE else 0
         if value is None or value is False or (isinstance(value, Real) and value == off):
             continue
-        source, instead = "", f"leave {name} out"
+        given, instead = f"{name}={repr(value).splitlines()[0]:.80}", f"leave {name} out"
+        fault = f"{given} is not supported by generate"
         if name not in explicit:
-            source, instead = "model.generation_config sets ", f"pass {name}={off or None}, which switches it off"
+            fault = f"model.generation_config sets {given}, which generate does not support"
+            instead = f"pass {name}={off or None}, which switches it off"
         if name in BY_TRANSFORMERS:
             instead += f", and pass {BY_TRANSFORMERS[name]}(...) of transformers"
-        value = repr(value).splitlines()[0]
-        raise InputError(f"{source}{name}={value:.80} is not supported by generate; {instead}")
+        raise InputError(f"{fault}; {instead}")
 
 
 def _entries(config: Any, name: str, of_model: Any = None) -> dict[str, Any]:

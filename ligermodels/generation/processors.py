@@ -1,11 +1,11 @@
-"""From the model's logits to the next token: repetition penalty, banned ids, temperature and cuts, and the draw.
+"""From the model's logits to the next token: repetition penalty, banned tokens, temperature and cuts, and the draw.
 
 They run in the order of transformers and do not synchronise with the host. Rarer ones are the caller's.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,32 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
         # Padding before the first token does not count.
         counts = None if mask is None else mask.cumsum(1) > 0
         made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
-    stop_ids = [i for i in request.eos_ids if i < request.vocab_size]
-    if stop_ids and options.min_new_tokens:
-        banned = torch.tensor(stop_ids, device=request.model.device)
-        made.append(functools.partial(ban_early, rows=rows, banned=banned, least=options.min_new_tokens))
+    if options.no_repeat_ngram_size:
+        made.append(functools.partial(ban_repeated, size=options.no_repeat_ngram_size))
+    # As in transformers, min_new_tokens replaces min_length.
+    min_length = options.min_length if options.min_new_tokens is None else 0
+    for ids, name, least in (
+        (request.eos_ids, "length", min_length),
+        (request.eos_ids, "new", options.min_new_tokens),
+        (options.begin_suppress_tokens, "new", 1),
+    ):
+        if least and len(banned := _ids_of_model(ids, request)):
+            early: dict[str, Any] = dict(rows=rows, banned=banned, **{name: least})
+            made.append(functools.partial(ban_early, **early))
+    if len(banned := _ids_of_model(options.suppress_tokens, request)):
+        made.append(functools.partial(ban, banned=banned))
     made += request.processors
     if options.do_sample:
         made.append(functools.partial(cut, options=options))
+    if options.renormalize_logits:
+        made.append(lambda ids, logits: logits.log_softmax(-1))
     return made
+
+
+def _ids_of_model(ids: Iterable[int], request: Request) -> Tensor:
+    """The ids that the vocabulary has, on the model's device."""
+    known = [i for i in ids if i in range(request.vocab_size)]
+    return torch.tensor(known, dtype=torch.int64, device=request.model.device)
 
 
 def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tensor | None = None) -> Tensor:
@@ -48,12 +66,34 @@ def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tenso
     return torch.where(occurs[:, :vocab_size], penalized, logits)
 
 
-def ban_early(ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, least: int) -> Tensor:
-    """Sets the logits of the ids `banned` to -inf in the rows with fewer than `least` new tokens."""
-    early = [row is not None and not row.done and len(row.ids) < least for row in rows]
+def ban_repeated(ids: Tensor, logits: Tensor, size: int) -> Tensor:
+    """Sets the logits of ids to -inf that would repeat an n-gram of `size` ids in their row, padding included."""
+    if ids.shape[1] < size:
+        return logits
+    grams, vocab_size = ids.unfold(1, size, 1), logits.shape[-1]
+    repeats = (grams[..., :-1] == ids[:, None, ids.shape[1] + 1 - size :]).all(-1)
+    after = grams[..., -1].masked_fill(~repeats, vocab_size).clamp(max=vocab_size)
+    banned = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device).scatter_(1, after, True)
+    return logits.masked_fill(banned[:, :vocab_size], -math.inf)
+
+
+def ban(ids: Tensor, logits: Tensor, banned: Tensor) -> Tensor:
+    """Sets the logits of the ids `banned` to -inf."""
+    return logits.index_fill(1, banned, -math.inf)
+
+
+def ban_early(
+    ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, new: float = math.inf, length: float = math.inf
+) -> Tensor:
+    """`ban` in the rows with fewer than `new` new tokens, and fewer than `length` with the prompt and its padding."""
+    going = [row is not None and not row.done for row in rows]
+    early = [
+        goes and len(row.ids) < new and row.prompt + len(row.ids) < length
+        for goes, row in zip(going, rows, strict=True)
+    ]
     if not any(early):
         return logits
-    without = logits.index_fill(1, banned, -math.inf)
+    without = ban(ids, logits, banned)
     return without if all(early) else torch.where(to_device(early, ids.device, torch.bool)[:, None], without, logits)
 
 

@@ -127,6 +127,7 @@ class Request:
             (["use_cache=False"] * (not options.use_cache), chunks + fp8 + past + drafters + images),
             (images, chunks + embeds),
             (chunks + fp8 + past + drafters, [adapter] * is_adapted(self.model)),
+            (["synced_gpus=True"] * bool(options.synced_gpus), chunks + drafters),
             (drafters, drafters[1:] + embeds + [name for name, there in several.items() if there]),
         ):
             if some and others:

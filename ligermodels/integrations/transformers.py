@@ -51,9 +51,9 @@ _SCORED = {
 
 _OURS = {
     "activation_checkpointing_disable", "activation_checkpointing_enable", "device", "forward", "generate",
-    "get_decoder", "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable",
-    "gradient_checkpointing_enable", "is_gradient_checkpointing", "prepare_inputs_for_generation",
-    "set_input_embeddings", "_no_split_modules",
+    "generate_batch", "get_decoder", "get_input_embeddings", "gradient_checkpointing",
+    "gradient_checkpointing_disable", "gradient_checkpointing_enable", "is_gradient_checkpointing",
+    "prepare_inputs_for_generation", "set_input_embeddings", "_no_split_modules",
 }  # fmt: skip
 """Members that both classes have and that come from ours. All other common members come from transformers' class."""
 
@@ -132,7 +132,7 @@ class _CausalLM(_Model):
     def __init__(self: Any, config: PreTrainedConfig):
         PreTrainedModel.__init__(self, config)
         built = self._build(config)
-        self.model, self.lm_head, self.mtp = built.model, built.lm_head, None
+        self.model, self.lm_head, self.mtp, self.kept_caches = built.model, built.lm_head, None, built.kept_caches
         self.lm_head.__class__ = _LMHead
         self.vocab_size = config.get_text_config().vocab_size
         self.post_init()

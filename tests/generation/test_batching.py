@@ -136,6 +136,8 @@ def test_draws_have_the_distribution_and_the_seed_repeats_them(device):
 @pytest.mark.parametrize("options", [
     dict(repetition_penalty=1.6, min_new_tokens=7),
     dict(min_new_tokens=2, max_new_tokens=None, max_length=24, eos_token_id=list(range(3, 80))),
+    dict(no_repeat_ngram_size=1, min_length=14, suppress_tokens=[3, 4, 5], begin_suppress_tokens=list(range(60))),
+    dict(no_repeat_ngram_size=3, renormalize_logits=True),
     dict(top_k=1, do_sample=True),
     dict(max_new_tokens=1),
     dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))),
@@ -165,6 +167,20 @@ def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(devic
     with torch.inference_mode():
         assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
     assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
+
+
+def test_a_batch_by_the_name_of_transformers(device):
+    """As TRL calls it for continuous batching."""
+    from transformers import GenerationConfig
+
+    model, texts = models.llama().to(device), [text.tolist() for text in prompts([5, 2, 7])]
+    config = GenerationConfig(max_new_tokens=6, do_sample=True, num_return_sequences=2, top_k=1, use_cache=False)
+    found = model.generate_batch(texts, generation_config=config, progress_bar=False)
+    expected = alone(model, [torch.tensor(text) for text in texts], max_new_tokens=6)
+    assert list(found) == [output.request_id for output in found.values()] and len(found) == 6
+    for i, output in enumerate(found.values()):
+        assert output.generated_tokens == expected[i // 2].tolist() and output.prompt_ids == texts[i // 2]
+    assert model.generate_batch([]) == {}
 
 
 # Where batches cannot be, or not as a graph.

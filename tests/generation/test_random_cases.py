@@ -99,10 +99,12 @@ def options_of_generate(case):
         options["pad_token_id"] = r.choice([0, 5, VOCAB - 1])
     for share, drawn in (
         (0.2, lambda: dict(min_new_tokens=r.randint(0, 9))),
-        (0.15, lambda: processor("MinLength", r.randint(0, case.width + 9), eos_token_id=options["eos_token_id"])),
+        (0.15, lambda: dict(min_length=r.randint(0, case.width + 9))),
         (0.3, lambda: dict(repetition_penalty=r.choice([0.7, 1.1, 1.8]))),
-        (0.2, lambda: processor("NoRepeatNGram", r.randint(1, 3))),
-        (0.2, lambda: processor("SuppressTokens", case.draws(30))),
+        (0.2, lambda: dict(no_repeat_ngram_size=r.randint(1, 3))),
+        (0.2, lambda: dict(suppress_tokens=case.draws(30))),
+        (0.15, lambda: dict(begin_suppress_tokens=case.draws(60))),
+        (0.1, lambda: dict(renormalize_logits=True)),
         (0.2, lambda: processor("NoBadWords", [case.draws(r.randint(1, 3)) for _ in range(30)])),
         (0.1, lambda: dict(labels=case.ids)),
     ):

@@ -38,7 +38,10 @@ def filled(rows):
     (TWO, dict(temperature=float("nan")), "temperature=nan must be a number of 0, or at least 1e-20 and at most 1e"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
     (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
-    (TWO, dict(no_repeat_ngram_size=3), "logits_processor=NoRepeatNGramLogitsProcessor"),
+    (TWO, dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1 must be an integer of at least 0"),
+    (TWO, dict(min_length=-1), "min_length=-1 must be an integer of at least 0"),
+    (TWO, dict(suppress_tokens=7), "suppress_tokens=7 must be a list of token ids"),
+    (TWO, dict(begin_suppress_tokens=[7, 0.5]), r"begin_suppress_tokens=\[7, 0.5\] must be a list of token ids"),
     (TWO, dict(typical_p=0.9), r"^typical_p=0.9 is not supported.*logits_processor=TypicalLogitsWarper\(...\) of tr"),
     (TWO, dict(max_time=9), "stopping_criteria=MaxTimeCriteria"),
     (TWO, dict(eos_token_id=VOCAB + 3), "pass pad_token_id"),
@@ -65,6 +68,7 @@ def filled(rows):
     (ONE, LOOKUP | dict(use_cache=False), "use_cache=False contradicts prompt_lookup_num_tokens"),
     (ONE, LOOKUP | dict(past_key_values=DynamicCache()), "model.new_cache"),
     (ONE, LOOKUP | dict(medusa=True), "prompt_lookup_num_tokens contradicts medusa"),
+    (ONE, LOOKUP | dict(synced_gpus=True), "synced_gpus=True contradicts prompt_lookup_num_tokens"),
     (ONE, dict(prompt_lookup_num_tokens=0), "at least 1"),
     (ONE, dict(prompt_lookup_num_tokens=129), "=129 must be an integer of at least 1 and at most 128"),
     (ONE, LOOKUP | dict(max_matching_ngram_size=0), "at least 1"),
@@ -128,7 +132,7 @@ def test_what_a_checkpoint_sets():
     model = llama()
     for name, value in (("num_beams", 4), ("force_words_ids", [[3]]), ("assistant_model", "small")):
         model.generation_config = type(model.generation_config)({name: value})
-        with pytest.raises(InputError, match=f"^model.generation_config sets {name}="):
+        with pytest.raises(InputError, match=f"^model.generation_config sets {name}=.*, which generate does not supp"):
             generate(model, ONE, max_new_tokens=2)
     own = dict(use_cache=False, return_dict_in_generate=True, output_logits=True, prompt_lookup_num_tokens=2)
     model.generation_config = type(model.generation_config)(own)  # of one batch

@@ -18,7 +18,7 @@ from tests.generation.models import VOCAB, family, llama, prompt, with_large_wei
 
 K = 2
 DRAWN = dict(do_sample=True, seed=3, temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2)
-DRAWN |= dict(min_new_tokens=3)
+DRAWN |= dict(min_new_tokens=3, no_repeat_ngram_size=3, suppress_tokens=[7], begin_suppress_tokens=[*range(40)])
 
 
 @pytest.fixture(autouse=True, params=["captured", "uncaptured"])

@@ -78,6 +78,17 @@ CALLS = {
     "in chunks, several": dict(prefill_chunk_size=4, do_sample=True, num_return_sequences=3),
     "all of them": dict(max_new_tokens=30, min_new_tokens=11, repetition_penalty=1.3),
     "sampling": dict(do_sample=True),
+    "a length with the prompt": dict(max_new_tokens=30, min_length=20, eos_token_id=[*range(3, 90)]),
+    "two least lengths": dict(max_new_tokens=30, min_length=25, min_new_tokens=3, eos_token_id=[*range(3, 90)]),
+    "no least length": dict(max_new_tokens=30, min_length=25, min_new_tokens=0, eos_token_id=[*range(3, 25)]),
+    "no n-gram twice": dict(max_new_tokens=40, no_repeat_ngram_size=2),
+    "no token twice": dict(max_new_tokens=40, no_repeat_ngram_size=1),
+    "suppressed": dict(suppress_tokens=[*range(40), 96, 97, 500, -1]),
+    "suppressed at first": dict(begin_suppress_tokens=[*range(90), 97, -1]),
+    "normalised": dict(renormalize_logits=True, suppress_tokens=(), begin_suppress_tokens=[]),
+    "all bans, drawn": dict(do_sample=True, num_return_sequences=3, max_new_tokens=20, min_length=14, top_k=7,
+                            no_repeat_ngram_size=2, suppress_tokens=[5, 6, 7], begin_suppress_tokens=[*range(50)],
+                            renormalize_logits=True, repetition_penalty=1.2),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
                               epsilon_cutoff=0, eta_cutoff=0, repetition_penalty=None, bad_words_ids=None,
                               no_repeat_ngram_size=0, min_length=0),
@@ -92,6 +103,14 @@ CHECKPOINTS = {
     "a sampler": dict(do_sample=True, temperature=0.6, top_k=12, top_p=0.9),
     "lengths": dict(max_length=21, min_new_tokens=4, repetition_penalty=1.2),
     "new tokens": dict(max_new_tokens=7, eos_token_id=[2, 40]),
+    "bans": dict(
+        min_length=18,
+        no_repeat_ngram_size=2,
+        suppress_tokens=[*range(3, 60, 2)],
+        eos_token_id=[2, 40, 50],
+        begin_suppress_tokens=[*range(30)],
+        renormalize_logits=True,
+    ),
     "cuts without sampling": dict(temperature=0.6, top_p=0.5, cache_implementation="hybrid", transformers_version="4"),
 }
 
@@ -104,7 +123,10 @@ def test_a_call_gives_what_it_gives_in_transformers(pair, call):
     assert len(found.sequences[:, 9:].unique()) > 5 or call == "new tokens", "a model that repeats itself proves little"
 
 
-@pytest.mark.parametrize("call", ["nothing", "all of them", "sampling"])
+@pytest.mark.parametrize(
+    "call",
+    ["nothing", "all of them", "sampling", "a length with the prompt", "no n-gram twice", "suppressed at first"],
+)
 @pytest.mark.parametrize("with_ids", [True, False])
 def test_embeddings_of_a_prompt_give_what_its_ids_give(pair, call, with_ids):
     """Without the ids, the result and what processors see are the new ones alone."""
@@ -251,24 +273,24 @@ def test_options_that_are_processors_of_transformers(pair):
     """Those that generate refuses, each with the class that does the same."""
     from transformers import (
         MaxTimeCriteria,
-        MinLengthLogitsProcessor,
         NoBadWordsLogitsProcessor,
-        NoRepeatNGramLogitsProcessor,
+        PrefixConstrainedLogitsProcessor,
         SequenceBiasLogitsProcessor,
-        SuppressTokensLogitsProcessor,
         TypicalLogitsWarper,
     )
 
     ids, mask = padded(9, 4)
     options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True, top_k=0)
     bias = {(5,): 4.0, (44, 5): -9.0}
+
+    def even(row, ids):
+        return [*range(2 * row, 97, 2)]
+
     for option, processor in (
         (dict(sequence_bias=bias), SequenceBiasLogitsProcessor(bias)),
         (dict(typical_p=0.5), TypicalLogitsWarper(0.5)),
-        (dict(no_repeat_ngram_size=2), NoRepeatNGramLogitsProcessor(2)),
+        (dict(prefix_allowed_tokens_fn=even), PrefixConstrainedLogitsProcessor(even, 1)),
         (dict(bad_words_ids=[[20], [30, 31]]), NoBadWordsLogitsProcessor([[20], [30, 31]], eos_token_id=2)),
-        (dict(suppress_tokens=[*range(40)]), SuppressTokensLogitsProcessor([*range(40)])),
-        (dict(min_length=15), MinLengthLogitsProcessor(15, eos_token_id=2)),
     ):
         with pytest.raises(InputError, match=type(processor).__name__):
             pair[1].generate(ids, **option, **options)

@@ -12,6 +12,7 @@ import transformers
 
 import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
@@ -222,13 +223,18 @@ def test_what_cannot_be_honoured_raises(folders, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", *VISION])
-def test_generate_is_ours_and_writes_the_same(folders, family):
+def test_generate_is_ours_and_writes_the_same(folders, family, monkeypatch):
     model, expected = AutoModelForCausalLM.from_pretrained(folders[family]), theirs(folders[family])
     tokens, inputs = images(family)
     config = transformers.GenerationConfig(max_new_tokens=8, eos_token_id=2, pad_token_id=3)
     for candidate in (model, ligermodels.from_transformers(expected)):
         found = candidate.generate(input_ids=tokens, generation_config=config, **inputs)
         assert torch.equal(found, expected.generate(input_ids=tokens, generation_config=config, **inputs))
+    monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})  # steps and kept caches, as on a GPU
+    assert torch.equal(model.generate(input_ids=tokens, generation_config=config, **inputs), found)
+    many = model.generate_batch([[5, 6, 7], [8]], generation_config=config).values()
+    texts = [expected.generate(torch.tensor([output.prompt_ids]), generation_config=config)[0] for output in many]
+    assert [output.prompt_ids + output.generated_tokens for output in many] == [text.tolist() for text in texts]
     with pytest.raises(InputError, match="num_beams"):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
 
