@@ -209,7 +209,9 @@ def _ours(
 ) -> tuple[Any, int]:
     """(the model, the number of its batch)."""
     if alone:
-        model = ligermodels.Llama.from_config(config, dtype=dtype, device=device, activation_checkpointing=recompute)
+        model = ligermodels.Llama.from_config(
+            config, dtype=dtype, device=device, activation_checkpointing=recompute, seed=0
+        )
         return model, dist.get_rank()
     whole = make_mesh(device_type=device, **{} if mesh == "dp_shard" else {mesh: dist.get_world_size()})
     model = ligermodels.Llama.from_config(
@@ -218,6 +220,7 @@ def _ours(
         mesh=whole,
         parallel=dict(param_dtype=torch.bfloat16, reshard_after_forward=reshard),
         activation_checkpointing=recompute,
+        seed=0,
     )
     return model, whole["dp_shard"].get_local_rank()
 

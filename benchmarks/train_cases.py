@@ -53,7 +53,7 @@ def ours(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **ch
     model = MODELS[name]
     config = changed(model.config, {**(model.tiny if tiny else {}), **changes})
     torch.manual_seed(0)
-    made = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=dtype, device=device).eval()
+    made = ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=dtype, device=device, seed=0).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         model = ligermodels.load(options.model, **how)
     else:
         config = json.loads(options.config.read_text()) if options.config else TINY
-        model = ligermodels.ARCHS[config["model_type"]].from_config(config, **how)
+        model = ligermodels.ARCHS[config["model_type"]].from_config(config, **how, seed=0)
     update = dict(step_in_backward=True) if options.bf16 else dict(max_grad_norm=1.0)
     optimizer = AdamW(model.train().parameters(), lr=options.lr, **update)
     checkpoints = Checkpoints(options.out / "checkpoints", model, optimizer) if options.out else None

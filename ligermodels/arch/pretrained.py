@@ -68,7 +68,7 @@ class Pretrained(nn.Module):
         *,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         activation_checkpointing: str | Mapping[str, Any] = "none",
         mtp_loss_weight: float | None = None,
         mesh: Any = None,
@@ -76,10 +76,12 @@ class Pretrained(nn.Module):
     ) -> Self:
         """A model with random weights, from a config or the contents of a config.json.
 
+        seed: of the weights; None draws one from torch's generator, so that `torch.manual_seed` decides the weights.
         dtype: "auto" is the config's own. device: "meta" builds shapes only.
         activation_checkpointing: "none", "mlp" or "block", or the dict of `gradient_checkpointing_enable`.
         mtp_loss_weight, mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same
-            seed on a device of the same kind. Beyond the shards, memory for one whole parameter is needed.
+            seed on a device of the same kind; without one, all take that of the mesh's first process. Beyond the
+            shards, memory for one whole parameter is needed.
         Raises ConfigError if the config cannot work, and InputError.
         """
         if not isinstance(config, ModelConfig):
@@ -94,6 +96,9 @@ class Pretrained(nn.Module):
             device = torch.device(device or mesh.device_type)
         if device.type != "meta":
             weights.allocate(model, device)
+            if seed is None:
+                processes = Processes() if mesh is None else Processes.of_mesh(mesh)
+                seed = processes.gather(int(torch.randint(2**63 - 1, (), device="cpu")))[0]
             model.init_weights(seed)
         return model
 

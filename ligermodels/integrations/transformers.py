@@ -96,9 +96,7 @@ class _Model:
         """
         if is_deepspeed_zero3_enabled():
             raise InputError("ZeRO-3 would shard this model while it is built; load it with ligermodels.load instead")
-        device = torch.empty(0).device
-        seed = 0 if device.type == "meta" else int(torch.randint(2**31, (), device="cpu"))
-        return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=device, seed=seed)
+        return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=torch.empty(0).device)
 
     def initialize_weights(self: Any) -> None:
         """Initialises the weights that a checkpoint lacks; without a checkpoint `_build` did it."""

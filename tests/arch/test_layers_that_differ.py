@@ -48,7 +48,7 @@ def gemma3():
         parameter.normal_(std=0.3)
     own = {**SIZES, "model_type": "gemma2", "rope_parameters": SIZES["rope_parameters"]["full_attention"]}
     ours = Gemma3.from_config(
-        {**own, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-5}
+        {**own, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-5}, seed=0
     )
     weights = {name: w + name.endswith(("q_norm.weight", "k_norm.weight")) for name, w in theirs.state_dict().items()}
     ours.load_state_dict(weights, strict=False)
@@ -92,7 +92,7 @@ class UnevenModel(ligermodels.Llama):
 @pytest.mark.parametrize("kv_cache_dtype", [None, "fp8"])
 def test_cached_tokens_of_uneven_layers_are_those_of_the_whole_text(kv_cache_dtype):
     config = {**llama().config.to_dict(), "num_hidden_layers": 3, "head_dim": 8}
-    model = UnevenModel.from_config(config).requires_grad_(False).eval()
+    model = UnevenModel.from_config(config, seed=0).requires_grad_(False).eval()
     ids = prompt(2, 7)
     found = model.generate(ids, max_new_tokens=25, kv_cache_dtype=kv_cache_dtype)
     if kv_cache_dtype is None:

@@ -225,7 +225,7 @@ def test_the_model_and_its_layer_are_loaded_at_once(folder, model, tmp_path):
     assert both.mtp.loss_weight == 0.3 and not both.mtp.training
     found = {name: x for name, x in both.named_parameters() if name.startswith("mtp.")}
     assert_same(found, {name: x.bfloat16() for name, x in of_mtp(folder).items()})
-    new = ligermodels.Qwen3_5.from_config(tiny(), dtype=torch.float32, mtp_loss_weight=0.3)
+    new = ligermodels.Qwen3_5.from_config(tiny(), dtype=torch.float32, mtp_loss_weight=0.3, seed=0)
     assert new.mtp.norm.weight.eq(0).all() and new.mtp.fc.weight.std() > 0
     without = ligermodels.Qwen3_5.from_config(tiny()).save_pretrained(tmp_path / "without")
     with pytest.raises(CheckpointError, match=r"mtp\.fc\.weight"):
@@ -394,7 +394,7 @@ def test_it_drafts_under_autocast_after_a_prompt_that_is_shorter_than_a_draft(mo
 
 def test_the_model_with_images_keeps_it_and_drafts(tmp_path):
     config = qwen3_vl.qwen3_5(initializer_range=0.2)
-    made = ligermodels.Qwen3_5VL.from_config(config, dtype=torch.float32)
+    made = ligermodels.Qwen3_5VL.from_config(config, dtype=torch.float32, seed=0)
     add_mtp(made, seed=4)
     model = ligermodels.load(made.save_pretrained(tmp_path / "images"), progress=False)
     expected, ids = of_mtp(tmp_path / "images"), torch.randint(3, 90, (1, 9))

@@ -74,7 +74,7 @@ class Nested(Suite):
 
     def test_the_whole_model_compiles_without_a_graph_break(self, first):
         """Of text: with images the number of their tokens is read on the host."""
-        model = self.arch.from_config(self.shallow(first), dtype=torch.float32)
+        model = self.arch.from_config(self.shallow(first), dtype=torch.float32, seed=0)
         model.model.visual.requires_grad_(False)
         ids = torch.randint(3, IMAGE, (2, 24))
         torch.compiler.reset()
@@ -229,7 +229,7 @@ def test_load_takes_the_whole_or_the_text(written):
 
 def test_frames_of_a_video_are_images_to_the_tower_and_the_positions():
     """Their pixels and sizes as those of images give the same tokens."""
-    model = ligermodels.Qwen3VL.from_config(qwen3_vl(initializer_range=0.3), dtype=torch.float32)
+    model = ligermodels.Qwen3VL.from_config(qwen3_vl(initializer_range=0.3), dtype=torch.float32, seed=0)
     batch = inputs([[2, video(3, 2, 1), 1]], qwen3_vl())
     frames, (t, h, w) = batch["video_grid_thw"].clone(), batch["video_grid_thw"][0].tolist()
     as_images = dict(
@@ -248,7 +248,7 @@ def test_heads_of_72_in_bf16_are_as_near_to_fp32_as_transformers(grids, device, 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of their convolution, by default in tf32
     sizes = dict(depth=2, hidden_size=288, num_heads=4, intermediate_size=1076, out_hidden_size=64)
     config = qwen3_vl(hidden_size=64) | {"vision_config": {**sizes, "deepstack_visual_indexes": [0]}}
-    model = ligermodels.Qwen3VL.from_config(config, dtype=torch.float32).model.visual.to(device)
+    model = ligermodels.Qwen3VL.from_config(config, dtype=torch.float32, seed=0).model.visual.to(device)
     theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**config).vision_config).to(device)
     theirs.load_state_dict(model.state_dict())
     pixels = torch.randn(sum(t * h * w for t, h, w in grids), model.patch_width, device=device)

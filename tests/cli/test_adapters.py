@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_one_message(home, wrong, message, capsys, tmp_path
     save_file({name.replace("layers.0", "layers.7"): tensor for name, tensor in load_file(file).items()}, file)
     model = ligermodels.load(home / "base", progress=False)
     changes = {"intermediate_size": 64, "torch_dtype": "float32"}
-    type(model).from_config(model.config.to_hf() | changes, device="cpu").save_pretrained(names["larger"])
+    type(model).from_config(model.config.to_hf() | changes, device="cpu", seed=0).save_pretrained(names["larger"])
     Tokenizer.from_folder(home / "base").save(names["larger"])
     monkeypatch.setattr(sys, "stdin", stdin_of("Hi\n"))
     status = main(wrong.format(tmp=tmp_path, **names).split())

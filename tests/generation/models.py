@@ -35,7 +35,7 @@ def config(rope="default", positions=512, **changes):
 
 def llama(windows=(None, None), rope="default", positions=512):
     """windows: of each layer."""
-    model = ligermodels.Llama.from_config(config(rope, positions)).requires_grad_(False)
+    model = ligermodels.Llama.from_config(config(rope, positions), seed=0).requires_grad_(False)
     for layer, window in zip(model.model.layers, windows, strict=True):
         layer.self_attn.window = window
     return model
@@ -55,7 +55,7 @@ def with_large_weights(model):
 
 def family(name, **changes):
     values = {**TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
-    return with_large_weights(ligermodels.ARCHS[name].from_config(values))
+    return with_large_weights(ligermodels.ARCHS[name].from_config(values, seed=0))
 
 
 def prompt(rows=1, length=5):

@@ -92,7 +92,7 @@ def test_guesses_change_nothing(captured):
 
 def test_keys_of_images_stay_as_they_are(captured):
     config = llama_vision.tiny()
-    model = with_large_weights(LlamaVision.from_config(config))
+    model = with_large_weights(LlamaVision.from_config(config, seed=0))
     ids, _, inputs = llama_vision.images(config, [[(2, 3)], [(5, 1)]], length=12, seed=3)
     out = generate(model, ids, max_new_tokens=12, eos_token_id=(), return_dict_in_generate=True, **FP8, **inputs)
     dtypes = {type(state).__name__: state.tensors()[0].dtype for state in out.past_key_values}

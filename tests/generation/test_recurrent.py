@@ -90,7 +90,7 @@ def qwen3_5():
     linear = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     changes = dict(model_type="qwen3_5_text", num_hidden_layers=3, layer_types=kinds, head_dim=16, **linear)
-    return ligermodels.Qwen3_5.from_config(config(**changes))
+    return ligermodels.Qwen3_5.from_config(config(**changes), seed=0)
 
 
 @pytest.fixture(params=[False, True], ids=["by host", "as a graph would"])
@@ -99,7 +99,9 @@ def by_graph(request, monkeypatch):
     monkeypatch.setattr(graphs, "obstacle_to_capture", lambda model: None)  # the classes of this file
 
 
-@pytest.fixture(params=[lambda: Hybrid.from_config(config(num_hidden_layers=3)), qwen3_5], ids=["toy", "qwen3_5"])
+@pytest.fixture(
+    params=[lambda: Hybrid.from_config(config(num_hidden_layers=3), seed=0), qwen3_5], ids=["toy", "qwen3_5"]
+)
 def model(request, by_graph):
     return with_large_weights(request.param()).requires_grad_(False)
 

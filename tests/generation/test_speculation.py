@@ -97,7 +97,7 @@ def test_frequencies_that_change_with_the_length_end_the_guesses(rope, device, s
 @pytest.mark.parametrize("build", [qwen2_vl.windowed, qwen3_vl.qwen3_vl, qwen3_vl.qwen3_5])
 def test_images_of_qwen(build, device, steps, guess):
     config = build()
-    model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config)).to(device)
+    model = with_large_weights(ligermodels.ARCHS[config["model_type"]].from_config(config, seed=0)).to(device)
     made = qwen2_vl.inputs([[3, ("image", (1, 2, 3)), 4]], config)
     batch = {name: x if "grid" in name else x.to(device) for name, x in made.items()}
     batch.pop("attention_mask", None)

@@ -101,7 +101,7 @@ def test_what_a_block_saves_per_token(device):
         vocab_size=9, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=2,
     )  # fmt: skip
-    block = ARCHS["llama"].from_config(config, dtype=torch.float16, device=device).model.layers[0]
+    block = ARCHS["llama"].from_config(config, dtype=torch.float16, device=device, seed=0).model.layers[0]
     tables = L.RotaryEmbedding(hidden // heads)(torch.arange(length, device=device)[None])
     batch = L.Batch(rotary={"full": tables})
     x, residual = torch.randn(2, 2, length, hidden, dtype=torch.float16, device=device)

@@ -37,7 +37,7 @@ class Adapter(nn.Module):
 
 
 def llama(**changes):
-    return ligermodels.Llama.from_config({**CONFIG, **changes}, dtype=torch.float32, device="cpu")
+    return ligermodels.Llama.from_config({**CONFIG, **changes}, dtype=torch.float32, device="cpu", seed=0)
 
 
 def adapt(model, *names):
@@ -118,7 +118,7 @@ def test_report_tells_layers_apart_and_says_why():
 
 def test_report_of_adapters():
     """In one layer a bias of the base is trained too."""
-    model = add_lora(ligermodels.Qwen2.from_config(CONFIG, dtype=torch.float32, device="cpu"), 2)
+    model = add_lora(ligermodels.Qwen2.from_config(CONFIG, dtype=torch.float32, device="cpu", seed=0), 2)
     model.model.layers[1].self_attn.q_proj.bias.requires_grad_()
     assert rows(model, QKV) == {"model.layers.0-2.self_attn": ("one matmul, with LoRA", True, "")}
     with torch.autocast("cpu", torch.bfloat16):

@@ -85,7 +85,7 @@ def make(family, trained="", **changes):
     trained: a part of the names of the parameters that are not frozen.
     """
     config = {**FAMILIES[family], **changes}
-    model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu")
+    model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu", seed=0)
     if family.endswith("mtp"):
         add_mtp(model, loss_weight=0.5)
     draw = torch.Generator().manual_seed(2)

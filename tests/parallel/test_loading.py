@@ -45,7 +45,7 @@ IDS = torch.randint(98, (2, 16), generator=torch.Generator().manual_seed(1))
 def random(family, **options):
     """A model with random weights, norms and biases too."""
     config = {**SIZES, **FAMILIES.get(family, VISION.get(family))}
-    return ARCHS[config["model_type"]].from_config(config, seed=3, **options)
+    return ARCHS[config["model_type"]].from_config(config, **{"seed": 3, **options})
 
 
 def write(family, folder):
@@ -112,6 +112,10 @@ def on_two_ranks(folder):
         assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
     torch.testing.assert_close(model(IDS, labels=IDS).loss, load(folder / "tied")(IDS, labels=IDS).loss)
     assert random("tied", mesh=mesh, device="meta").device.type == "meta"
+    torch.manual_seed(rank)
+    sharded = random("tied", mesh=mesh, seed=None)
+    torch.manual_seed(0)  # of the first rank
+    assert_same_model(sharded, random("tied", device="cpu", seed=None))
 
     with pytest.MonkeyPatch.context() as patched:
         written = names_written(patched)

@@ -72,7 +72,7 @@ def dispatched(folder, where):
 def loaded_and_dispatched(folder, where):
     arch = ours(folder)
     with accelerate.init_empty_weights():
-        model = type(arch).from_config(arch.config)
+        model = type(arch).from_config(arch.config, seed=0)
     return accelerate.load_checkpoint_and_dispatch(model, str(folder), DEVICE_MAP, offload_folder=where).eval()
 
 

@@ -203,7 +203,7 @@ def test_fsdp_over_tensor_parallel_and_replicas(tmp_path, dims):
 def step_llama(tied, step_in_backward):
     """A tiny Llama's weights and states after the steps."""
     config = dict(CONFIG, tie_word_embeddings=tied)
-    model = sharded_model(ARCHS["llama"].from_config(config, dtype=torch.bfloat16, device="cpu"))
+    model = sharded_model(ARCHS["llama"].from_config(config, dtype=torch.bfloat16, device="cpu", seed=0))
     optimizer = AdamW(model.parameters(), 1e-2, step_in_backward=step_in_backward, seed=7)
     for t in range(STEPS):
         ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(t))[[dist.get_rank()]]

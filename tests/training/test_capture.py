@@ -82,7 +82,7 @@ def test_is_the_loop(options, device):
 
 
 def test_micro_batches_with_a_count_are_not_divided():
-    model = ligermodels.Llama.from_config(CONFIG, device="cpu")
+    model = ligermodels.Llama.from_config(CONFIG, device="cpu", seed=0)
     expected = copy.deepcopy(model)
     ids, count = torch.randint(96, (4, 2, 7)), torch.tensor(24)
     batches = [{"input_ids": row, "labels": row, "num_items_in_batch": count} for row in ids]
@@ -133,7 +133,7 @@ def test_what_cannot_be_captured_is_refused():
     ]:
         with pytest.raises(InputError, match=message):
             CapturedStep(model, optimizer, **options)
-    model = ligermodels.Llama.from_config(CONFIG, device="cpu")
+    model = ligermodels.Llama.from_config(CONFIG, device="cpu", seed=0)
     step = CapturedStep(model, torch.optim.SGD(model.parameters()), input_ids=torch.ones(1, 3, dtype=torch.int64))
     with pytest.raises(InputError, match="returns no loss, one number; are labels among the inputs"):
         step(input_ids=torch.ones(1, 3, dtype=torch.int64))

@@ -25,7 +25,7 @@ def gradients(model):
 
 
 def test_marks_and_takes_them_back():
-    model = ligermodels.Llama.from_config(CONFIG, dtype=torch.float32)
+    model = ligermodels.Llama.from_config(CONFIG, dtype=torch.float32, seed=0)
     accumulate_in_place(model)
     assert all(is_marked(p) for p in model.parameters())
     assert not any(is_marked(p) for p in copy.deepcopy(model).parameters())
@@ -53,7 +53,9 @@ def test_sharded_parameters_are_refused():
 @pytest.mark.parametrize("tied", [True, False])
 def test_on_a_gpu_as_autograd(recompute, tied):
     """fp32, so that what differs is the order of sums: 1e-5 of the largest element of each gradient."""
-    model = ligermodels.Llama.from_config({**CONFIG, "tie_word_embeddings": tied}, dtype=torch.float32, device="cuda")
+    model = ligermodels.Llama.from_config(
+        {**CONFIG, "tie_word_embeddings": tied}, dtype=torch.float32, device="cuda", seed=0
+    )
     expected = {name: grad.clone() for name, grad in gradients(model).items()}
     accumulate_in_place(model)
     if recompute != "none":

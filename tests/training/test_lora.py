@@ -46,7 +46,7 @@ IDS = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
 
 def make(family="llama", dtype=torch.float32, **changes):
     model = ARCHS[family].from_config(
-        {**CONFIG, "model_type": family, **FAMILIES[family], **changes}, dtype=dtype, device="cpu"
+        {**CONFIG, "model_type": family, **FAMILIES[family], **changes}, dtype=dtype, device="cpu", seed=0
     )
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -233,7 +233,7 @@ def test_every_kind_of_layer_computes_its_adapters(options):
 @pytest.mark.parametrize("config", [qwen2_vl.tiny(), qwen3_vl.qwen3_vl(), qwen3_vl.qwen3_5()], ids=MODEL_TYPE)
 def test_vision_towers_are_left_out_unless_named(config, tmp_path):
     def vl():
-        return ARCHS[config["model_type"]].from_config(config, dtype=torch.float32, device="cpu")
+        return ARCHS[config["model_type"]].from_config(config, dtype=torch.float32, device="cpu", seed=0)
 
     def names(model):
         return {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}

@@ -52,6 +52,7 @@ def make(family="llama", device="cpu", dtype=torch.float32, activation_checkpoin
         dtype=dtype,
         device=device,
         activation_checkpointing=activation_checkpointing,
+        seed=0,
     )
 
 
