@@ -190,7 +190,9 @@ class QwenVLModel(BaseModel):
         ids, embeds = inputs.input_ids, inputs.inputs_embeds
         images = self.config.images(image_grid_thw, video_grid_thw)
         pixels = images.pixels(pixel_values, pixel_values_videos, width=self.visual.patch_width)
-        check = images.check_count(ids) if ids is not None and (images or not inputs.past) else None
+        # Not in a step of decoding: a token that the model has drawn is text, whatever its id.
+        counts = ids is not None and (bool(images) or not inputs.past or ids.shape[1] > 1)
+        check = images.check_count(ids) if counts else None
         if pixels is not None:
             if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")

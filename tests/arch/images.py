@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from ligermodels.checkpoint import weights
+from ligermodels.errors import InputError
 from tests.arch.qwen2_vl import CASES, IMAGE, image, inputs, load, token_mask, video
 from tests.arch.suite import (
     GRADIENTS,
@@ -132,6 +133,16 @@ class ImageSuite(Tiny):
             mask = again["attention_mask"][:, :seen] if "attention_mask" in again else None
             steps.append(model(part, mask, past_key_values=cache).logits)
         assert relative(torch.cat(steps, dim=1), whole) < LOGITS
+
+    def test_images_of_a_continuation_are_counted(self, model, tiny):
+        first, more = inputs([[3, image(1, 2), 2]], tiny), inputs([[4, image(2, 3), 1]], tiny)
+        cache, ids = model(**first, use_cache=True).past_key_values, more["input_ids"]
+        seen = cache.length
+        with pytest.raises(InputError, match=r"6 tokens with the image_token_id .* make 0"):
+            model(ids, past_key_values=cache)
+        assert model(**more, past_key_values=cache).past_key_values.length == seen + ids.shape[1]
+        drawn = model(torch.tensor([[IMAGE]]), past_key_values=cache)  # one that was sampled, as in transformers
+        assert drawn.logits.isfinite().all()
 
     def test_packed_rows_equal_separate_ones(self, first, written):
         torch.manual_seed(3)

@@ -114,6 +114,16 @@ def test_a_trainer_logs_what_it_logs_for_transformers_model(folders, tmp_path, c
     assert_same_logs(found, expected, *names.split())
 
 
+def test_grpo_by_continuous_batching_is_grpo(folder, tmp_path):
+    """Which is ours: greedy, since draws of other rows differ."""
+    found, expected = (
+        train("GRPO", ours(folder), tmp_path, PROMPTS, reward_of_ids(ours, folder),
+              use_transformers_continuous_batching=batching, **SAMPLED, top_k=1)
+        for batching in (True, False)
+    )  # fmt: skip
+    assert_same_logs(found, expected, *GRPO.split())
+
+
 def test_reward_of_the_integrations_classifier(folder, tmp_path):
     theirs_class = transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
