@@ -134,9 +134,10 @@ class ImageSuite(Tiny):
             steps.append(model(part, mask, past_key_values=cache).logits)
         assert relative(torch.cat(steps, dim=1), whole) < LOGITS
 
-    def test_images_of_a_continuation_are_counted(self, model, tiny):
-        first, more = inputs([[3, image(1, 2), 2]], tiny), inputs([[4, image(2, 3), 1]], tiny)
-        cache, ids = model(**first, use_cache=True).past_key_values, more["input_ids"]
+    def test_images_of_a_continuation_are_counted(self, first, written):
+        model = load(written(first, norm=self.NORM))
+        begin, more = inputs([[3, image(1, 2), 2]], first), inputs([[4, image(2, 3), 1]], first)
+        cache, ids = model(**begin, use_cache=True).past_key_values, more["input_ids"]
         seen = cache.length
         with pytest.raises(InputError, match=r"6 tokens with the image_token_id .* make 0"):
             model(ids, past_key_values=cache)
