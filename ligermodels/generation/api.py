@@ -161,8 +161,8 @@ def generate_many(
         prompts: the ids of each prompt, a list or a tensor [S] on any device. No id counts as padding.
         batch_size: number of rows that decode together. Each size has a CUDA graph, which is kept for the next call.
         options: those of `generate` but scores, logits and the cache (return_dict_in_generate), the caller's
-            processors and criteria, embeddings and images. max_length counts a prompt's own tokens. A prompt runs once
-            for all of its continuations (num_return_sequences), which follow each other in the result.
+            processors and criteria, embeddings and images. max_length and min_length count a prompt's own tokens. A
+            prompt runs once for all of its continuations (num_return_sequences), which follow each other in the result.
 
     Raises:
         InputError: arguments out of range or not supported; ids outside the vocabulary; NaN logits; rows that may grow

@@ -86,10 +86,8 @@ def ban_early(
     ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, new: float = math.inf, length: float = math.inf
 ) -> Tensor:
     """`ban` in the rows with fewer than `new` new tokens, and fewer than `length` with the prompt and its padding."""
-    going = [row is not None and not row.done for row in rows]
     early = [
-        goes and len(row.ids) < new and row.prompt + len(row.ids) < length
-        for goes, row in zip(going, rows, strict=True)
+        row is not None and not row.done and len(row.ids) < new and row.prompt + len(row.ids) < length for row in rows
     ]
     if not any(early):
         return logits
