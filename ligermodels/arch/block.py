@@ -1,15 +1,57 @@
 """The block of Llama, which most architectures share, and functions that build its modules from a config."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.errors import InputError
 from ligermodels.layers import Attention, Batch, GatedMLP, RMSNorm
 from ligermodels.layers.state import KeyValues
 
+_NOT_GIVEN: Any = object()
 
-class Block(nn.Module):
+
+class ResidualBlock(nn.Module):
+    """The base of all blocks, whose `forward` maps (x, residual, batch, cache) to (x, residual), or (x, residual, ...).
+
+    Called without `residual`, as by code that runs a model block by block, the block returns x + residual alone.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls):
+            cls.forward = _or_hidden_state(cls.forward)  # type: ignore[method-assign]
+
+
+def _or_hidden_state(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block, which returns the hidden state where `residual` is not given.
+
+    `others`, which `Joined` passes, is filled with what the block returns beside x and residual.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(
+        self: nn.Module, x: Tensor, residual: Any = _NOT_GIVEN, *inputs: Any, others: Any = None, **options: Any
+    ) -> Any:
+        if residual is not _NOT_GIVEN and others is None:
+            return forward(self, x, residual, *inputs, **options)
+        if others is None and options.get("cache") is not None:
+            raise InputError(
+                f"a {type(self).__name__} that is called alone takes no cache: it would have to be that of this block. "
+                "Set use_cache=False where its inputs are collected"
+            )
+        x, residual, *more = forward(self, x, None if residual is _NOT_GIVEN else residual, *inputs, **options)
+        if others is not None:
+            others[:] = more
+        return x if residual is None else x + residual
+
+    return wrapped
+
+
+class Block(ResidualBlock):
     """Attention and an MLP, each on the normed residual stream:
 
         h = h + self_attn(input_layernorm(h))

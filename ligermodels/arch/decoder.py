@@ -13,14 +13,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ligermodels.arch.block import ResidualBlock
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.hooks import is_hooked, watched
+from ligermodels.arch.hooks import is_plain, watched
 from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
+from ligermodels.layers.linear import is_touched
 from ligermodels.layers.multimodal import DeepStack
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
@@ -81,11 +83,10 @@ class BaseModel(nn.Module):
 class Decoder(BaseModel):
     """Token ids to the last hidden state.
 
-    block: (config, layer) -> a module that maps (x, residual, batch, cache) to (x, residual), and for mixtures of
-    experts to (x, residual, router_logits). norm: keyword arguments of the final RMSNorm beside size and eps.
-    embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
-    position_axes: how many positions a token may have. ropes: rotary embeddings by name, for attention that does not
-    read the tables of the config, which are called "full".
+    block: (config, layer) -> a `ResidualBlock`; that of a mixture of experts returns (x, residual, router_logits).
+    norm: keyword arguments of the final RMSNorm beside size and eps. embedding_scale: multiplies the embedding's rows.
+    extra_rows: rows of the embedding beyond `vocab_size`. position_axes: how many positions a token may have. ropes:
+    rotary embeddings by name, for attention that does not read the tables of the config, which are called "full".
     context, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
     hidden state of its part of the sequence.
     """
@@ -119,7 +120,12 @@ class Decoder(BaseModel):
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
-        self.block_classes = tuple({type(layer) for layer in self.layers})
+        for layer in self.layers:
+            if not isinstance(layer, ResidualBlock):
+                raise InputError(
+                    f"a {type(layer).__name__} cannot be a layer of a Decoder: its class must inherit from "
+                    "ligermodels.arch.block.ResidualBlock instead of nn.Module"
+                )
         self.norm = RMSNorm(size, eps=config.rms_norm_eps, **(norm or {}))
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
@@ -185,15 +191,19 @@ class Decoder(BaseModel):
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            plain = type(layer) in self.block_classes and not is_hooked(layer)
-            block: Any = layer if plain else watched(layer, self.block_classes)
+            plain = isinstance(layer, ResidualBlock) and not is_touched(layer)
+            block: Any = layer if plain else watched(layer)
             x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
             if deepstack is not None and i < len(deepstack.states):
                 states = self._own_tokens(deepstack.of_block(i, tokens_shape))
                 x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
             if router_logits is not None:
                 router_logits += routed
-        last = {"last_hidden_state": self.norm(x, residual)[0]}
+        if isinstance(self.norm, RMSNorm) and is_plain(self.norm):
+            x, _ = self.norm(x, residual)
+        else:  # a user's hook, wrapper or norm takes and returns the hidden state
+            x = self.norm(x if residual is None else x + residual)
+        last = {"last_hidden_state": x}
         if ahead is not None:
             last["states_ahead"] = ahead(following, last["last_hidden_state"], batch)
         if self.tp is not None:

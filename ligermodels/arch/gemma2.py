@@ -84,9 +84,9 @@ class Gemma2Block(Block):
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
     ) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
-        x, _ = self.post_attention_layernorm(self.self_attn(x, batch, cache))
+        x = self.post_attention_layernorm(self.self_attn(x, batch, cache))
         x, residual = self.pre_feedforward_layernorm(x, residual)
-        x, _ = self.post_feedforward_layernorm(self.mlp(x))
+        x = self.post_feedforward_layernorm(self.mlp(x))
         return x, residual
 
 

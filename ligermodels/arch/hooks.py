@@ -1,57 +1,59 @@
 """Layers with hooks or wrappers of a user: they get and return the hidden state, as transformers' decoder layers do.
 
 A block takes and returns (x, residual), whose sum is the hidden state; the next norm adds them. For a layer with a
-hook or wrapper the sum is made first: `layer(hidden_states, residual=None, batch=..., cache=...)` returns a tensor.
-Hooks and wrappers of torch itself (FSDP, checkpointing, torch.compile) and of DeepSpeed pass on what they get: a block
-with no others runs as usual.
+hook, a wrapper or a replaced forward the sum is made first: `layer(hidden_states, batch=..., cache=...)` returns a
+tensor. Those of torch itself (FSDP, checkpointing, torch.compile), of DeepSpeed and of accelerate pass on what they
+get: a block with no others runs as usual.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from ligermodels.arch.block import ResidualBlock
 from ligermodels.errors import InputError
+from ligermodels.layers.linear import is_touched
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_PASS_ON = ("torch.", "deepspeed.")
+_PASS_ON = ("torch.", "deepspeed.", "accelerate.")
 
 
-def is_hooked(layer: nn.Module) -> bool:
-    """Whether `layer` itself has a hook."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+def is_plain(*modules: nn.Module) -> bool:
+    """Whether these modules have no hook and no replaced forward but those of torch, DeepSpeed and accelerate."""
+    if not any(map(is_touched, modules)):
+        return True
+    changes = [hook for module in modules for kind in _KINDS for hook in getattr(module, kind).values()]
+    changes += [vars(module)["forward"] for module in modules if "forward" in vars(module)]
+    return all(map(_passes_on, changes))
 
 
-def watched(layer: nn.Module, blocks: tuple[type[nn.Module], ...]) -> "nn.Module | Joined":
-    """`layer`, or a `Joined` around it if a user's hook or wrapper needs its hidden state.
-
-    blocks: the classes of the model's own blocks.
-    """
-    is_block = isinstance(layer, blocks)
-    inside = [layer] if is_block else [module for module in layer.modules() if isinstance(module, blocks)]
-    hooks = [hook for module in (layer, *inside) for kind in _KINDS for hook in getattr(module, kind).values()]
-    if (is_block or _passes_on(type(layer))) and all(map(_passes_on, hooks)):
+def watched(layer: nn.Module) -> "nn.Module | Joined":
+    """`layer`, or a `Joined` around it if a user's hook, wrapper or forward needs its hidden state."""
+    is_block = isinstance(layer, ResidualBlock)
+    blocks = [layer] if is_block else [module for module in layer.modules() if isinstance(module, ResidualBlock)]
+    if (is_block or _passes_on(type(layer))) and is_plain(layer, *blocks):
         return layer
-    return Joined(layer, inside)
+    return Joined(layer, blocks)
 
 
 class Joined:
     """A layer of a stack, and the blocks in it; called like a block, but returns (hidden_states, None, ...)."""
 
-    def __init__(self, layer: nn.Module, blocks: list[nn.Module]):
+    def __init__(self, layer: nn.Module, blocks: Sequence[nn.Module]):
         self.layer, self.blocks = layer, blocks
         self.modules = layer.modules
 
     def __call__(self, x: Tensor, residual: Tensor | None, batch: Any, cache: Any = None) -> tuple[Any, ...]:
-        routed: list[Tensor] = []
+        others: list[Any] = []
 
-        def join(block: nn.Module, args: Any, output: Any) -> Tensor:
-            x, residual, *routed[:] = output
-            return x if residual is None else x + residual
+        def collect(block: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+            return args, {**options, "others": others}
 
         x = x if residual is None else x + residual
-        handles = [block.register_forward_hook(join, prepend=True) for block in self.blocks]
+        handles = [block.register_forward_pre_hook(collect, with_kwargs=True) for block in self.blocks]
         try:
-            output = self.layer(x, residual=None, batch=batch, cache=cache)
+            output = self.layer(x, batch=batch, cache=cache)
         finally:
             for handle in handles:
                 handle.remove()
@@ -62,8 +64,9 @@ class Joined:
                 f"a hook or wrapper of a {type(self.layer).__name__} returned {found}; expected hidden states "
                 f"{list(x.shape)}, like those it got"
             )
-        return output, None, *routed
+        return output, None, *others
 
 
-def _passes_on(found: Any) -> bool:
-    return str(getattr(found, "__module__", None)).startswith(_PASS_ON)
+def _passes_on(change: Any) -> bool:
+    change = getattr(change, "func", change)  # accelerate's forward is a partial
+    return str(getattr(change, "__module__", None)).startswith(_PASS_ON)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
+from ligermodels.arch.block import ResidualBlock
 from ligermodels.arch.config import ACTIVATIONS, NestedFields
 from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
@@ -85,7 +86,7 @@ class LlamaVisionConfig(NestedFields, LlamaConfig):
         return values
 
 
-class CrossBlock(nn.Module):
+class CrossBlock(ResidualBlock):
     """Attention to the images and gated MLP, both multiplied by tanh of a gate; skipped where there is no image."""
 
     def __init__(self, config: LlamaVisionConfig, layer: int):

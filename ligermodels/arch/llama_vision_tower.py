@@ -202,13 +202,13 @@ class VisionTower(nn.Module):
         x = self.patch_embedding(x).unflatten(0, (num_images, num_tiles))
         x = self.pre_tile_positional_embedding(x, aspect_ratio_ids)
         x = torch.cat([self.class_embedding.expand(num_images, num_tiles, 1, -1), x], dim=2)
-        x, _ = self.layernorm_pre(self.gated_positional_embedding(x, aspect_ratio_ids))
+        x = self.layernorm_pre(self.gated_positional_embedding(x, aspect_ratio_ids))
         length = x.shape[2]
         x = F.pad(x, (0, 0, 0, -length % 8))
         batch = Batch(padding=tower_padding(aspect_ratio_mask, length, x.shape[2]))
         shape = x.shape
         x, states = self._run(self.transformer.layers, x.flatten(1, 2), batch, self.config.intermediate_layers_indices)
-        x = self.post_tile_positional_embedding(self.layernorm_post(x)[0].view(shape), aspect_ratio_ids)
+        x = self.post_tile_positional_embedding(self.layernorm_post(x).view(shape), aspect_ratio_ids)
         x, _ = self._run(self.global_transformer.layers, x.flatten(1, 2), batch, [])
         features = torch.stack(states, dim=-1).flatten(2) if states else x[..., :0]
         return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]

@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.block import attention, gated_mlp
+from ligermodels.arch.block import ResidualBlock, attention, gated_mlp
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma import NORM
@@ -95,7 +95,7 @@ class Qwen3_5Config(ModelConfig):
                 raise ConfigError(f"{self.model_type}: {name}={given!r} is not supported; supported: {expected!r}")
 
 
-class Qwen3_5Block(nn.Module):
+class Qwen3_5Block(ResidualBlock):
     """A mixer and a gated MLP, each on the normed residual stream."""
 
     last_mlp: ClassVar[str | None] = "mlp"  # see recompute.py

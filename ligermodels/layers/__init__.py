@@ -1,7 +1,8 @@
 """Modules and losses over the kernels. They take numbers, not configs: each can be built in one line.
 
 A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`, so that the
-addition is part of the norm's kernel; attention and MLPs map x to x. Linear modules are `torch.nn.Linear`.
+addition is part of the norm's kernel; `norm(x)` returns a tensor. Attention and MLPs map x to x. Linear modules are
+`torch.nn.Linear`.
 """
 
 from ligermodels.layers.attention import Attention

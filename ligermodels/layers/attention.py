@@ -154,7 +154,7 @@ class Attention(JointProjections):
         if self.output_gate:
             q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if self.q_norm is not None and self.k_norm is not None:
-            (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q), self.k_norm(k)
         if tables is not None:
             q, k = rope_qk(q, k, *tables)
         return q, k, v, gate

@@ -57,7 +57,7 @@ class CrossAttention(JointProjections):
 
     def forward(self, x: Tensor, batch: Batch, cache: ImageKeyValues | None = None) -> Tensor:
         assert batch.cross is not None, "a block without images does not call this"
-        q, _ = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
+        q = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
         k, v = self._keys_and_values(batch.cross.states, cache)
         return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))
 
@@ -73,7 +73,7 @@ class CrossAttention(JointProjections):
         if operands_of(self.joint_modules) is None:
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
-        k, _ = self.k_norm(k)
+        k = self.k_norm(k)
         k, v = (k, v) if cache is None else cache.append(k, v)
         return k, v
 

@@ -42,7 +42,7 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
         if (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
             or "forward" in module.__dict__
-        ):  # fmt: skip  # `_touched`, whose call would take a quarter of the host time
+        ):  # fmt: skip  # `is_touched`, whose call would take a quarter of the host time
             return None
         if type(module) is nn.Linear:  # here, and not in `_operand_of`, for the host's time
             parameters = module._parameters  # whose items take a fifth of the host time of module.weight
@@ -67,7 +67,7 @@ def _operand_of(module: Any) -> LinearOperand | None:
         return None
     if isinstance(module, Adapted):
         factors = module.lora_A, module.lora_B
-        if module.unfusable is not None or any(map(_touched, factors)) or not _are_plain(f.weight for f in factors):
+        if module.unfusable is not None or any(map(is_touched, factors)) or not _are_plain(f.weight for f in factors):
             return None
         adapter = module.adapter
     weight = module.operand if isinstance(module, QuantizedLinear) else parameters["weight"]
@@ -94,7 +94,7 @@ def _operand_of_peft(module: Any) -> LinearOperand | None:
     if name in module.lora_variant or module.fan_in_fan_out or (module.training and type(dropout) is not nn.Identity):
         return None
     for linear in (base, a, b):
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or _touched(linear):
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or is_touched(linear):
             return None
     weight, device = base.weight, base.weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
@@ -105,10 +105,11 @@ def _operand_of_peft(module: Any) -> LinearOperand | None:
 
 def is_untouched(module: nn.Module) -> bool:
     """True if a call of `module` runs the forward of its class and nothing else."""
-    return not (_touched(module) or _has_any_global_hook())
+    return not (is_touched(module) or _has_any_global_hook())
 
 
-def _touched(module: nn.Module) -> bool:
+def is_touched(module: nn.Module) -> bool:
+    """True if `module` itself has a hook or a replaced forward."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -44,7 +44,7 @@ class MultiTokenPrediction(nn.Module):
         self.pre_fc_norm_embedding = RMSNorm(hidden_size, **norm)
 
     def forward(self, embeds: Tensor, hidden: Tensor, batch: Batch, cache: Any = None) -> Tensor:
-        normed = self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]
+        normed = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)
         x, residual = self.fc(torch.cat(normed, -1)), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch, cache)

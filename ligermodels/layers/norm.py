@@ -1,5 +1,7 @@
 """RMSNorm and LayerNorm, with the residual add before them in the same kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -8,6 +10,8 @@ from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.parallel import MeshGroup, replicated
+
+_NOT_GIVEN: Any = object()
 
 
 def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
@@ -26,7 +30,7 @@ class RMSNorm(nn.Module):
     """Normalises the residual stream after adding a layer's output to it; arguments in the order of torch.nn.RMSNorm.
 
     forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new residual is
-    x + residual, or x itself where residual is None.
+    x + residual, or x itself where residual is None. forward(x) -> normed, as torch.nn.RMSNorm.
 
     eps is added inside the root. The factor is offset + weight and starts at 1: Gemma stores weights around 0, with
     offset=1. cast_before_weight: rounds to the input's dtype before the weight is applied, as Llama does; Gemma rounds
@@ -57,15 +61,15 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = _NOT_GIVEN) -> Any:
         weight = replicated(self.weight, self.tp)
-        if residual is None:
+        if residual is None or residual is _NOT_GIVEN:
             y = rms_norm(x, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
-            residual = x
-        else:
-            y, residual = add_rms_norm(
-                x, residual, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
-            )
+            y = _without_stale_handle(self, y)
+            return y if residual is _NOT_GIVEN else (y, x)
+        y, residual = add_rms_norm(
+            x, residual, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
+        )
         return _without_stale_handle(self, y), residual
 
     def extra_repr(self) -> str:
@@ -89,11 +93,11 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            y, residual = layer_norm(x, self.weight, self.bias, eps=self.eps), x
-        else:
-            y, residual = add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = _NOT_GIVEN) -> Any:
+        if residual is None or residual is _NOT_GIVEN:
+            y = _without_stale_handle(self, layer_norm(x, self.weight, self.bias, eps=self.eps))
+            return y if residual is _NOT_GIVEN else (y, x)
+        y, residual = add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
         return _without_stale_handle(self, y), residual
 
     def extra_repr(self) -> str:

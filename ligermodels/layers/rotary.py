@@ -54,6 +54,7 @@ class RotaryEmbedding(nn.Module):
     forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
     R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`. With
     `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then stands for all sections.
+    forward(x, position_ids) -> (cos, sin), [B or 1, S, R] in the dtype of x: each entry twice, as in transformers.
 
     theta: base of the frequencies. scaling: config.json's rope dict, with `rope_type` or the older `type`.
     max_position_embeddings: in tokens; "dynamic" needs it, other types use it if `scaling` has no
@@ -119,7 +120,8 @@ class RotaryEmbedding(nn.Module):
         self._last: tuple[tuple[int, int, torch.device], tuple[Tensor, Tensor]] | None = None
         self._least_length = 0
 
-    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        as_transformers, position_ids = position_ids is not None, x if position_ids is None else position_ids
         inv_freq = self._inv_freq_on(position_ids.device)
         if self.rope_type in ("dynamic", "longrope") and position_ids.numel():
             length = (position_ids.max() + 1).clamp(min=self._least_length)
@@ -131,6 +133,8 @@ class RotaryEmbedding(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        if as_transformers:
+            cos, sin = (torch.cat([table, table], -1).to(x.dtype) for table in (cos, sin))
         return cos, sin
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ Logits, gradients, saving and configs are compared for every entry of `TINY`; th
 for those in `ALSO`, and for the rest only in the slow tests.
 """
 
+import contextlib
 import copy
 import json
 import warnings
@@ -187,6 +188,18 @@ class Wrapper(torch.nn.Module):
 
     def forward(self, hidden_states, *args, **kwargs):
         return 0.9 * self.block(hidden_states + 0.1, *args, **kwargs)
+
+
+class Catcher(torch.nn.Module):
+    """In place of a layer: keeps what it is called with, and stops there, as code for calibration does."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, **kwargs):
+        self.kept = hidden_states, kwargs
+        raise StopIteration
 
 
 class Tiny:
@@ -373,6 +386,29 @@ class Suite(Tiny):
             layers[last] = layers[last].block
         check_gradients(hf, model, self.named_on_disk)
 
+    def test_blocks_run_one_by_one_as_calibration_runs_them(self, hf, model, ids):
+        """The loop of GPTQ, AWQ, Wanda and SparseGPT, and the logits of a state, as a logit lens computes them."""
+        layers, expected = model.get_decoder().layers, hf(ids, output_hidden_states=True)
+
+        def states(use_cache):
+            layers[0] = catcher = Catcher(layers[0])
+            with contextlib.suppress(StopIteration):
+                model(ids, use_cache=use_cache)
+            layers[0], (state, kept) = catcher.layer, catcher.kept
+            for layer in layers:
+                yield state
+                output = layer(state, **kept)
+                state = output[0] if isinstance(output, tuple) else output
+            yield state
+
+        *before, last = states(use_cache=False)
+        found = [*before, model.get_decoder().norm(last)]
+        wanted = expected.hidden_states
+        assert all(relative(a, b) < LOGITS for a, b in zip(self.comparable_states(model, found), wanted, strict=True))
+        assert relative(model.lm_head(found[-1]), hf.lm_head(wanted[-1])) < LOGITS
+        with pytest.raises(InputError, match="takes no cache"):
+            [*states(use_cache=True)]
+
     def test_padding_on_either_side_changes_nothing(self, hf, model, ids):
         alone = model(ids[1:, :15]).logits
         mask = torch.ones(2, 24, dtype=torch.long)
@@ -473,7 +509,7 @@ class Suite(Tiny):
             assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
         norm, expected = model.decoder.norm, hf.to(torch.bfloat16).get_decoder().norm
         x = torch.randn(64, model.config.hidden_size, dtype=torch.bfloat16)
-        assert torch.equal(norm(x)[0], expected(x))
+        assert torch.equal(norm(x), expected(x))
         output = model(ids, labels=ids, return_logits=True)
         assert output.logits.dtype == torch.bfloat16 and output.loss.dtype == torch.float32
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ligermodels
+from ligermodels.arch.block import ResidualBlock
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter, generate_many, graphs
 from ligermodels.generation.drafters import PromptLookup
@@ -67,7 +68,7 @@ class Recurrent(nn.Module):
         return out.transpose(0, 1) if consecutive else out
 
 
-class HybridBlock(nn.Module):
+class HybridBlock(ResidualBlock):
     def __init__(self, config, layer):
         super().__init__()
         size = config.hidden_size

@@ -65,6 +65,8 @@ def test_equals_transformers_to_the_bit(name, length):
     for ours, full in zip(rotary(positions), theirs, strict=True):
         assert ours.shape == (2, length, 16) and ours.dtype == torch.float32
         assert torch.equal(torch.cat([ours, ours], -1), full)
+    like_theirs = rotary(torch.zeros(1, dtype=torch.bfloat16), position_ids=positions)
+    assert all(torch.equal(ours, full.bfloat16()) for ours, full in zip(like_theirs, theirs, strict=True))
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -23,6 +23,8 @@ OWN = {
         final_logit_softcapping=3.0),
     "mixtral": dict(num_local_experts=4, router_aux_loss_coef=0.1, output_router_logits=True),
     "phi3": dict(tie_word_embeddings=False),
+    "qwen3_5_text": dict(head_dim=16, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4),
 }  # fmt: skip
 FAMILIES = ("llama", "qwen2")
 """One with a tied head, one with an untied head and biases."""
