@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ligermodels
 from ligermodels.arch import hooks
+from ligermodels.errors import InputError
 from tests.arch.suite import LLAMA3, LOGITS, YARN, Suite, edit_config, relative, rope, theirs, tiny_config
 from tests.parallel.ranks import one_rank
 
@@ -107,6 +108,30 @@ def test_what_torch_wraps_and_hooks_leaves_a_block_as_it_is(written, monkeypatch
         layers[0].register_forward_hook(lambda block, args, output: output)
         with pytest.raises(TypeError):  # for Joined
             model(ids)
+
+
+@pytest.mark.parametrize("norm", ["replaced", "hooked"])
+def test_a_replaced_forward_and_the_final_norm_see_the_hidden_state(written, norm):
+    folder, ids = written(tiny()), torch.randint(3, 90, (2, 9))
+    found = []
+    for model in (ligermodels.load(folder, progress=False), theirs(folder)):
+        layer, decoder = model.model.layers[0], model.model
+        layer.forward = lambda h, *args, forward=layer.forward, **options: 0.9 * forward(h + 0.1, *args, **options)
+        if norm == "replaced":
+            decoder.norm = torch.nn.RMSNorm(32, eps=1e-5)
+        else:
+            decoder.norm.register_forward_pre_hook(lambda module, args: args[0] + 0.1)
+            decoder.norm.register_forward_hook(lambda module, args, output: output + 0.1)
+        found.append(model(ids, labels=ids).loss)
+    assert relative(*found) < LOGITS
+
+
+def test_a_layer_that_is_no_block_is_refused():
+    class Sequential(ligermodels.Llama):
+        block_class = staticmethod(lambda config, layer: torch.nn.Linear(32, 32))
+
+    with pytest.raises(InputError, match=r"a Linear cannot be a layer .*ResidualBlock"):
+        Sequential.from_config(tiny())
 
 
 @pytest.mark.parametrize("tied", [True, False])
