@@ -1,5 +1,6 @@
 """Adapters of stacked experts, and experts of 4 bits: in a model, in PEFT's files, merged and off."""
 
+import itertools
 import json
 
 import pytest
@@ -32,6 +33,22 @@ def test_peft_computes_the_same_from_our_files(tmp_path, names):
     theirs.save_pretrained(tmp_path / "peft")
     again = load_adapter(make("mixtral"), tmp_path / "peft")
     assert torch.equal(logits(again), logits(model))
+
+
+def test_the_files_have_peft_s_order_of_ranks_and_experts(tmp_path):
+    """Rank j of expert e is row e * r + j of A and column j * experts + e of B: PEFT's ParamWrapper, written out."""
+    r, experts, model = 3, 4, adapted("mixtral", r=3, alpha=6, targets=[], target_parameters=BOTH)
+    save_adapter(model, tmp_path)
+    file, merged = load_file(tmp_path / "adapter_model.safetensors"), make("mixtral")
+    for name, weight in merged.named_parameters():
+        module, _, end = name.rpartition(".")
+        if end in ("gate_up_proj", "down_proj"):
+            place = f"base_model.model.{module}" + ".base_layer" * (end == "gate_up_proj")
+            a, b = file[f"{place}.lora_A.weight"], file[f"{place}.lora_B.weight"]
+            for e, j in itertools.product(range(experts), range(r)):
+                weight.data[e] += 2 * torch.outer(b[:, j * experts + e], a[e * r + j])
+    torch.testing.assert_close(logits(model), logits(merged), rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits(load_adapter(make("mixtral"), tmp_path)), logits(model))
 
 
 @NAMED
