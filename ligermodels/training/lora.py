@@ -34,6 +34,7 @@ _SAVED = "_lora_modules_to_save"
 """The attribute of a model with adapters: the names in modules_to_save."""
 _FORMAT = "0.21.2"
 """The version of PEFT whose files these are."""
+_MERGE_IT = ".\n  Next: `ligermodels convert BASE OUTPUT --adapter ADAPTER` merges it into the base."
 
 
 def add_lora(
@@ -193,7 +194,9 @@ def load_adapter(
     _check_free(model, "load_adapter")
     options = adapters.read_options(folder, computed=adapters.IN_MEMORY)
     if options.get("bias", "none") != "none":
-        raise CheckpointError(f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported")
+        raise CheckpointError(
+            f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported{_MERGE_IT}"
+        )
     parts, others = _by_module(folder, adapters.read_tensors(folder, allow_pickle=allow_pickle))
     stacked = _stacked(model, options.get("target_parameters") or (), f"{folder}/{CONFIG}", CheckpointError)
     factors = _take_experts(folder, options, stacked, parts)
@@ -203,7 +206,8 @@ def load_adapter(
         linear: Any = modules.get(name)
         if linear is None or obstacle(linear, nn.Linear, QuantizedLinear) is not None or linear.weight.is_meta:
             found = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
-            raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}")
+            merge = _MERGE_IT if isinstance(linear, LMHead) else ""
+            raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}{merge}")
         if dora and isinstance(linear, QuantizedLinear):
             raise CheckpointError(f"{folder} is a DoRA, which 4-bit weights cannot have: load the base in bf16")
         r, alpha = sizes[name] = adapters.size_of(options, name)
@@ -272,6 +276,9 @@ def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, d
             parts.setdefault(match["module"], {})[match["half"]] = tensor
         elif magnitude:
             parts.setdefault(magnitude["module"], {})["magnitude"] = tensor
+        elif name.endswith(".base_layer.weight") or (match and match["embedding"]):  # PEFT saves both with their base
+            module = match["module"] if match else name.removesuffix(".base_layer.weight")
+            raise CheckpointError(f"{folder} has an adapter for {module}, a head or an embedding{_MERGE_IT}")
         elif "lora_" in name or "base_layer" in name or "token_adapter" in name or "trainable_tokens" in name:
             raise CheckpointError(f"{folder}: {key} belongs to a variant of LoRA that is not supported")
         else:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 peft = pytest.importorskip("peft")
 
 from ligermodels import CheckpointError  # noqa: E402
+from ligermodels.cli import main  # noqa: E402
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
 from ligermodels.layers import LMHead, linear  # noqa: E402
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
@@ -269,6 +270,21 @@ def test_files_that_do_not_fit_are_refused_by_name(folders, tmp_path, family, ch
     with pytest.raises(CheckpointError, match=message):
         load_adapter(model, tmp_path / "a")
     assert [(name, parameter.requires_grad) for name, parameter in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("options, part", [
+    (dict(target_modules=["q_proj", "lm_head"]), "adapter for lm_head"),
+    (dict(target_modules=["q_proj", "embed_tokens"]), "adapter for model.embed_tokens"),
+    (dict(target_modules=["q_proj"], bias="all"), "bias='all'"),
+])  # fmt: skip
+def test_what_only_a_merge_can_use_is_named_with_the_command_that_does(folders, tmp_path, options, part):
+    base, adapter, output = folders["qwen2"], tmp_path / "adapter", tmp_path / "merged"
+    expected = wrap(theirs(base), lora(init_lora_weights=False, **options))
+    expected.save_pretrained(adapter)
+    with pytest.raises(CheckpointError, match=rf"{part}.*\n.*`ligermodels convert BASE OUTPUT --adapter ADAPTER`"):
+        load_adapter(models.ours(base), adapter)
+    assert main(["convert", str(base), str(output), "--adapter", str(adapter)]) == 0
+    torch.testing.assert_close(logits(models.ours(output)), logits(expected), **LOGITS)
 
 
 @pytest.mark.parametrize("early", [False, True])
