@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from ligermodels.arch import ARCHS
 from ligermodels.arch.base import CausalLM, CausalLMOutput
@@ -43,7 +44,7 @@ from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
 _SCORED = {
-    name.replace("ForCausalLM", "ForSequenceClassification"): arch
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[arch.config_class.model_type]: arch
     for name, arch in _CAUSAL.items()
     if name.endswith("ForCausalLM")
 }
@@ -97,6 +98,16 @@ class _Model:
         if is_deepspeed_zero3_enabled():
             raise InputError("ZeRO-3 would shard this model while it is built; load it with ligermodels.load instead")
         return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=torch.empty(0).device)
+
+    def train(self: Any, mode: bool = True) -> Any:
+        """Raises InputError after `use_liger_kernel=True`, which replaces forwards as if they were transformers'."""
+        forwards = (vars(module).get("forward") for module in self.modules())
+        if any(str(getattr(forward, "__module__", None)).startswith("liger_kernel.") for forward in forwards):
+            raise InputError(
+                "use_liger_kernel=True has put Liger's code for transformers' layers into this model, which has fused "
+                "layers of its own: leave use_liger_kernel out, and load the model again"
+            )
+        return nn.Module.train(self, mode)
 
     def initialize_weights(self: Any) -> None:
         """Initialises the weights that a checkpoint lacks; without a checkpoint `_build` did it."""

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import ligermodels
 from tests import sizes
+from tests.arch import qwen3_vl
 
 SIZES = sizes.SIZES | dict(
     max_position_embeddings=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=3
@@ -44,6 +45,51 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
         tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         additional_special_tokens=["<|user|>", "<|assistant|>"], chat_template=CHAT_TEMPLATE,
     )  # fmt: skip
+
+
+MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE_TEMPLATE = (
+    "{% for message in messages %}<|user|> {% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|> {% else %}{{ part.text }} {% endif %}{% endfor %}{% endfor %}"
+    "<|assistant|> "
+)
+
+
+class Processor(transformers.Qwen3VLProcessor):
+    """Without videos, whose processor needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        self.vision_start_token, self.vision_end_token, self.image_token, self.video_token = MARKS
+        ids = tokenizer.convert_tokens_to_ids(list(MARKS))
+        self.vision_start_token_id, self.vision_end_token_id, self.image_token_id, self.video_token_id = ids
+
+
+def make_processor() -> Processor:
+    """The tokenizer, and images of 16 to 256 pixels in patches of 2 x 2."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = "left"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", *MARKS]})
+    size = {"shortest_edge": 16, "longest_edge": 256}
+    images = Qwen2VLImageProcessorPil(patch_size=2, merge_size=2, temporal_patch_size=2, size=size)
+    return Processor(image_processor=images, tokenizer=tokenizer, chat_template=IMAGE_TEMPLATE)
+
+
+def write_image_checkpoint(folder: Path) -> Path:
+    """A Qwen3-VL with the ids of `make_processor`; no text has the id of a video."""
+    processor, drawn = make_processor(), dict(initializer_range=0.2)
+    text = drawn | dict(bos_token_id=1, eos_token_id=2, pad_token_id=3)
+    config = qwen3_vl.qwen3_vl(drawn, drawn, **text) | dict(
+        vision_start_token_id=processor.vision_start_token_id, vision_end_token_id=processor.vision_end_token_id,
+        image_token_id=processor.image_token_id, video_token_id=200,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration._from_config(transformers.AutoConfig.for_model(**config))
+    model.generation_config.update(eos_token_id=2, pad_token_id=3)
+    model.save_pretrained(folder)
+    return Path(folder)
 
 
 def write_checkpoint(folder: Path, family: str, seed: int = 0, **changes) -> Path:

@@ -5,7 +5,9 @@ import importlib
 import pytest
 import torch
 
-from ligermodels.integrations.transformers import AutoModelForSequenceClassification
+from ligermodels.errors import InputError
+from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tests.tools import models
 from tests.tools.models import FAMILIES, assert_same_logs, letters, make_ids, make_tokenizer, ours, theirs
 
 transformers = pytest.importorskip("transformers")
@@ -57,6 +59,14 @@ def reference(make, folder):
     return {"ref_model": make(folder)}
 
 
+def teacher(make, folder):
+    """The model with other weights."""
+    model = make(folder)
+    for parameter in model.requires_grad_(False).parameters():
+        parameter += 0.1 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
+    return {"teacher_model": model}
+
+
 def by_name(make, folder):
     """TRL finds reference and tokenizer by the model's name_or_path."""
     return {"processing_class": None}
@@ -95,6 +105,7 @@ CASES = {
     "cpo": ("CPO", PAIRS, CPO, None, dict(max_length=32)),
     "simpo": ("CPO", PAIRS, CPO, None, dict(max_length=32, loss_type="simpo", cpo_alpha=0.5)),
     # Completions are sampled: the same ones from the same seed.
+    "distillation": ("Distillation", PROMPTS, "loss grad_norm entropy", teacher, dict(max_completion_length=6)),
     "online dpo": ("OnlineDPO", PROMPTS, ONLINE, reward_of_text, dict(max_new_tokens=6, max_length=32)),
     "grpo": ("GRPO", PROMPTS, GRPO, reward_of_ids, SAMPLED),
     "grpo, kl": ("GRPO", PROMPTS, f"{GRPO} kl", reward_of_ids,
@@ -124,10 +135,47 @@ def test_grpo_by_continuous_batching_is_grpo(folder, tmp_path):
     assert_same_logs(found, expected, *GRPO.split())
 
 
-def test_reward_of_the_integrations_classifier(folder, tmp_path):
+def test_grpo_with_images(tmp_path):
+    """TRL keeps the model from writing placeholders of images: it passes suppress_tokens."""
+    image = pytest.importorskip("PIL.Image")
+    folder = models.write_image_checkpoint(tmp_path / "model")
+    data = [
+        {"prompt": chat(letters(i, 2 + i % 3)), "image": image.effect_noise((8, 8), 50 + i).convert("RGB")}
+        for i in range(8)
+    ]
+    makes = (ours, transformers.AutoModelForImageTextToText.from_pretrained)
+    options = {"processing_class": models.make_processor(), **reward_of_ids(None, None)}
+    found, expected = (train("GRPO", make(folder), tmp_path / "run", data, options, **SAMPLED) for make in makes)
+    assert_same_logs(found, expected, *GRPO.split())
+
+
+KINDS = {
+    "SFT": lambda model, folder: train("SFT", model, folder, TEXTS, use_liger_kernel=True),
+    "DPO": lambda model, folder: train("DPO", model, folder, PAIRS, use_liger_kernel=True),
+    "GRPO": lambda model, folder: train(
+        "GRPO", model, folder, PROMPTS, reward_of_ids(None, None), use_liger_kernel=True, **SAMPLED
+    ),
+    "Trainer": lambda model, folder: models.make_trainer(model, folder, use_liger_kernel=True).train(),
+    "Trainer, bf16": lambda model, folder: models.make_trainer(model, folder, use_liger_kernel=True, bf16=True).train(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_liger_s_patches_of_the_integration_are_refused(folders, tmp_path, monkeypatch, kind):
+    pytest.importorskip("liger_kernel")
+    from transformers.models.llama import modeling_llama
+
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):  # which Liger replaces for the whole process
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    with pytest.raises(InputError, match="leave use_liger_kernel out"):
+        KINDS[kind](AutoModelForCausalLM.from_pretrained(folders["llama"]), tmp_path)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text"])
+def test_reward_of_the_integrations_classifier(folders, tmp_path, family):
     theirs_class = transformers.AutoModelForSequenceClassification
     torch.manual_seed(0)
-    theirs_class.from_pretrained(folder, num_labels=1).save_pretrained(tmp_path / "reward")
+    theirs_class.from_pretrained(folders[family], num_labels=1).save_pretrained(tmp_path / "reward")
     found, expected = (
         train("Reward", loads.from_pretrained(tmp_path / "reward"), tmp_path / "run", PAIRS)
         for loads in (AutoModelForSequenceClassification, theirs_class)
