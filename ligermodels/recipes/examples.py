@@ -7,26 +7,29 @@ found in one of two ways:
   (add_generation_prompt), must be a prefix of the whole. All text that the message adds is trained, as in TRL, with the
   token that ends its turn and the line break that many templates write after it. The offsets of the tokens map
   characters to tokens.
-Two kinds of templates render text that is no prefix of the whole, and are handled: an end of text after the last
-message only (Phi 3), and reasoning that only the last turn has (Qwen 3). Any other rewriting of earlier turns is an
-error. Answers in preference tuning are masked in the same way as the completion of a prompt.
+Three kinds of templates render text that is no prefix of the whole, and are handled: an end of text after the last
+message only (Phi 3), reasoning that only the messages after the last question have (Qwen 3), and the header of a next
+answer at the end of every text (old Llama 3), which is not trained. Any other rewriting of earlier turns is an error,
+and so is a template that leaves out tools, tool calls, or the reasoning after the last question. Answers in preference
+tuning are masked in the same way as the completion of a prompt.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes import images as of_images
-from ligermodels.recipes.formats import Answers, Conversation, Text, Tokens
+from ligermodels.recipes.formats import REASONING, Answers, Conversation, Text, Tokens
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.batch import mask_of
 from ligermodels.text.chat import ChatTemplates
@@ -35,7 +38,8 @@ IGNORED = -100
 Batch = dict[str, Any]
 """The arguments of a model's forward."""
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+_THOUGHTS = re.compile(r"(<think>.*?</think>)", re.DOTALL)
+_NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +197,7 @@ def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: 
     messages = [{key: value for key, value in message.items() if key != "train"} for message in item.messages]
     apply = functools.partial(tokenizer.apply_chat_template, tools=item.tools, chat_template=template)
     render = functools.partial(apply, tokenize=False)
+    check_rendered(messages, trained, item.tools, render)
     text, marks = render(messages), None
     if every_token and trained != said:
         raise InputError("every token is trained (--no-assistant-only-loss), but a message has train false")
@@ -200,7 +205,7 @@ def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: 
         marks = apply(messages, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
     spans = [(0, len(text))]
     if not every_token and (marks is None or trained != said):
-        spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
+        spans = _spans(text, messages, trained, render, tokenizer)
     ids, mask = _tokenise(text, spans, tokenizer)
     mask = mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
     found = None
@@ -218,30 +223,126 @@ def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> b
         return False
 
 
+def check_rendered(
+    messages: Sequence[dict[str, Any]], trained: Sequence[int], tools: Sequence[dict[str, Any]] | None,
+    render: Callable[..., str],
+) -> None:  # fmt: skip
+    """Raises InputError if the chat template leaves out all of the tools, a tool call, or reasoning.
+
+    Rows that have some are rendered once more, with marks in place of names and reasoning. Templates leave out earlier
+    reasoning on purpose: the last that is trained is looked for, as if no message followed it.
+    """
+    calls, schemas = dict[str, str](), [_renamed(tool, f"tool-{n}-end") for n, tool in enumerate(tools or ())]
+    marked = [{"content": "", **message} for message in messages]
+    for n, message in enumerate(marked):
+        if message.get("tool_calls"):
+            marks = {f"call-{n}-{at}-end": call for at, call in enumerate(message["tool_calls"])}
+            message["tool_calls"] = [_renamed(call, mark) for mark, call in marks.items()]
+            calls |= {mark: f"messages[{n}].tool_calls: {call['function']['name']}" for mark, call in marks.items()}
+    thoughts = [(n, key) for n in trained for key in REASONING if messages[n].get(key)]
+    missing: list[str] = []
+    with contextlib.suppress(TokenizerError):  # the rendering without marks raises it too, or does not need them
+        if calls or schemas:
+            text = render(marked, tools=schemas or None)
+            missing = [call for mark, call in calls.items() if mark not in text]
+            if schemas and not re.search(r"tool-\d+-end", text):
+                missing.append(f"tools: {', '.join(str(_function(tool).get('name')) for tool in tools or ())}")
+        if thoughts:
+            n, key = thoughts[-1]
+            last = marked[n] | {name: "reasoning-end" for at, name in thoughts if at == n}
+            if "reasoning-end" not in render([*marked[:n], last]):
+                missing.append(f"messages[{n}].{key}")
+    if missing:
+        raise InputError(
+            f"the chat template leaves out {missing[0]}, so the model would not see it. Next step: a template that "
+            "writes it (--chat-template FILE), or rows without it"
+        )
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The function of a tool or of a call; some have it, or its fields, at the top."""
+    return tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+
+
+def _renamed(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
+    function = {**_function(tool), "name": name}
+    return {**tool, "function": function} if isinstance(tool.get("function"), Mapping) else function
+
+
 def _spans(
-    text: str, messages: list[dict[str, Any]], trained: list[int], render: Callable[..., str], eos: str
+    text: str, messages: list[dict[str, Any]], trained: list[int], render: Callable[..., str], tokenizer: Tokenizer
 ) -> list[tuple[int, int]]:
     """(start, end) of the text that each trained message of the assistant adds."""
-    spans = []
+    spans, eos = [], tokenizer.eos_token or ""
+    stops = [stop for stop in map(tokenizer.convert_ids_to_tokens, tokenizer.chat_stop_ids) if stop]
     for n in trained:
         if n == 0:
             raise InputError("messages[0]: the first message is the assistant's; start with a user message")
-        prompt = render(messages[:n], add_generation_prompt=True)
-        if not text.startswith(prompt):
-            prompt = _NO_THOUGHT.sub("", prompt)  # Qwen 3 begins a turn so with enable_thinking=False
-        upto, start, length = text if n == len(messages) - 1 else render(messages[: n + 1]), len(prompt), None
-        if text.startswith(prompt) and upto.startswith(prompt):
-            length = _length_of_turn(upto[start:], text[start:], eos)
-        if length is None:
+        what, length = f"the conversation before messages[{n}] once that message follows", None
+        for before, message in _ways_to_begin(messages[: n + 1]):
+            prompt = render(before, add_generation_prompt=True)
+            if (start := _end_of_prompt(prompt, text)) is None:
+                prompt = _NO_THOUGHT.sub("", prompt)  # a turn may begin so, and lose it once there are later ones
+                start = _end_of_prompt(prompt, text)
+            if start is None:
+                continue
+            what = f"messages[{n}] once there are messages after it"
+            upto = text if n == len(messages) - 1 else render([*before, message])
+            if (begin := _end_of_prompt(prompt, upto)) is not None:
+                turn = _without_header(upto[begin:], prompt, stops)
+                if (length := _length_of_turn(turn, text[start:], eos)) is not None:
+                    break
+        if start is None or length is None:
             raise InputError(
-                f"the chat template changes the conversation up to messages[{n}] once there are messages after it, so "
-                "the tokens to train are unknown. Likely cause: a system prompt or tools, which some templates write "
-                "beside the last message only. Next step: put the system prompt into the first message, or give "
-                "a template that marks the assistant's text by {% generation %} ... {% endgeneration %} "
-                "(--chat-template FILE)"
+                f"the chat template changes {what}, so the tokens to train are unknown. Likely cause: a template that "
+                "writes only some of the messages, or a system prompt or tools, which some write beside the last "
+                "message only. Next step: put the system prompt into the first message, or give a template that marks "
+                "the assistant's text by {% generation %} ... {% endgeneration %} (--chat-template FILE)"
             )
         spans.append((start, start + length))
     return spans
+
+
+def _ways_to_begin(messages: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """The messages before the last, and the last: as they are, then without the reasoning that later ones may end."""
+    yield messages[:-1], messages[-1]
+    plain = [*map(_without_reasoning, messages)]
+    yield messages[:-1], plain[-1]
+    yield plain[:-1], messages[-1]
+    yield plain[:-1], plain[-1]
+
+
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as templates that leave out the reasoning of earlier turns write it."""
+    message = {key: value for key, value in message.items() if key not in REASONING}
+    if message["role"] == "assistant" and isinstance(message.get("content"), str):
+        message["content"] = message["content"].rpartition("</think>")[2].lstrip("\n")
+    return message
+
+
+def _end_of_prompt(prompt: str, text: str) -> int | None:
+    """Where the prompt ends in the text that begins with it; None if it does not.
+
+    The text may lack reasoning that the prompt has, as that of messages before its last question.
+    """
+    end, is_left_out = 0, False
+    for n, piece in enumerate(_THOUGHTS.split(prompt)):  # every second one is a thought
+        if is_left_out and piece.strip():  # templates leave out the white space around it, too
+            piece, end = piece.lstrip(), len(text) - len(text[end:].lstrip())
+        if text.startswith(piece, end):
+            end, is_left_out = end + len(piece), False
+        elif n % 2 == 0:
+            return None
+        else:
+            is_left_out = True
+    return end
+
+
+def _without_header(turn: str, prompt: str, stops: Sequence[str]) -> str:
+    """The turn, without the header of a next answer after its stop token. prompt: ends with that header."""
+    end = max((turn.rfind(stop) + len(stop) for stop in stops if stop in turn), default=len(turn))
+    header = turn[end:].lstrip()
+    return turn.removesuffix(header) if header and prompt.endswith(header) else turn
 
 
 def _length_of_turn(turn: str, rest: str, eos: str) -> int | None:

@@ -32,7 +32,7 @@ _ROLES |= dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard")
 _ROLES |= dict.fromkeys(("tool", "observation", "function_response"), "tool")
 """Roles by their names in sharegpt."""
 _KNOWN = ("system", "developer", "user", "assistant", "tool")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _NOT_READ = {
     **dict.fromkeys(("videos", "audio", "audios"), "recipes train on texts and images only, for now"),
     "chat_template_kwargs": "a row cannot set variables of the chat template; leave them out",
@@ -340,9 +340,10 @@ def _message(message: Any, field: str) -> Message:
         calls = _parsed(found["tool_calls"], list | dict, f"{field}.tool_calls")
         calls = calls if isinstance(calls, list) else [calls]
         found["tool_calls"] = [_call(call, f"{field}.tool_calls[{n}]") for n, call in enumerate(calls)]
-    if content is None and not any(found.get(key) for key in ("tool_calls", *_REASONING)):
+    if content is None and not any(found.get(key) for key in ("tool_calls", *REASONING)):
         raise InputError(f"{field}.content is {'null' if 'content' in message else 'missing'}")
-    found["content"] = "" if content is None else content  # many templates fail on, or print, a content that is null
+    if content is None:  # templates test whether it is there, and print one that is null
+        found.pop("content", None)
     # `weight` is OpenAI's name of `train`, with 0 and 1.
     flag = next((message[key] for key in ("train", "weight") if message.get(key) is not None), role == "assistant")
     if flag not in (0, 1) or (flag and role != "assistant"):

@@ -61,7 +61,7 @@ def place(
         raise InputError("images: the row has some, and so have parts of its messages. Give them in one place")
     if given is not None:
         own = list(given) if isinstance(given, list | tuple) else [given]
-        if not any(isinstance(message["content"], list) for message in found):
+        if not any(isinstance(message.get("content"), list) for message in found):
             found = _marked(found, len(own))
     places = [part for message in found for part in _parts(message) if part.get("type") == "image"]
     if len(places) != len(own):
@@ -81,14 +81,14 @@ def _parts(message: Mapping[str, Any]) -> list[Any]:
 
 def _marked(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
     """Messages of plain text with parts for `number` images: at the marks, or before the first question."""
-    if not any(MARK in message["content"] for message in messages):
+    if not any(MARK in message.get("content", "") for message in messages):
         n = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
-        question = messages[n] | {"content": MARK * number + messages[n]["content"]}
+        question = messages[n] | {"content": MARK * number + messages[n].get("content", "")}
         messages = [*messages[:n], question, *messages[n + 1 :]]
     found = []
     for message in messages:
         parts: list[dict[str, Any]] = []
-        for n, piece in enumerate(message["content"].split(MARK)):
+        for n, piece in enumerate(message.get("content", "").split(MARK)):
             parts += [{"type": "image"}] * (n > 0) + [{"type": "text", "text": piece}] * (piece != "")
         found.append(message | {"content": parts} if {"type": "image"} in parts else message)
     return found

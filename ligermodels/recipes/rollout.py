@@ -5,6 +5,7 @@ and no copy of the weights. The samples depend on the seed, the number of the ro
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from ligermodels.generation import generate_many
 from ligermodels.processes import Processes
 from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
-from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit
+from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit, check_rendered
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.options import TrainOptions, free_option, option
 from ligermodels.recipes.report import say
@@ -209,7 +210,9 @@ class Sampling(Recipe):
                 raise InputError("prompt: completions of prompts with images are not sampled; leave the images out")
             if item.messages[-1]["role"] == "assistant":
                 raise InputError("prompt: it ends with what the assistant says, which is for the model to say")
-            ids = self.tokenizer.apply_chat_template(item.messages, tools=item.tools, add_generation_prompt=True)
+            apply = self.tokenizer.apply_chat_template
+            check_rendered(item.messages, (), item.tools, functools.partial(apply, tokenize=False))
+            ids = apply(item.messages, tools=item.tools, add_generation_prompt=True)
         if len(ids) + o.max_completion_length > o.max_length:
             raise InputError(
                 f"prompt: it has {len(ids)} tokens, and with max_completion_length={o.max_completion_length} more than "

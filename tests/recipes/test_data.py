@@ -240,7 +240,7 @@ def test_several_sets_with_weights(write):
     assert len(few.rows) == 4 and few.rows[3]["text"] == "a0"
 
 
-def test_system_prompt(write):
+def test_system_prompts_and_tools(write):
     own = {"messages": [{"role": "system", "content": "own"}, *said("a", "b")]}
     recipe = recipe_of("sft", system_prompt="Be brief.", assistant_only_loss=False)
     example = recipe.process({"messages": said("a", "b")})
@@ -252,5 +252,8 @@ def test_system_prompt(write):
     sampling = recipe_of("grpo", system_prompt="Be brief.", max_completion_length=9, reward_funcs=(rewards,))
     sampling.chat = True
     assert "Be brief." in recipe.tokenizer.decode(sampling.process({"prompt": said("a")}).ids)
+    sampling.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(InputError, match="leaves out tools: find, so the model would not see it"):
+        sampling.process({"prompt": said("a"), "tools": [{"type": "function", "function": {"name": "find"}}]})
     with pytest.raises(InputError, match="system_prompt: it is for chats"):
         recipe.process({"text": "a"})

@@ -1,7 +1,9 @@
 """What is trained, against transformers' masks and against the text that the assistant says."""
 
 import itertools
+import random
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,16 @@ from ligermodels.recipes.formats import Conversation, Text, Tokens
 from ligermodels.text import Tokenizer
 from tests.text import folders
 from tests.text.families import FAMILIES, theirs
-from tests.text.templates import CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
+from tests.text.templates import CALL, CONVERSATIONS, FIND, LLAMA_3, QWEN_3, SAID, SYSTEM, USER, WEATHER
 
 LINE_BREAK = "{% endgeneration %}{{ '\\n' }}"
 MARKED = QWEN_3.replace(LINE_BREAK, "{{ '\\n' }}{% endgeneration %}")  # as TRL marks a turn
-UNMARKED = re.sub(r"\{%-? *(end)?generation *-?%\}", "", QWEN_3)
+LATEST = (
+    MARKED.replace("messages if m.role == 'user' %}{%", "messages %}{% if m.role == 'user' %}{%")
+    .replace("loop.index0 %}{%", "loop.index0 %}{% endif %}{%")
+    .replace("if thought or loop.last", "if loop.index0 > ns.last and (thought or loop.last)")
+)  # as Qwen 3's own
+ALWAYS = LATEST.replace("and (thought or loop.last)", "")  # as Qwen 3.5's: there is a thought, if an empty one
 ROUNDS = [SYSTEM, USER, SAID | {"reasoning": "hm"}, USER, SAID, USER, SAID | {"content": "Yes."}]
 
 
@@ -39,20 +46,64 @@ def qwen(folder_of):
 
 TALKS = {name: chat for name, chat in CONVERSATIONS.items() if any(m["role"] == "assistant" for m in chat)}
 TALKS["rounds"] = ROUNDS
+TALKS["tools"] = [
+    USER, {"role": "assistant", "reasoning_content": "hm", "tool_calls": [CALL]}, {"role": "tool", "content": "here"},
+    SAID | {"reasoning_content": "so"}, USER, SAID,
+]  # fmt: skip
 
 
+def without_marks(template):
+    return re.sub(r"\{%-? *(end)?generation *-?%\}", "", template)
+
+
+@pytest.mark.parametrize("marked", [MARKED, LATEST, ALWAYS], ids=["all", "latest", "always"])
 @pytest.mark.parametrize("name", TALKS)
-def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name):
+def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name, marked):
     ours, theirs = qwen
     chat = [{key: value for key, value in message.items() if value is not None} for message in TALKS[name]]
     expected = theirs.apply_chat_template(
-        TALKS[name], chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+        TALKS[name], chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
     labels = [i if m else IGNORED for i, m in zip(expected["input_ids"], expected["assistant_masks"], strict=True)]
     assert set(labels) != {IGNORED}
-    for template in (MARKED, UNMARKED):
+    for template in (marked, without_marks(marked)):
         found = encode(Conversation(chat), ours, template=template)
-        assert (found.ids, found.labels, found.ends) == (expected["input_ids"], labels, True), template is MARKED
+        assert (found.ids, found.labels, found.ends) == (expected["input_ids"], labels, True), template is marked
+
+
+def random_chat(draw):
+    """Some have tool calls, some reasoning in some messages."""
+    chat, calls, thinks = [], draw.choice((0, 2)), draw.choice((0, 0.5))
+    for _ in range(draw.randint(1, 3)):
+        turn = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "here"}]
+        for message in (USER, *turn * draw.randint(0, calls), SAID):
+            more = {"reasoning_content": f"hm {draw.random()}"} if draw.random() < thinks else {}
+            chat.append(message | (more if message["role"] == "assistant" else {}))
+    return chat
+
+
+TRLS = ("qwen3", "glm4moe", "qwen3_vl", "qwen2_5_vl", "llama3", "gemma3", "phi3_5", "lfm2_v2", "qwen3_instruct_2507")
+"""Templates that begin a turn as they ask for it; others write <think> into a prompt, and TRL trains it."""
+
+
+@pytest.mark.parametrize("name", ["latest", "always", *(pytest.param(name, marks=pytest.mark.slow) for name in TRLS)])
+def test_random_chats_are_trained_as_the_marks_say(qwen, name):
+    """Of our templates, and of those that TRL has marked."""
+    draw, encoded = random.Random(0), 0
+    if name in TRLS:
+        folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+        marked = (folder / f"{name}_training.jinja").read_text()
+    else:
+        marked = {"latest": LATEST, "always": ALWAYS}[name]
+    for _ in range(40):
+        chat = Conversation(random_chat(draw))
+        try:
+            expected = encode(chat, qwen[0], template=marked)
+        except (InputError, TokenizerError):  # reasoning or tools that it does not write
+            continue
+        encoded += 1
+        assert encode(chat, qwen[0], template=without_marks(marked)) == expected
+    assert encoded > (5 if name in TRLS else 39)
 
 
 TALK = [
@@ -89,11 +140,23 @@ def test_families(folder_of, name):
     assert (found.ids, found.labels, found.ends) == (ids, [IGNORED, *ids[1:]], True)
 
 
+def test_a_header_at_the_end_of_every_text_is_not_trained(byte_level):
+    """As in the old template of Llama 3, whether it is to begin an answer or not."""
+    condition = re.compile(r"\{%- if add_generation_prompt %\}(.*)\{% endif %\}", re.DOTALL)
+    always = condition.sub(r"\1", LLAMA_3)
+    for talk in (TALK[:2], TALK):
+        found = encode(Conversation(talk), byte_level, template=always)
+        asked = byte_level.apply_chat_template(talk, chat_template=LLAMA_3, add_generation_prompt=True)
+        expected = encode(Conversation(talk), byte_level, template=LLAMA_3)
+        assert found.ids == asked and expected.trained and found.ends
+        assert found.labels == expected.labels + [IGNORED] * (len(asked) - expected.size)
+
+
 ONE_OF_THREE = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
 
 
 def test_messages_that_are_not_trained_under_a_marked_template(qwen):
-    results = [encode(Conversation(ONE_OF_THREE), qwen[0], template=text) for text in (MARKED, UNMARKED)]
+    results = [encode(Conversation(ONE_OF_THREE), qwen[0], template=text) for text in (MARKED, without_marks(MARKED))]
     assert results[0] == results[1]
     text = trained_text(qwen[0], results[0])
     assert text.startswith("one<|im_end|>\n|<think>") and "two" not in text
@@ -115,9 +178,25 @@ LATE_SYSTEM = (
 """Mistral's: the system prompt stands beside a last message of the user only."""
 GROWING = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
 CHANGING = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
-CHANGED = r"changes the conversation up to messages\[{}\] .* a system prompt or tools"
+LAST = "{{ messages[-1].content }}"
+BEFORE = r"changes the conversation before messages\[{}\] once that message follows.* a system prompt or tools"
+CHANGED = r"changes messages\[{}\] once there are messages after it"
+ONE_CALL = QWEN_3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+THINKS = SAID | {"reasoning": "hm"}
+PLAIN = PHI + "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+CALLS = {"role": "assistant", "tool_calls": [CALL, CALL]}
 REFUSED = {
-    "system late": (Conversation([SYSTEM, *TALK]), dict(template=LATE_SYSTEM), CHANGED.format(2)),
+    "system late": (Conversation([SYSTEM, *TALK]), dict(template=LATE_SYSTEM), BEFORE.format(2)),
+    "last alone": (Conversation(TALK[:2]), dict(template=LAST), BEFORE.format(1)),
+    "calls left out": (Conversation([USER, CALLS]), dict(template=PLAIN), r"leaves out messages\[1\].tool_calls: find"),
+    "one call left out": (Conversation([USER, CALLS]), dict(template=ONE_CALL), r"leaves out messages\[1\].tool_calls"),
+    "tools left out": (
+        Conversation([*TALK], [FIND, WEATHER]), dict(template=PLAIN, every_token=True), "leaves out tools: find, weath"
+    ),
+    "reasoning left out": (
+        Conversation([USER, THINKS, USER, SAID]), dict(template=PLAIN), r"leaves out messages\[1\].reasoning, so"
+    ),
+
     "growing": (Conversation(TALK), dict(template=GROWING), CHANGED.format(1)),
     "changing": (Conversation([TALK[0] | {"content": "HI"}, *TALK[1:]]), dict(template=CHANGING), CHANGED.format(1)),
     "assistant first": (Conversation([SAID, USER]), {}, "the first message is the assistant's; start with a user"),

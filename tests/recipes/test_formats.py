@@ -45,7 +45,7 @@ EXAMPLES = [
             "text": None,
         },
         Conversation(
-            [user("a"), said("", tool_calls=[{"id": "1", **CALL}], train=False),
+            [user("a"), {"role": "assistant", "tool_calls": [{"id": "1", **CALL}], "train": False},
              {"role": "tool", "content": "here"}, said("b")],
             [TOOL],
         ),
@@ -58,7 +58,7 @@ EXAMPLES = [
                            {"from": "function_call", "value": json.dumps(CALL["function"])},
                            {"from": "observation", "value": "c"}],
          "system": "s", "tools": ""},
-        Conversation([system("s"), user("a"), said("b", train=False), said("", tool_calls=[CALL]),
+        Conversation([system("s"), user("a"), said("b", train=False), {"role": "assistant", "tool_calls": [CALL]},
                       {"role": "tool", "content": "c"}]),
     ),
     ("sharegpt", {"conversation": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
