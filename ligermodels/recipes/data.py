@@ -24,7 +24,7 @@ import torch
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.examples import Batch, best_fit
-from ligermodels.recipes.formats import format_of
+from ligermodels.recipes.formats import format_of, label_of
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
 from ligermodels.recipes.workers import map_ahead
 from ligermodels.text.chat import TemplateError
@@ -35,6 +35,14 @@ CHUNKS = 20
 """Parts of a window, each of which a worker process gets at a time."""
 MAX_UNTRAINED = 0.1
 """The share of rows without a trained token above which the data is refused."""
+WARNINGS = {
+    "cut": "rows are cut at --max-length {length}, or dropped",
+    "bad": "rows that cannot be read are left out (--skip-bad)",
+    "empty": "{number} of {rows} rows have an empty answer, which teaches the model to say nothing",
+    "joined": "{number} of {rows} rows have a prompt that is split into other tokens before an answer than alone, as "
+    "the model gets it (does the prompt, or the chat template, end with a space?)",
+}
+"""What a run warns of, once each, with the first rows that it is true of."""
 _SHOWN = 3
 """Rows that a warning or an error shows."""
 _ROWS_TO_STOP = 100
@@ -49,11 +57,11 @@ class BadRowError(InputError):
 
 
 class Outcome(NamedTuple):
-    """What a row gives: examples (several of a long text that is split), counts by name, a note if not all is used."""
+    """What a row gives: examples (several of a long text that is split), counts by name, notes for `WARNINGS`."""
 
     examples: list[Any]
     counts: Mapping[str, int]
-    note: str = ""
+    notes: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Outcomes:
             example, parts = self.parts(index)
         except BadRowError as error:
             if self.skip_bad:
-                return Outcome([], {"rows": 1, "bad": 1}, str(error))
+                return Outcome([], {"rows": 1, "bad": 1}, {"bad": str(error)})
             raise
         kept = [part for part in parts if part.trained]
         counts, note = {"rows": 1, "tokens": sum(part.size for part in kept)}, ""
@@ -105,13 +113,14 @@ class Outcomes:
             note = "dropped: it has no token to train (no answer, an empty answer, or train false)"
         elif not kept:
             counts["cut_away"] = 1
-            note = f"dropped: it has no token to train before --max-length {self.length}"
+            note = f"dropped: it has {example.size:,} tokens, and none to train before --max-length {self.length}"
         elif tokens_cut := example.size - sum(part.size for part in parts):
             counts |= {"truncated": 1, "tokens_cut": tokens_cut}
             note = f"cut, it has {example.size:,} tokens"
         if kept and example.ends is not None:
             counts |= {"with_end": 1, "ends": int(any(part.ends for part in kept))}
-        return Outcome(kept, counts, f"{self.rows.where(index)}: {note}" if note else "")
+        notes = {"cut": note} if note else getattr(example, "doubts", {})
+        return Outcome(kept, counts, {name: f"{self.rows.where(index)}: {text}" for name, text in notes.items()})
 
 
 class Counts:
@@ -121,30 +130,31 @@ class Counts:
     rows. tokens, trained: all tokens, and those with a label, that go into batches. truncated: rows that are cut;
     tokens_cut: the tokens cut off. untrained: rows dropped since they train no token; cut_away: rows dropped since
     truncation left none to train. bad: rows that --skip-bad dropped. with_end: rows that should train a token that
-    stops the model; ends: those that do.
+    stops the model; ends: those that do. With skip_bad, rows without a token to train may be many.
     """
 
-    def __init__(self, rows: int, length: int) -> None:
-        self.total, self.length, self.notes, self.bad_notes = rows, length, "", ""
+    def __init__(self, rows: int, length: int, skip_bad: bool) -> None:
+        self.total, self.length, self.skip_bad = rows, length, skip_bad
+        self.warned: dict[str, str] = {}  # by name, the rows that were shown
         self.numbers = collections.Counter[str]()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Warns at the first row that is cut or dropped. Raises InputError if too few train, or no stop token."""
+        """Warns of the first rows of each kind. Raises InputError if too few rows train, or none a stop token."""
         n = self.numbers
         for outcome in outcomes:
             n.update(outcome.counts)
-        noted = [outcome for outcome in outcomes if outcome.note]
-        if not self.notes:
-            cut = [outcome.note for outcome in noted if "bad" not in outcome.counts]
-            self.notes = _warn(f"rows are cut at --max-length {self.length}, or dropped", cut)
-        if not self.bad_notes:
-            bad = [outcome.note for outcome in noted if "bad" in outcome.counts]
-            self.bad_notes = _warn("rows that cannot be read are left out (--skip-bad)", bad)
-        dropped, next_step = n["untrained"] + n["cut_away"], f"{self.notes}\n  Next: raise --max-length, or"
-        if dropped > MAX_UNTRAINED * (n["rows"] - n["bad"]):
+        for name, text in WARNINGS.items():
+            notes = [outcome.notes[name] for outcome in outcomes if name in outcome.notes]
+            if notes and name not in self.warned:
+                text = text.format(length=self.length, number=len(notes), rows=len(outcomes))
+                self.warned[name] = _warn(text, notes)
+        good, dropped = n["rows"] - n["bad"], n["untrained"] + n["cut_away"]
+        next_step = f"{self.warned.get('cut', '')}\n  Next: raise --max-length, or"
+        if dropped == good > 0 if self.skip_bad else dropped > MAX_UNTRAINED * good:
+            skip = "" if self.skip_bad else "; --skip-bad trains on the others"
             raise InputError(
                 f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
-                f"{n['cut_away']} none before --max-length {self.length}.{next_step} correct the rows; --dry-run "
+                f"{n['cut_away']} none before --max-length {self.length}.{next_step} correct the rows{skip}; --dry-run "
                 "--show 3 shows what is trained"
             )
         if n["rows"] == n["bad"] >= self.total:
@@ -158,10 +168,10 @@ class Counts:
 
 
 def _warn(what: str, notes: Sequence[str]) -> str:
-    """Warns of the first notes, if there are any, on rank 0. Returns them as lines."""
+    """Warns of the first notes, on rank 0. Returns them as lines."""
     lines = "".join(f"\n  {note}" for note in notes[:_SHOWN])
-    if lines and os.environ.get("RANK", "0") == "0":
-        warnings.warn(f"{what}:{lines}", stacklevel=3)
+    if os.environ.get("RANK", "0") == "0":
+        warnings.warn(f"{what}:{lines}" if notes else what, stacklevel=3)
     return lines
 
 
@@ -187,7 +197,7 @@ class Batches(Iterator[list[Any]]):
 
     def _start(self, epoch: int, row: int, counts: Mapping[str, int]) -> None:
         """Begins with the window at a row of an epoch. counts: the numbers of the rows before it."""
-        self.counts = Counts(len(self.rows), self.outcomes.length)
+        self.counts = Counts(len(self.rows), self.outcomes.length, self.outcomes.skip_bad)
         self.counts.numbers.update(counts)
         self._counts_before = dict(counts)
         self._epoch, self._row, self._batch = epoch, row, 0  # where the window begins; its batch that comes next
@@ -294,12 +304,16 @@ class Data:
         self.options, self.recipe = options, recipe
         self.rows = open_sources(options.data, options.seed)
         if options.max_samples is not None:
-            self.rows = Joined([self.rows], range(min(options.max_samples, len(self.rows))))
+            number, total = min(options.max_samples, len(self.rows)), len(self.rows)
+            step = total / number if len(options.data) > 1 else 1.0  # of several sets, each its share
+            self.rows = Joined([self.rows], [int(n * step) for n in range(number)])
         if options.eval_data is not None:
             self.eval_rows = open_rows(options.eval_data)
         elif options.eval_share:
             self.rows, self.eval_rows = held_out(self.rows, options.eval_share, options.seed)
         self.format = recipe.check_rows(self.rows)
+        if self.format is not None and self.format[0] == "unpaired":
+            _check_labels(self.rows)
         if self.eval_rows is not None:
             self.eval_format = recipe.evaluation.check_rows(self.eval_rows)
         config = recipe.tokenizer.files.folder / "config.json"
@@ -343,6 +357,18 @@ class Data:
             if not more and shown.size < example.size:
                 more = f"; cut, the row has {example.size:,} tokens"
             yield f"{self.rows.where(index)}{more}:\n{self.recipe.show(shown)}"
+
+
+def _check_labels(rows: Rows) -> None:
+    """Warns if all rows with a label have the same."""
+    labels = set[Any]()
+    for n in range(len(rows)):
+        with contextlib.suppress(InputError):
+            labels.add(label_of(rows[n]))
+        if len(labels) > 1:
+            return
+    for label in labels:
+        _warn(f"all {len(rows):,} rows have the label {label}: answers are compared with none of the other kind", ())
 
 
 def digest(paths: Sequence[Path]) -> int:

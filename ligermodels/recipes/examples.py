@@ -21,8 +21,8 @@ import math
 import re
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -42,18 +42,32 @@ _THOUGHTS = re.compile(r"(<think>.*?</think>)", re.DOTALL)
 _NO_THOUGHT = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
+class Trainable(Protocol):
+    """What a run asks of the example that a recipe's `process` makes of a row. `collate` may ask for more."""
+
+    size: int  # its tokens
+    space: float  # what it takes of `Recipe.capacity` in a batch
+    trained: int  # what the loss counts of it; a row without any is dropped
+    ends: bool | None  # whether a token that stops the model is trained, which some row must; None if none need be
+
+    def cut(self, length: int) -> Any: ...  # the example with its first `length` tokens
+    def split(self, length: int) -> list[Any]: ...  # several examples, if the recipe has splits = True
+
+
 @dataclasses.dataclass(frozen=True)
 class Example:
     """ids and labels of one document. Each label is the id itself or -100; labels are not shifted.
 
     The first label is -100, since nothing predicts the first token.
     stops: the ids that stop the model, of which one should be trained; None for plain texts and for rows of ids.
+    doubts: what a run warns of, by the names of `data.WARNINGS`.
     """
 
     ids: list[int]
     labels: list[int]
     stops: tuple[int, ...] | None = None
     images: of_images.Images | None = None
+    doubts: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def size(self) -> int:
@@ -124,8 +138,13 @@ class Comparison:
         return sum(counts) if all(counts) else 0
 
     @property
-    def ends(self) -> bool:
-        return any(sequence.ends for sequence in self.sequences)
+    def ends(self) -> bool | None:
+        ends = [sequence.ends for sequence in self.sequences if sequence.ends is not None]
+        return any(ends) if ends else None
+
+    @property
+    def doubts(self) -> dict[str, str]:
+        return {name: text for sequence in self.sequences for name, text in sequence.doubts.items()}
 
     def cut(self, length: int) -> "Comparison":
         return dataclasses.replace(self, sequences=tuple(sequence.cut(length) for sequence in self.sequences))
@@ -149,40 +168,51 @@ def encode(
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
         return Example(item.ids, [IGNORED, *item.labels[1:]])
     if isinstance(item, Text):
-        ids, mask = _encode_text(item, tokenizer, every_token)
-        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
+        ids, mask, doubts = _encode_text(item, tokenizer, every_token)
+        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None, doubts)
     return _encode_conversation(item, tokenizer, every_token, template)
 
 
 def _example(
-    ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None, images: of_images.Images | None = None
-) -> Example:
+    ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None, doubts: dict[str, str],
+    images: of_images.Images | None = None,
+) -> Example:  # fmt: skip
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
     labels[:1] = [IGNORED] * len(labels[:1])
-    return Example(ids, labels, stops, images)
+    if stops is not None and any(b in stops and a == IGNORED for a, b in pairwise(labels)):
+        doubts = doubts | {"empty": "an answer is empty"}
+    return Example(ids, labels, stops, images, doubts)
 
 
-def _encode_text(item: Text, tokenizer: Tokenizer, every_token: bool) -> tuple[list[int], list[int]]:
-    eos, whole = tokenizer.eos_token_id, item.prompt + item.text
+def _encode_text(item: Text, tokenizer: Tokenizer, every_token: bool) -> tuple[list[int], list[int], dict[str, str]]:
+    eos, whole, doubts = tokenizer.eos_token_id, item.prompt + item.text, dict[str, str]()
     if eos is None:
         raise InputError("the tokenizer has no eos token, so the model would not learn where a text ends")
     if item.prompt and not every_token:
-        ids, mask = _tokenise(whole, [(len(item.prompt), len(whole))], tokenizer, add_special_tokens=True)
+        spans = [(len(item.prompt), len(whole))]
+        ids, mask, doubts = _tokenise(whole, spans, tokenizer, add_special_tokens=True)
     else:
         ids = tokenizer.encode(whole)
         mask = [1] * len(ids)
     if ids[-1:] == [eos]:
         mask[-1] = 1  # an eos that the tokenizer itself adds has no characters
-        return ids, mask
-    return [*ids, eos], [*mask, 1]
+        return ids, mask, doubts
+    return [*ids, eos], [*mask, 1], doubts
 
 
 def _tokenise(
     text: str, spans: list[tuple[int, int]], tokenizer: Tokenizer, add_special_tokens: bool = False
-) -> tuple[list[int], list[int]]:
-    """The ids of the text, and a mask: 1 for tokens with a character in one of the spans."""
+) -> tuple[list[int], list[int], dict[str, str]]:
+    """The ids of the text, a mask: 1 for tokens with a character in one of the spans, and doubts about the first."""
     found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-    return found["input_ids"], mask_of(found["offset_mapping"], spans)
+    ids, offsets = found["input_ids"], found["offset_mapping"]
+    mask, doubts = mask_of(offsets, spans), dict[str, str]()
+    first = mask.index(1) if 1 in mask else 0
+    if first and offsets[first][0] < spans[0][0]:  # the token has characters of the prompt
+        alone = tokenizer.encode(text[: spans[0][0]], add_special_tokens=False)
+        names = [tokenizer.convert_ids_to_tokens(part) for part in (alone[-2:], ids[first - 1 : first + 1])]
+        doubts["joined"] = f"the prompt ends with {names[0]}, and with an answer after it with {names[1]}"
+    return ids, mask, doubts
 
 
 # ---- conversations ----
@@ -206,12 +236,12 @@ def _encode_conversation(item: Conversation, tokenizer: Tokenizer, every_token: 
     spans = [(0, len(text))]
     if not every_token and (marks is None or trained != said):
         spans = _spans(text, messages, trained, render, tokenizer)
-    ids, mask = _tokenise(text, spans, tokenizer)
+    ids, mask, doubts = _tokenise(text, spans, tokenizer)
     mask = mask if marks is None else [mark & bit for mark, bit in zip(marks, mask, strict=True)]
     found = None
     if processor is not None:
         ids, mask, found = of_images.add(text, mask, item.images, processor)
-    return _example(ids, mask, tokenizer.chat_stop_ids, found)
+    return _example(ids, mask, tokenizer.chat_stop_ids, doubts, found)
 
 
 def _has_marks(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> bool:

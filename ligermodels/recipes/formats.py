@@ -204,12 +204,17 @@ def _read_prompt_completion(row: dict[str, Any]) -> Text | Conversation:
 
 
 def _read_unpaired(row: dict[str, Any]) -> Answers:
-    label = row["label"]
+    return Answers((_read_prompt_completion(row),), label_of(row))
+
+
+def label_of(row: Mapping[str, Any]) -> bool:
+    """The label of a row of the format unpaired."""
+    label = row.get("label")
     texts = {"true": True, "false": False, "1": True, "0": False}  # in CSV files
     value = texts.get(label.strip().lower()) if isinstance(label, str) else label
     if value not in (True, False):
         raise _wrong("label", "true or false", label)
-    return Answers((_read_prompt_completion(row),), bool(value))
+    return bool(value)
 
 
 def _read_tokens(row: dict[str, Any]) -> Tokens:

@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,14 @@ def make_plan(
             padding = 1 - counts["tokens"] / (counts["batches"] * o.batch_tokens)
             plan["capture"] += f", of which {padding:.1%} are padding"
     return plan
+
+
+def doubts(o: TrainOptions, steps: int, width: int) -> Iterator[str]:
+    """What is allowed, and hardly meant. width: the hidden size of the model."""
+    if o.warmup_steps > steps:
+        yield f"--warmup-steps {o.warmup_steps:g} is more than the run's {steps} steps: it ends below --learning-rate"
+    if o.lora_r > width:
+        yield f"--lora-r {o.lora_r} is more than the model's width {width}: the adapters are larger than their weights"
 
 
 def left_out(counts: Mapping[str, int]) -> str:

@@ -167,6 +167,8 @@ class Trainer:
         if p.is_main:
             text = "".join(f"{name:14} {line}\n" for name, line in self.plan.items()) + o.dump() * o.dry_run
             print(text, end="", file=sys.stdout if o.dry_run else sys.stderr, flush=True)
+            for doubt in report.doubts(o, steps, sketch.decoder.config.hidden_size):
+                say(f"warning: {doubt}")
         p.from_main(self._show_examples)
         if o.dry_run:
             return False

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import random
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -159,7 +160,9 @@ UNTRAINED = "".join(rf"\n  lengths:{n}: dropped: it has no token to train \(no a
 CUT = r"trains a token that stops the model.*cut before it.*lengths:1: cut, it has 8 tokens"
 TOO_LITTLE = {  # sizes, process, length, the error or None
     "10 of 100": ([5] * 89 + [1] * 10 + [5], encode, 8, None),
-    "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*11 have none.*{UNTRAINED}\n  Ne"),
+    "11 of 100": ([5] * 89 + [1] * 11, encode, 8, f"^11 of 100 rows .*11 have none.*{UNTRAINED}\n  Ne.*skip-bad tr"),
+    "11 of 100, skipped": ([5] * 89 + [1] * 11, encode, 8, None),
+    "all, skipped": ([1] * 9 + [0], encode, 8, "9 of 10 rows have no token to train"),
     "cut away": ([9, 9], LATE, 5, r"2 of 2 rows .*, and 2 none before --max-length 5.*\n  lengths:1: dropped: it"),
     "cut": ([9] * 19 + [6], LATE, 7, None),
     "no stop": ([5, 5], lambda row: Example([1, 2], [IGNORED, 2], (9,)), 8, "none of 2 rows trains a token that stops"),
@@ -174,15 +177,48 @@ TOO_LITTLE = {  # sizes, process, length, the error or None
 
 @pytest.mark.parametrize("case", TOO_LITTLE)
 def test_too_little_to_train(case, monkeypatch):
-    sizes, process, length, error = TOO_LITTLE[case]
+    (sizes, process, length, error), skip_bad = TOO_LITTLE[case], "skipped" in case or case == "only bad"
     monkeypatch.setattr(data, "MAX_UNTRAINED", SHARE)
     for use in (list, Batches.count):
-        batches = batches_of(sizes, process, length=length, window=50, shuffle=False, skip_bad=True, epochs=1)
+        batches = batches_of(sizes, process, length=length, window=50, shuffle=False, skip_bad=skip_bad, epochs=1)
         if error is None:
             use(batches)
         else:
             with pytest.raises(InputError, match=f"(?s){error}"):
                 use(batches)
+
+
+def shown(data):
+    """The warnings of a pass over the data."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        collections.deque(data.batches(epochs=1), 0)
+    return [str(warning.message) for warning in said]
+
+
+def test_empty_answers_and_prompts_that_join_an_answer_are_warned_of_once(write):
+    tokenizer = recipe_of("sft").tokenizer
+    rows = [{"messages": said("Say", answer, "Say", "on")} for answer in ("", "mat", "", "the cat")]
+    file = str(write("a.jsonl", rows))
+    (text,) = shown(data_of("sft", tokenizer, data=file, batch_tokens=64))
+    assert text.startswith("2 of 4 rows have an empty answer") and text.count("a.jsonl:") == 2
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role ~ ': \n' ~ m.content ~ eos_token }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: \n' }}{% endif %}"
+    file = str(write("b.jsonl", [{"messages": said("Say", "\non")}] * 3))
+    (text,) = shown(data_of("sft", tokenizer, data=file))
+    assert text.startswith("3 of 3 rows have a prompt")
+    assert "b.jsonl:1: the prompt ends with ['Ġ', 'Ċ'], and with an answer after it with ['Ġ', 'ĊĊ']" in text
+    texts = [{"prompt": "Say", "completion": "\n\non"}, {"prompt": "Say\n", "completion": "\non"}]
+    (text,) = shown(data_of("sft", tokenizer, data=str(write("c.jsonl", texts))))
+    assert text.startswith("1 of 2 rows have a prompt") and "c.jsonl:2: the prompt ends with" in text
+
+
+def test_labels_that_are_all_the_same_are_warned_of_once(write, recwarn):
+    for name, labels in (("same", [True] * 3), ("both", [True, False]), ("bad", ["x", "1"])):
+        rows = [{"prompt": "a", "completion": "b", "label": label} for label in labels]
+        data_of("kto", recipe_of("sft").tokenizer, data=str(write(f"{name}.jsonl", rows)), skip_bad=True)
+    texts = [str(warning.message) for warning in recwarn]
+    assert [text.partition(":")[0] for text in texts] == [f"all {n} rows have the label True" for n in (3, 2)]
 
 
 @pytest.mark.parametrize("how", [{}, {"per_batch": 3}, {"split": True}])
@@ -237,7 +273,9 @@ def test_several_sets_with_weights(write):
     with pytest.raises(InputError, match=r"a weight of 0.1 leaves none of its 3 rows"):
         open_sources([f"{folder}/a.jsonl*0.1"], 0)
     few = data_of("pretrain", recipe_of("pretrain").tokenizer, data=sources, max_samples=4)
-    assert len(few.rows) == 4 and few.rows[3]["text"] == "a0"
+    assert [few.rows[n]["text"] for n in range(4)] == ["a0", "a2", "a1", texts[6]]  # of each set its share
+    few = data_of("pretrain", few.recipe.tokenizer, data=sources[:1], max_samples=4)
+    assert [few.rows[n]["text"] for n in range(4)] == ["a0", "a1", "a2", "a0"]  # of one set the first
 
 
 def test_system_prompts_and_tools(write):

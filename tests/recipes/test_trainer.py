@@ -62,6 +62,17 @@ def test_ids_that_the_model_has_no_row_for_are_refused():
         check_ids(batch, 8)
 
 
+def test_numbers_that_are_hardly_meant_are_warned_of(home, tmp_path, capsys):
+    flags = ("--max-steps", "2", "--dry-run")
+    assert train(home, tmp_path, *flags, "--warmup-steps", "3", "--lora-r", "65") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert [re.findall(r"--\S+ \d+ is more than the [a-z']+ \D*\d+", line) for line in said] == [
+        ["--warmup-steps 3 is more than the run's 2"], ["--lora-r 65 is more than the model's width 64"]
+    ]  # fmt: skip
+    assert train(home, tmp_path, *flags, "--warmup-steps", "2", "--lora-r", "64") == 0
+    assert "warning" not in capsys.readouterr().err
+
+
 def test_norms_have_no_weight_decay():
     options = options_of("sft", precision="fp32", weight_decay=0.3, adam_beta1=0.8, adam_beta2=0.9, max_grad_norm=2.0)
     optimizer = make_optimizer(options, losses.model(), Processes(torch.device("cpu")))
