@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import losses
@@ -49,8 +49,9 @@ class Recipe:
         return cls
 
     def __getstate__(self) -> dict[str, Any]:
-        """Worker processes get the attributes that `process` reads, and no models."""
-        return {name: value for name, value in vars(self).items() if name in ("options", "tokenizer", "chat")}
+        """Worker processes, in which `process` runs, get all attributes but models, processes and other recipes."""
+        stay = (nn.Module, Processes, Recipe)
+        return {name: value for name, value in vars(self).items() if not isinstance(value, stay)}
 
     # ---- data ----
 
@@ -136,8 +137,13 @@ class Recipe:
         """What a batch adds to the divisors of a step: its number of labels, or a vector that begins with it."""
         return num_labels(batch)
 
+    def total(self, model: Any, batches: Sequence[Batch], processes: Processes) -> Tensor:
+        """The divisors of a step or an evaluation, at least 1: the sum of `count` over its batches and all ranks."""
+        count = torch.stack([self.count(batch) for batch in batches]).sum(0).float()
+        return processes.sum_tensor(count.to(processes.device)).clamp(min=1)
+
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
-        """The batch's part of the loss of a step, over all ranks, and metrics. count: of the step, over all ranks."""
+        """The batch's part of the loss of a step, over all ranks, and metrics. count: the `total` of the step."""
         return next_token_loss(model, batch, count), {}
 
 
@@ -152,7 +158,7 @@ def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
     The balancing loss of a mixture of experts, which the model adds to each forward, is weighted by the batch's share
     of the labels of the step.
     """
-    output = model(**batch, num_items_in_batch=count)
+    output = model(**batch, num_items_in_batch=count, return_logits=False)
     if output.aux_loss is None:
         return output.loss
     own = num_labels(batch)

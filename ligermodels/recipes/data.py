@@ -23,7 +23,7 @@ import torch
 
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.examples import Batch, best_fit
+from ligermodels.recipes.examples import best_fit
 from ligermodels.recipes.formats import format_of, label_of
 from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
 from ligermodels.recipes.workers import map_ahead
@@ -331,13 +331,11 @@ class Data:
         """The counts of a pass over the training data, as `Batches.count`."""
         return self.batches(epochs=1, workers=encoding_workers(len(self.rows), counts=True)).count()
 
-    def evaluation(self) -> list[Batch]:
-        """The batches of one pass over the evaluation data."""
+    def evaluation(self) -> list[list[Any]]:
+        """The batches of one pass over the evaluation data, each a list of examples."""
         if self.eval_rows is None:
             return []
-        recipe = self.recipe.evaluation
-        batches = Batches(recipe, self.eval_rows, self.eval_format, epochs=1, shuffle=False)
-        return [recipe.collate(examples) for examples in batches]
+        return list(Batches(self.recipe.evaluation, self.eval_rows, self.eval_format, epochs=1, shuffle=False))
 
     def examples(self, number: int) -> Iterator[str]:
         """The text of the first rows as they are trained, with trained tokens marked.

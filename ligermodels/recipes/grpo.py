@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
-from ligermodels.recipes.base import decoder_inputs, mean_of, next_token_loss, sum_over_ranks
+from ligermodels.recipes.base import decoder_inputs, next_token_loss, sum_over_ranks
 from ligermodels.recipes.examples import Batch, packed_batch
 from ligermodels.recipes.options import option
 from ligermodels.recipes.report import say
@@ -77,6 +77,9 @@ class GRPO(Sampling):
         super().__init__(options, tokenizer, multiple)
         self.rewards = rewards or Rewards.load(options.reward_funcs, options.reward_weights)
         self.evaluation = Greedy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "rewards"}
 
     def roll_out(self, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """As in Sampling, with rewards, and with advantages unless rollout is None.
@@ -206,15 +209,13 @@ class Greedy(Sampling):
         return int(self.options.rows_at_once)
 
     def collate(self, examples: Sequence[Prompt]) -> Batch:
-        """The prompts, with their ids as labels. A batch of another rank has no labels, and does not count."""
         return packed_batch(examples, self.pad_id) | {"prompts": list(examples)}
 
     def count(self, batch: Batch) -> Tensor:
-        return len(batch["prompts"]) * (batch["labels"] != -100).any().float()
+        return torch.tensor(len(batch["prompts"]))
 
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         found = self.grpo.roll_out(batch["prompts"], None)
-        counted = (batch["labels"] != -100).any().expand(len(found))
-        rewards, lengths = torch.tensor([(one.reward, float(len(one.ids))) for one in found]).to(counted.device).T
-        metrics: Metrics = {"reward": mean_of(rewards, counted), "completion_length": mean_of(lengths, counted)}
-        return sum_over_ranks(model, -torch.where(counted, rewards, 0).sum() / count), metrics
+        reward, length, number = sum(one.reward for one in found), sum(len(one.ids) for one in found), len(found)
+        metrics: Metrics = {"reward": (reward, number), "completion_length": (length, number)}
+        return sum_over_ranks(model, -reward / count), metrics

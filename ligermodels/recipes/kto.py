@@ -1,7 +1,7 @@
 """Kahneman-Tversky optimisation: single answers, each good or not, compared with the reference model.
 
-Paper: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As in TRL, the KL reference point is estimated from the
-prompts of a batch, each with the answer of another row.
+Paper: Ethayarajh et al., https://arxiv.org/abs/2402.01306. As in TRL, the KL reference point is estimated from prompts,
+each with the answer of another row: here of the same forward, and the estimate is of all forwards of a step.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.layers.preference import KTO_LOSS_TYPES, kto_kl, kto_loss
+from ligermodels.layers.preference import KTO_LOSS_TYPES, kto_loss
+from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe, mean_of, sum_over_ranks
 from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example
 from ligermodels.recipes.options import option
 from ligermodels.recipes.preference import Preference, PreferenceOptions, answer_lengths, logprobs
-from ligermodels.recipes.steps import Metrics
+from ligermodels.recipes.steps import Metrics, on_device
 
 
 @dataclass(kw_only=True)
@@ -56,15 +57,26 @@ class KTO(Preference):
         lengths = answer_lengths(batch)
         return torch.stack([lengths.sum(), (lengths > 0).sum()])
 
+    @torch.no_grad()
+    def total(self, model: Any, batches: Sequence[Batch], processes: Processes) -> Tensor:
+        """The divisors of a step and, for the loss type kto, its KL reference point, of all batches and ranks."""
+        total = super().total(model, batches, processes)
+        if self.options.loss_type != "kto":
+            return total
+        sums = []
+        for batch in batches:
+            batch = on_device(batch, processes.device)
+            ratios = logprobs(model, batch, prefix="kl_").sums - self.reference_logprobs(model, batch, prefix="kl_")
+            ratios = ratios * (len(ratios) > 1)  # a row that is alone has its own answer
+            sums.append(torch.stack([ratios.sum(), ratios.new_tensor(len(ratios) * (len(ratios) > 1))]))
+        ratio, number = processes.sum_tensor(torch.stack(sums).sum(0))
+        return torch.cat([total, (ratio / number.clamp(min=1)).clamp(min=0)[None]])
+
     def loss(self, model: Any, batch: Batch, count: Tensor) -> tuple[Tensor, Metrics]:
         """The mean over the answers of a step."""
-        o, desirable, kl = self.options, batch["desirable"], None
+        o, desirable = self.options, batch["desirable"]
+        kl = count[2] if o.loss_type == "kto" else None
         before = self.reference_logprobs(model, batch)
-        if o.loss_type == "kto":
-            kl_before = self.reference_logprobs(model, batch, prefix="kl_")
-            with torch.no_grad():  # all ranks make this forward, also where a row is alone
-                kl = kto_kl(logprobs(model, batch, prefix="kl_").sums, kl_before)
-            kl = kl if len(desirable) > 1 else torch.zeros_like(kl)
         own = logprobs(model, batch)
         losses = kto_loss(
             own.sums, desirable, before, kl=kl, beta=o.beta, loss_type=o.loss_type, desirable_weight=o.desirable_weight,

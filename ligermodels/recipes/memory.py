@@ -148,6 +148,7 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     else:
         head_bytes, block_bytes = 0 if o.lora_r else 4 * head, weight * head if sizes.tied and not frozen else 0
     kept = gradients if o.accumulation > p.batch_ranks else 0
+    buffers = "gathered blocks and head" if gpus > 1 else "gradient of the head"
     moments = [(kept, saved, head_bytes), (gradients, 0, block_bytes)]  # the ends of forward and backward
     gradients, saved, gathered = max(moments, key=sum)
     return {
@@ -155,7 +156,7 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
         "gradients": gradients,
         "optimizer": states,
         "activations and logits": saved,
-        "gathered blocks and head": gathered,
+        buffers: gathered,
     }
 
 

@@ -62,12 +62,15 @@ class Reporter:
                 f"{left // 60}:{left % 60:02} left"
             )
 
-    def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
-        """values: metrics beside the loss. Without any, the loss is a cross entropy, and has a perplexity."""
-        perplexity = math.exp(min(loss, 700.0))
-        metrics = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": perplexity}
+    def evaluation(
+        self, step: int, loss: float, values: Mapping[str, float], *, better: bool, is_cross_entropy: bool
+    ) -> None:
+        """values: metrics beside the loss. A loss that is a cross entropy has a perplexity, too."""
+        metrics, more = {f"eval_{name}": value for name, value in values.items()}, _shown(values)
+        if is_cross_entropy:
+            metrics["perplexity"] = math.exp(min(loss, 700.0))
+            more += f", perplexity {metrics['perplexity']:,.2f}"
         self._write(step, {"eval_loss": loss, **metrics})
-        more = _shown(values) if values else f", perplexity {perplexity:,.2f}"
         say(f"evaluation after step {step}: loss {loss:.4f}{more}{', the best so far' * (better and step > 0)}")
 
     def lines(self) -> list[dict[str, float]]:
@@ -114,7 +117,7 @@ def make_plan(
 ) -> dict[str, str]:
     """The plan of a run, as lines by name. name: the class of the model. counts: of a pass over the data, or None."""
     need, free, on_gpu = estimate(sizes, o, p), available(p.device), p.device.type == "cuda"
-    format, share = data.format[0] if data.format else "prompts", sizes.trained / sizes.parameters
+    format, share = f" of {data.format[0]}" if data.format else "", sizes.trained / sizes.parameters
     trained = f"{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them"
     if o.lora_r:
         targets = ",".join((*(o.lora_target_modules or ["all projections"]), *o.lora_target_parameters))
@@ -129,7 +132,7 @@ def make_plan(
     plan = {
         "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
         "trained": trained,
-        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows of {format}",
+        "data": f"{', '.join(o.data)}: {len(data.rows):,} rows{format}",
         "tokens": tokens,
         "steps": f"{steps:,}, each of {forwards} of up to {o.batch_tokens:,} tokens{several}",
         "precision": f"{o.precision}, activation checkpointing: {o.activations}",

@@ -54,6 +54,8 @@ class Rewards:
 
     def judge(self, completions: Sequence[Any], *, chat: bool) -> None:
         """Sets `rewards`, by function, and `reward` of each completion. Raises InputError."""
+        if not completions:
+            return
         prompts, texts = [one.prompt for one in completions], [one.text for one in completions]
         where = [prompt.where for prompt in prompts]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name != "completion")

@@ -292,8 +292,8 @@ def sample(
     They are drawn from softmax(logits / temperature). top_p, penalties and other options of the checkpoint's
     generation_config are off, so that log probabilities belong to the distribution that was drawn from. temperature 0
     is greedy. rows: number sampled at a time, at least one prompt's; a finished one is replaced by the next.
-    together: all ranks take the same number of steps, which FSDP needs; they give equally many prompts, and rows that
-    have ended are not replaced.
+    together: all ranks take the same number of steps, which FSDP needs; they give equally many prompts, or one of them
+    none, where the others need one batch; rows that have ended are not replaced.
     """
     how = OFF | dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
     how |= dict(do_sample=True, temperature=temperature) if temperature > 0 else dict(do_sample=False)
@@ -308,8 +308,9 @@ def sample(
         if not together:
             how |= dict(eos_token_id=list(stop_ids), seed=own_seed(0))
             return [ids.tolist() for ids in generate_many(model, prompts, batch_size=at_once, **how)]
-        for n, first in enumerate(range(0, len(prompts), at_once // copies)):
-            asked = [torch.tensor(prompt) for prompt in prompts[first : first + at_once // copies]]
+        for n, first in enumerate(range(0, max(1, len(prompts)), at_once // copies)):
+            part = prompts[first : first + at_once // copies] or [[stop_ids[0]]]  # of no prompt, nothing is returned
+            asked = [torch.tensor(prompt) for prompt in part]
             ids = pad_sequence(asked, True, stop_ids[0], "left").to(model.device)
             mask = pad_sequence([torch.ones_like(one) for one in asked], True, 0, "left").to(model.device)
             ends = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids), seed=own_seed(n))
@@ -319,7 +320,7 @@ def sample(
                 sampled.append(row[:end])
     finally:
         model.train(trains)
-    return sampled
+    return sampled[: len(prompts) * copies]
 
 
 class _AllRanks:

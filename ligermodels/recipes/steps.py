@@ -83,13 +83,14 @@ def check_ids(batch: Batch, vocab_size: int) -> Batch:
     return batch
 
 
-def shard_batches(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
-    """This rank's share of the batches. All ranks get the same number; a batch that is one too many has no labels."""
+def shard_batches(batches: Sequence[Sequence[Any]], recipe: Any, processes: Processes) -> list[Batch]:
+    """This rank's share of the batches of examples, collated. All ranks get the same number, some one without examples.
+
+    For the model's forward is one of all ranks.
+    """
     rank, ranks = processes.batch_rank, processes.batch_ranks
-    own = list(batches[rank::ranks])
-    if len(own) * ranks < len(batches):
-        own.append(batches[-1] | {"labels": torch.full_like(batches[-1]["labels"], -100)})
-    return own
+    own = [*batches[rank::ranks]]
+    return [recipe.collate(examples) for examples in own + [[]] * (-(-len(batches) // ranks) - len(own))]
 
 
 def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | None) -> int:

@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -178,7 +178,7 @@ class Trainer:
         vocab_size = len(sketch.get_input_embeddings().weight)
         self.batches = recipe.StepBatches(self.data.train, recipe, p, vocab_size)
         self.batches.prefetch()
-        self.evaluation = shard_batches(self.data.evaluation(), p)
+        self.evaluation = shard_batches(self.data.evaluation(), recipe.evaluation, p)
         changed = [] if before is None else o.check_resumed(before)
 
         # The model
@@ -253,15 +253,15 @@ class Trainer:
         except LigermodelsError as error:  # of reward functions, which all ranks raise
             return error
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count, metrics = self._sum_of_counts(recipe, batches), [self.batches.metrics]
+        count, metrics = recipe.total(self.model, batches, p), [self.batches.metrics]
         # No rank has an image: without gradients a tower stays as it is, as it does in one process.
         self.model.model.always_runs_tower = self.batches.has_images and p.batch_ranks > 1
         loss = torch.zeros((), device=p.device)
         for batch in batches:
             if o.capture:  # the last call also takes the optimizer's step
-                loss += self._replay(batch, count.clamp(min=1), len(batches))
+                loss += self._replay(batch, count, len(batches))
             else:
-                part, found = recipe.loss(self.model, batch, count.clamp(min=1))
+                part, found = recipe.loss(self.model, batch, count)
                 part.backward()
                 loss += part.detach()
                 metrics.append(found)
@@ -298,11 +298,6 @@ class Trainer:
             return KeyboardInterrupt()
         return next(error for error in p.gather(failed) if error is not None) if failures else None
 
-    def _sum_of_counts(self, recipe: Recipe, batches: Sequence[Batch]) -> Tensor:
-        """The sum over all ranks of the divisors of these batches."""
-        count = torch.stack([recipe.count(batch) for batch in batches]).sum(0).float()
-        return self.processes.sum_tensor(count.to(self.processes.device))
-
     def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
         """The batch's part of the loss; its backward, and the optimizer's step after every `accumulate` calls."""
         inputs = filled_batch(batch, self.options.batch_tokens) | {"num_items_in_batch": count}  # type: ignore[arg-type]
@@ -315,12 +310,11 @@ class Trainer:
     def evaluate(self) -> None:
         """The loss over the evaluation data of all ranks; keeps the best model."""
         progress, recipe, loss, metrics = self.progress, self.recipe.evaluation, 0.0, []
-        count = self._sum_of_counts(recipe, self.evaluation).clamp(min=1)
         self.model.eval()
         self.model.model.always_runs_tower = self.processes.batch_ranks > 1
+        count = recipe.total(self.model, self.evaluation, self.processes)
         for batch in self.evaluation:
-            batch = on_device(batch, self.processes.device) | {"return_logits": False}
-            part, found = recipe.loss(self.model, batch, count)
+            part, found = recipe.loss(self.model, on_device(batch, self.processes.device), count)
             loss += part.item()  # over all ranks
             metrics.append(found)
         self.model.train()
@@ -331,7 +325,8 @@ class Trainer:
             progress.best, progress.best_step = loss, progress.step
         means = means_of(metrics, self.processes)
         if self.processes.is_main:
-            self.reporter.evaluation(progress.step, loss, better=better, **means)
+            is_cross_entropy = type(recipe).loss is Recipe.loss
+            self.reporter.evaluation(progress.step, loss, means, better=better, is_cross_entropy=is_cross_entropy)
         if better and progress.step > 0:
             self._save_model(self.out / "best")
 

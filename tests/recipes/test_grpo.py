@@ -1,5 +1,7 @@
 """GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_trl.py."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -98,6 +100,14 @@ def test_a_step_in_several_forwards_is_one(byte_level):
         batches = [of.batch_of(part) for part in parts]
         found = [of.loss(model, batch, of.count(batches[0]))[0] for batch in batches]
         torch.testing.assert_close(sum(found[1:]), found[0], rtol=1e-9, atol=1e-11)
+
+
+def test_worker_processes_get_neither_rewards_nor_models(byte_level):
+    of = grpo_of(options_of(), byte_level, lambda completions: completions)
+    of.model = of.frozen_model = losses.model()
+    sent = pickle.dumps(of.process)
+    assert pickle.loads(sent)({"prompt": "a"}) == of.process({"prompt": "a"})
+    assert len(sent) < 2 * len(pickle.dumps(byte_level))
 
 
 # ---- completions ----

@@ -11,7 +11,6 @@ from ligermodels.layers import preference
 from ligermodels.processes import Processes
 from ligermodels.recipes.examples import Example, encode_answers
 from ligermodels.recipes.formats import read
-from ligermodels.recipes.steps import shard_batches
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
 
 # ---- rows ----
@@ -68,18 +67,16 @@ def mismatched(row, other):
 
 
 def expected_of_kto(o, model, before, batches):
-    """The loss of a step over the rows of two batches, each of which has a point of comparison of its own."""
-    found = []
-    for rows in batches:
-        own, ref = ([logprobs(which, row.sequences[0])[0] for row in rows] for which in (model, before))
-        others = [mismatched(row, rows[n - 1]) for n, row in enumerate(rows)]
-        own_others, ref_others = (torch.stack([logprobs(which, one)[0] for one in others]) for which in (model, before))
-        found.append(preference.kto_loss(
-            torch.stack(own), torch.tensor([row.label for row in rows]), torch.stack(ref),
-            kl=preference.kto_kl(own_others, ref_others), beta=o.beta, loss_type=o.loss_type,
-            desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
-        ))  # fmt: skip
-    return torch.cat(found).mean()
+    """The loss of a step over the rows of its batches, which have one point of comparison."""
+    rows = [row for batch in batches for row in batch]
+    others = [mismatched(row, batch[n - 1]) for batch in batches for n, row in enumerate(batch) if len(batch) > 1]
+    own, ref = (torch.stack([logprobs(which, row.sequences[0])[0] for row in rows]) for which in (model, before))
+    kl = preference.kto_kl(*(torch.stack([logprobs(which, one)[0] for one in others]) for which in (model, before)))
+    assert kl > 0
+    return preference.kto_loss(
+        own, torch.tensor([row.label for row in rows]), ref, kl=kl, beta=o.beta, loss_type=o.loss_type,
+        desirable_weight=o.desirable_weight, undesirable_weight=o.undesirable_weight,
+    ).mean()  # fmt: skip
 
 
 def expected_of_pairs(o, model, before, rows):
@@ -130,9 +127,9 @@ def test_a_step_is_that_of_its_sequences_one_by_one(home, tokenizer, recipe, giv
         model.model.norm.weight.mul_(0.5)  # answers are more likely than before: KTO's point of comparison is not 0
     model.train()
     examples = [next(data.train) for _ in range(2)]
-    steps = [of.collate(batch) for batch in examples]
-    steps += shard_batches(steps[:1], Processes(torch.device("cpu"), 1, 2))  # which counts nothing
-    count = sum(of.count(batch) for batch in steps).float()
+    examples += [examples[1][:1]] if recipe == "kto" else []  # a row that is alone
+    steps = [*map(of.collate, [*examples, []])]  # the last counts nothing
+    count = of.total(model, steps, Processes(torch.device("cpu")))
     losses, metrics = zip(*(of.loss(model, batch, count) for batch in steps), strict=True)
     found = sum(losses)
     if recipe == "kto":
@@ -159,7 +156,7 @@ def test_a_row_is_compared_with_the_others_of_its_forward(home, tokenizer):
     answers = [text.partition("assistant\n")[2] for text in said]
     assert [text.partition("assistant\n")[2] for text in other] == [answers[-1], *answers[:-1]]
     batch = next(batch for batch in batches if len(batch["desirable"]) == 1)
-    value, metrics = kto.loss(model, batch, kto.count(batch).float())
+    value, metrics = kto.loss(model, batch, kto.total(model, [batch], Processes(torch.device("cpu"))))
     beta = kto.options.beta
     ratio = (metrics["reward_chosen"][0] + metrics["reward_rejected"][0]) / beta
     assert metrics["kl"][0] == 0 and ratio > 1

@@ -12,7 +12,7 @@ import torch
 from ligermodels import InputError, Llama, Qwen2, Qwen3_5
 from ligermodels.cli import main
 from ligermodels.processes import Processes
-from ligermodels.recipes import memory
+from ligermodels.recipes import memory, report
 from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.model import load_model, make_optimizer
 from ligermodels.recipes.steps import check_ids, forwards_per_step, learning_rate, shard_batches
@@ -41,10 +41,9 @@ def test_the_learning_rate_of_each_step():
 
 
 def test_ranks_share_the_evaluation_and_none_counts_twice():
-    batches = [{"labels": torch.full((1, 3), n)} for n in range(1, 6)]
-    parts = [shard_batches(batches, Processes(torch.device("cpu"), rank, 4, ranks_per_batch=2)) for rank in range(4)]
-    kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
-    assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
+    recipe, ranks = SimpleNamespace(collate=sum), [Processes(rank=rank, size=4, ranks_per_batch=2) for rank in range(4)]
+    kept = [shard_batches([[1], [2], [3], [4], [5]], recipe, processes) for processes in ranks]
+    assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, 0], [2, 4, 0]]
 
 
 def test_the_forwards_of_a_step():
@@ -175,6 +174,19 @@ def test_the_best_model_is_that_of_the_lowest_evaluation(home, tmp_path):
     assert train(home, tmp_path / "some", *flags, "--max-steps", str(best)) == 0
     found, expected = weights(tmp_path / "all"), weights(tmp_path / "some")
     assert found["best/model.safetensors"] == expected["model/model.safetensors"] != found["model/model.safetensors"]
+
+
+def test_a_run_that_is_resumed_writes_each_line_once(tmp_path):
+    """The checkpoint of step 4 was written before the evaluation after that step, which is therefore made again."""
+    options = options_of("sft", output_dir=str(tmp_path), report_to="none")
+    before = report.Reporter(options, 9, 0, -1)
+    for step in range(6):
+        before.step(step, {"loss": 1.0, "lr": 1.0, "tokens_per_second": 1.0, "gib": 1.0})
+        if step % 2 == 0:
+            before.evaluation(step, 1.0, {}, better=False, is_cross_entropy=True)
+    after = report.Reporter(options, 9, resumed=4, evaluated=2)
+    assert [line["step"] for line in after.lines() if "loss" in line] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in after.lines() if "eval_loss" in line] == [0, 2]
 
 
 LLAMA_8B = dict(
