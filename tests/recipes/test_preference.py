@@ -11,6 +11,7 @@ from ligermodels.layers import preference
 from ligermodels.processes import Processes
 from ligermodels.recipes.examples import Example, encode_answers
 from ligermodels.recipes.formats import read
+from tests.parallel.ranks import results_of_ranks
 from tests.recipes.runs import CHATS, PAIRS, batches_of, data_of, metrics, run, train
 
 # ---- rows ----
@@ -161,6 +162,25 @@ def test_a_row_is_compared_with_the_others_of_its_forward(home, tokenizer):
     ratio = (metrics["reward_chosen"][0] + metrics["reward_rejected"][0]) / beta
     assert metrics["kl"][0] == 0 and ratio > 1
     assert value.item() == pytest.approx(torch.sigmoid(beta * ratio * (1 - 2 * batch["desirable"][0].double())))
+
+
+def test_the_point_of_comparison_of_kto_is_that_of_all_ranks(home, tokenizer, tmp_path):
+    """Each has another batch, whose own point is another. The loss is compared with plain formulas above."""
+    data = data_of("kto", tokenizer, data=str(home / "single.jsonl"), batch_tokens=192)
+    model, kto = load(home), data.recipe
+    kto.frozen_model = load(home)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0.5)
+    steps = list(itertools.islice(batches_of(data), 2))
+
+    def total():
+        processes = Processes.of_group(torch.distributed.group.WORLD)
+        return kto.total(model, steps[processes.rank :: 2], processes)
+
+    whole, *alone = (kto.total(model, some, Processes()) for some in (steps, steps[:1], steps[1:]))
+    assert whole[2] > 0 and all(abs(one[2] - whole[2]) > 0.01 * whole[2] for one in alone)
+    for found in results_of_ranks(tmp_path, total):
+        torch.testing.assert_close(found, whole)
 
 
 # ---- runs ----
