@@ -10,8 +10,8 @@ found in one of two ways:
 Three kinds of templates render text that is no prefix of the whole, and are handled: an end of text after the last
 message only (Phi 3), reasoning that only the messages after the last question have (Qwen 3), and the header of a next
 answer at the end of every text (old Llama 3), which is not trained. Any other rewriting of earlier turns is an error,
-and so is a template that leaves out tools, tool calls, or the reasoning after the last question. Answers in preference
-tuning are masked in the same way as the completion of a prompt.
+and so is a template that leaves out tools, tool calls or reasoning. Answers in preference tuning are masked in the same
+way as the completion of a prompt.
 """
 
 import contextlib

@@ -66,12 +66,16 @@ class StepBatches:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its tensors on the device, which some may be on already."""
     if device.type == "cpu":
         return batch
-    return {  # sizes of images are read on the host
-        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) and "_grid_" not in key else x
-        for key, x in batch.items()
-    }
+
+    def moves(key: str, x: Any) -> bool:
+        return (
+            isinstance(x, Tensor) and x.device.type == "cpu" and "_grid_" not in key
+        )  # the host reads sizes of images
+
+    return {key: x.pin_memory().to(device, non_blocking=True) if moves(key, x) else x for key, x in batch.items()}
 
 
 def check_ids(batch: Batch, vocab_size: int) -> Batch:
