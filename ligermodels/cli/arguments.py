@@ -35,6 +35,9 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         args = list(sys.argv[1:] if args is None else args)
+        if not args and self._subparsers is not None:
+            self.print_help(sys.stderr)
+            self.exit(2)
         end = args.index("--") if "--" in args else len(args)
         names = [re.sub(r"^--[\w-]+(?==|$)", lambda found: found[0].replace("_", "-"), text) for text in args[:end]]
         found, rest = super().parse_known_args(names + args[end:], namespace)

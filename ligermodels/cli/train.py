@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ligermodels.cli.arguments import Parser, usage_errors
 from ligermodels.cli.models import refuse_run
 from ligermodels.errors import InputError
-from ligermodels.recipes import RECIPES, find
+from ligermodels.recipes import RECIPES, find, options_of
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
 
 _DATA = {"pretrain": "texts.jsonl", "kto": "answers.jsonl", "grpo": "prompts.jsonl"} | dict.fromkeys(
@@ -35,7 +35,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=f"example:\n  {_example('sft')}\nligermodels train RECIPE --help lists its options.",
     )
     recipes = train.add_subparsers(required=True, metavar="RECIPE", parser_class=_RecipeParser)
-    for name, (_, summary) in RECIPES.items():
+    for name, (*_, summary) in RECIPES.items():
         parser = recipes.add_parser(
             name,
             help=summary.removesuffix("."),
@@ -57,7 +57,7 @@ def _example(recipe: str) -> str:
 
 
 class _RecipeParser(Parser):
-    """Adds the flags of the recipe when it is used, which imports torch, and says what an unknown option means."""
+    """Adds the flags of the recipe when it is used, and says what an unknown option means."""
 
     has_flags = False
 
@@ -68,7 +68,7 @@ class _RecipeParser(Parser):
         return super().parse_known_args(args, namespace)
 
     def _options(self) -> type[TrainOptions]:
-        return find(self.prog.split()[-1]).Options
+        return options_of(self.prog.split()[-1])  # type: ignore[no-any-return]
 
     def refuse(self, rest: Sequence[str], found: argparse.Namespace) -> NoReturn:
         if flags := [text.partition("=")[0] for text in rest if text.startswith("--")]:
@@ -80,14 +80,13 @@ class _RecipeParser(Parser):
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ligermodels.recipes.trainer import train
-
-    kind = find(args.recipe)
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
     model = str(given.get("model", ""))
     with usage_errors():
         if model.endswith((".yaml", ".yml")):
             raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
-        options = kind.Options.merged(given, vars(args).get("config"))
+        options = options_of(args.recipe).merged(given, vars(args).get("config"))
     refuse_run(options.model)
-    return train(kind, options)
+    from ligermodels.recipes.trainer import train  # and torch
+
+    return train(find(args.recipe), options)

@@ -6,26 +6,41 @@ from typing import Any
 from ligermodels.errors import InputError
 
 RECIPES = {
-    "sft": ("sft:SFT", "Supervised fine-tuning: chats, prompts with completions, instructions."),
-    "pretrain": ("sft:Pretrain", "Next-token prediction on plain text."),
-    "dpo": ("preference:DPO", "Direct preference optimisation: pairs of answers, with a reference."),
-    "kto": ("kto:KTO", "Kahneman-Tversky optimisation: single answers, good or not, with a reference."),
-    "orpo": ("preference:ORPO", "Odds ratio preference optimisation: fine-tuning and pairs at once, no reference."),
-    "cpo": ("preference:CPO", "Contrastive preference optimisation: pairs, without a reference."),
-    "simpo": ("preference:SimPO", "SimPO: pairs by their log probabilities per token, without a reference."),
-    "distill": ("distill:Distill", "Distillation from a larger model of the same tokenizer, on chats or samples."),
-    "medusa": ("medusa:Medusa", "Medusa heads, which predict further tokens ahead, on a frozen model."),
-    "grpo": ("grpo:GRPO", "Group relative policy optimisation: reward functions judge sampled completions."),
+    "sft": ("sft:SFT", "SFTOptions", "Supervised fine-tuning: chats, prompts with completions, instructions."),
+    "pretrain": ("sft:Pretrain", "PretrainOptions", "Next-token prediction on plain text."),
+    "dpo": ("preference:DPO", "DPOOptions", "Direct preference optimisation: pairs of answers, with a reference."),
+    "kto": ("kto:KTO", "KTOOptions", "Kahneman-Tversky optimisation: single answers, good or not, with a reference."),
+    "orpo": ("preference:ORPO", "ORPOOptions",
+             "Odds ratio preference optimisation: fine-tuning and pairs at once, no reference."),
+    "cpo": ("preference:CPO", "CPOOptions", "Contrastive preference optimisation: pairs, without a reference."),
+    "simpo": ("preference:SimPO", "SimPOOptions",
+              "SimPO: pairs by their log probabilities per token, without a reference."),
+    "distill": ("distill:Distill", "DistillOptions",
+                "Distillation from a larger model of the same tokenizer, on chats or samples."),
+    "medusa": ("medusa:Medusa", "MedusaOptions",
+               "Medusa heads, which predict further tokens ahead, on a frozen model."),
+    "grpo": ("grpo:GRPO", "GRPOOptions",
+             "Group relative policy optimisation: reward functions judge sampled completions."),
 }  # fmt: skip
-"""By name: the module and class of a recipe, and what it does. Importing one imports torch."""
+"""By name: the module and class of a recipe, that of its options, and what it does. Importing the first imports torch;
+options without a module are of recipe_options.py."""
 
 
 def find(name: str) -> Any:
     """The class of a recipe, a subclass of `base.Recipe`. Raises InputError for another name."""
+    return _import(name, 0)
+
+
+def options_of(name: str) -> Any:
+    """The class of a recipe's options, without importing torch. Raises InputError for another name."""
+    return _import(name, 1)
+
+
+def _import(name: str, column: int) -> Any:
     if name not in RECIPES:
         raise InputError(f"there is no recipe {name!r}; there are {', '.join(RECIPES)}")
-    module, _, cls = RECIPES[name][0].partition(":")
-    return getattr(importlib.import_module(f"ligermodels.recipes.{module}"), cls)
+    module, _, cls = RECIPES[name][column].rpartition(":")
+    return getattr(importlib.import_module(f"ligermodels.recipes.{module or 'recipe_options'}"), cls)
 
 
 def train(name: str, **options: Any) -> int:

@@ -8,7 +8,6 @@ sampling. Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 
 """
 
 import dataclasses
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,10 @@ from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import check_length, sketch
-from ligermodels.recipes.options import option
-from ligermodels.recipes.rollout import RolloutOptions, Sampling
+from ligermodels.recipes.recipe_options import DistillOptions
+from ligermodels.recipes.rollout import Sampling
 from ligermodels.recipes.steps import Metrics
 from ligermodels.text import Tokenizer
-
-
-@dataclass(kw_only=True)
-class DistillOptions(RolloutOptions):
-    recipe = "distill"
-    unsupported = {"tp": "a teacher is sharded by FSDP alone"}  # noqa: RUF012
-    # fmt: off
-    teacher: str = option(
-        "", "repository on the Hub, or folder, of the model to learn from", required=True, group="loss")
-    beta: float = option(1.0, "of the generalised JSD: 0 forward KL, 1 reverse KL", least=0, most=1)
-    temperature: float = option(1.0, "divides the logits of both, and in sampling", above=0)
-    hard_weight: float = option(
-        0.0, "weight of the cross entropy of the examples' own tokens", least=0, below=1, excludes=("on_policy",))
-    on_policy: bool = option(False, "train on sampled completions of the prompts (lmbda 1 of GKD)", excludes=("cp",))
-    # fmt: on
-
-    @property
-    def samples(self) -> bool:  # type: ignore[override]
-        return self.on_policy
 
 
 class Distill(Recipe):

@@ -5,67 +5,19 @@ The losses are those of layers/policy.py; completions are compared with others o
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
 from ligermodels.layers import policy
 from ligermodels.recipes.base import decoder_inputs, next_token_loss, sum_over_ranks
 from ligermodels.recipes.examples import Batch, packed_batch
-from ligermodels.recipes.options import option
+from ligermodels.recipes.recipe_options import GRPOOptions
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, Prompt, RolloutOptions, Sampling
+from ligermodels.recipes.rollout import Completion, Prompt, Sampling
 from ligermodels.recipes.steps import Metrics
-
-
-@dataclass(kw_only=True)
-class GRPOOptions(RolloutOptions):
-    recipe = "grpo"
-    default_rates = (1e-6, 1e-5)
-    unsupported = dict.fromkeys(("cp", "tp"), "a model whose rows or layers are split does not sample")
-    # fmt: off
-    reward_funcs: tuple[str, ...] = option(
-        (), "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers",
-        required=True, group="policy")
-    reward_weights: tuple[float, ...] = option((), "weight of each reward in their sum (default 1)")
-    scale_rewards: str = option(
-        "group", "what advantages are divided by: the deviation of rewards of the prompt, of the step, or nothing (as "
-        "dr_grpo wants it)", choices=policy.SCALES)
-    num_generations: int = option(8, "completions of each prompt, which are compared with each other", least=2)
-    temperature: float = option(1.0, "divides the logits, in sampling and in the loss", above=0)
-    num_iterations: int = option(1, "steps that train on the same completions", least=1)
-    mask_truncated_completions: bool = option(
-        False, "completions that did not end in --max-completion-length train nothing")
-    loss_type: str = option("dapo", "see docs/training.md", choices=policy.LOSSES)
-    beta: float = option(
-        0.0, "weight of the KL divergence to the model as it was, which is added to the loss", least=0)
-    epsilon: float | None = option(None, "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
-    epsilon_high: float | None = option(
-        None, "ratios above 1 and this are clipped (--epsilon; without it 0.2, dapo 0.28, gspo 4e-4); of cispo those "
-        "above this (5)", least=0)
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reward_weights and len(self.reward_weights) != len(self.reward_funcs):
-            raise InputError(
-                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward_funcs)} rewards"
-            )
-
-    @property
-    def compares(self) -> bool:  # type: ignore[override]
-        return self.beta > 0
-
-    @property
-    def clip(self) -> dict[str, float]:
-        """The bounds of ratios, for layers.policy."""
-        low = {"gspo": 3e-4}.get(self.loss_type, 0.2) if self.epsilon is None else self.epsilon
-        high = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss_type, 0.2)
-        return dict(low=low, high=next(x for x in (self.epsilon_high, self.epsilon, high) if x is not None))
 
 
 class GRPO(Sampling):

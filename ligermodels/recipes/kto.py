@@ -5,30 +5,18 @@ each with the answer of another row: here of the same forward, and the estimate 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ligermodels.layers.preference import KTO_LOSS_TYPES, kto_loss
+from ligermodels.layers.preference import kto_loss
 from ligermodels.processes import Processes
 from ligermodels.recipes.base import Recipe, mean_of, sum_over_ranks
 from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example
-from ligermodels.recipes.options import option
-from ligermodels.recipes.preference import Preference, PreferenceOptions, answer_lengths, logprobs
+from ligermodels.recipes.preference import Preference, answer_lengths, logprobs
+from ligermodels.recipes.recipe_options import KTOOptions
 from ligermodels.recipes.steps import Metrics, on_device
-
-
-@dataclass(kw_only=True)
-class KTOOptions(PreferenceOptions):
-    recipe = "kto"
-    compares = True
-    sequences = 1
-    examples = 8  # a forward compares its answers with each other
-    loss_type: str = option("kto", "of an answer", choices=KTO_LOSS_TYPES)
-    desirable_weight: float = option(1.0, "weight of good answers", least=0)
-    undesirable_weight: float = option(1.0, "weight of others", least=0)
 
 
 class KTO(Preference):

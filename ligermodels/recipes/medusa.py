@@ -10,7 +10,6 @@ Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.2.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,9 @@ from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.examples import Batch
 from ligermodels.recipes.memory import Sizes
 from ligermodels.recipes.model import load_model
-from ligermodels.recipes.options import TrainOptions, option
+from ligermodels.recipes.recipe_options import MedusaOptions
 from ligermodels.recipes.steps import Metrics
 from ligermodels.training.medusa import add_medusa, save_medusa
-
-
-@dataclass(kw_only=True)
-class MedusaOptions(TrainOptions):
-    recipe = "medusa"
-    default_rates = (1e-3, 1e-3)
-    unsupported = {  # noqa: RUF012
-        **dict.fromkeys(("cp", "tp"), "heads are trained under FSDP alone"),
-        "lora_r": "heads are trained on a frozen model",
-    }
-    heads: int = option(4, "number of heads; head k predicts the token k + 1 ahead", least=1, group="heads")
-    head_layers: int = option(1, "residual blocks of each head", least=0)
-    head_decay: float = option(0.8, "the k-th head's loss is weighted by this to the power k", least=0)
 
 
 class Medusa(Recipe):

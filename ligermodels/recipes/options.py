@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ligermodels.errors import InputError
+from ligermodels.recipes import other_tools
 
 _BOUNDS = {
     "least": (operator.ge, "{:g} or more"), "above": (operator.gt, "more than {:g}"),
@@ -95,7 +96,8 @@ class TrainOptions:
     max_grad_norm: float = free_option(1.0, "maximum gradient norm; 0: no limit", least=0)
 
     precision: str = option(
-        "auto", "of the weights, docs/training.md; auto: bf16-masters on GPUs, bf16 where that does not fit",
+        "auto", "of the weights on GPUs; bf16-masters: bf16, with 16 more bits in the optimizer; auto: that, or bf16 "
+        "where it does not fit",
         choices=("auto", "fp32", "bf16-masters", "bf16"), group="memory")
     activations: str = free_option(
         "auto", "what the backward recomputes (gradient checkpointing); auto: the least that fits",
@@ -269,11 +271,10 @@ def shown(value: Any) -> str:
 
 def unknown(options: type[TrainOptions], name: str) -> str:
     """The error for an option that a recipe does not have, as it was given: a flag, or a key of a file."""
+    if (meaning := other_tools.meaning(name)) is not None:
+        return f"{options.recipe} has no option {name}; {meaning}"
     near = nearest(name, [flag(field) for field in fields_of(options)])
-    if not near and "model" in name.replace("_", "-").split("-"):  # --model, --model-name-or-path, --base-model
-        near = "MODEL, which has no flag (`model:` in a file)"
-    listed = f"`ligermodels train {options.recipe} --help` lists all, and docs/options.md the names of other tools"
-    advice = f"did you mean {near}?" if near else listed
+    advice = f"did you mean {near}?" if near else f"`ligermodels train {options.recipe} --help` lists all"
     return f"{options.recipe} has no option {name}; {advice}"
 
 

@@ -5,7 +5,6 @@ sequences and then the rejected ones, or single answers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,25 +14,16 @@ from ligermodels.arch.inputs import Targets
 from ligermodels.layers import preference as losses
 from ligermodels.recipes.base import Recipe, decoder_inputs, mean_of, sum_over_ranks
 from ligermodels.recipes.examples import IGNORED, Batch, Comparison, Example, encode_answers, show
-from ligermodels.recipes.options import TrainOptions, option
+from ligermodels.recipes.recipe_options import (
+    CPOOptions,
+    DPOOptions,
+    ORPOOptions,
+    PreferenceOptions,
+    SimPOOptions,
+)
 from ligermodels.recipes.steps import Metrics
 
-DPO_TYPES = tuple(name for name in losses.DPO_LOSS_TYPES if not name.startswith("aot"))
-"""Loss types that are a mean over pairs; the others sort a batch, and would depend on how it is packed."""
-
-
 # ---- all that compare answers ----
-
-
-@dataclass(kw_only=True)
-class PreferenceOptions(TrainOptions):
-    default_rates = (1e-6, 1e-5)
-    sequences = 2
-    unsupported = dict.fromkeys(("cp", "tp"), "preferences are trained with whole rows on each GPU")
-    beta: float = option(
-        0.1, "the scale of the log probabilities, or of their ratios to the reference", above=0, group="loss"
-    )
-    loss_type = "sigmoid"
 
 
 class Preference(Recipe):
@@ -101,51 +91,6 @@ def answer_lengths(batch: Batch, *, prompts: bool = False) -> Tensor:
 
 
 # ---- pairs ----
-
-
-@dataclass(kw_only=True)
-class PairOptions(PreferenceOptions):
-    label_smoothing: float = option(0.0, "the share of pairs whose order is taken to be wrong", least=0, below=0.5)
-    sft_weight: float = option(
-        0.0, "weight of the cross entropy of the chosen answers, which is added to the loss (RPO)", least=0
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check = losses.check_dpo if self.compares else losses.check_cpo
-        check(self.loss_type, self.beta, self.label_smoothing)
-
-
-@dataclass(kw_only=True)
-class DPOOptions(PairOptions):
-    recipe = "dpo"
-    compares = True
-    loss_type: str = option("sigmoid", "of a pair; sigmoid_norm and ipo are per token", choices=DPO_TYPES)
-
-
-@dataclass(kw_only=True)
-class ORPOOptions(PreferenceOptions):
-    recipe = "orpo"
-    beta: float = option(
-        0.1, "weight of the log odds ratio of the two answers, beside their cross entropy", above=0, group="loss"
-    )
-    loss_type = "orpo"
-    sft_weight = 1.0
-
-
-@dataclass(kw_only=True)
-class CPOOptions(PairOptions):
-    recipe = "cpo"
-    simpo_gamma = 0.0
-    loss_type: str = option("sigmoid", "of a pair", choices=("sigmoid", "hinge", "ipo"))
-    sft_weight: float = option(1.0, "weight of the cross entropy of the chosen answers, which is added", least=0)
-
-
-@dataclass(kw_only=True)
-class SimPOOptions(PairOptions):
-    recipe = "simpo"
-    loss_type = "simpo"
-    simpo_gamma: float = option(0.5, "how much better the chosen answer is to be", least=0)
 
 
 class DPO(Preference):

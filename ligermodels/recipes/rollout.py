@@ -27,7 +27,6 @@ from ligermodels.recipes import formats
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.examples import IGNORED, Batch, Example, best_fit, check_rendered
 from ligermodels.recipes.memory import Sizes
-from ligermodels.recipes.options import TrainOptions, free_option, option
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rows import Rows
 from ligermodels.recipes.steps import Metrics, StepBatches, check_ids, on_device
@@ -37,35 +36,6 @@ OFF: dict[str, Any] = dict.fromkeys(
      "begin_suppress_tokens", "min_new_tokens", "min_length", "max_length", "stop_strings")
 )  # fmt: skip
 """Options of `generate` that a checkpoint's generation_config may set. None switches each of them off."""
-
-
-@dataclass(kw_only=True)
-class RolloutOptions(TrainOptions):
-    """The options of recipes whose model samples completions of prompts."""
-
-    samples = True
-    num_generations = 1
-    temperature = 1.0
-    num_iterations = 1
-    # fmt: off
-    prompts: int = option(8, "prompts per step, over all ranks", least=1, needs="on_policy", group="rollout")
-    max_completion_length: int = option(256, "maximum tokens of a completion", least=1, needs="on_policy")
-    rollout_rows: int | None = free_option(
-        None, "completions that are sampled at a time on each GPU (default: all)", least=1, needs="on_policy")
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples and self.accumulation not in (None, self.prompts):
-            raise InputError(
-                f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
-            )
-        self.accumulation = self.prompts if self.samples else self.accumulation
-
-    @property
-    def rows_at_once(self) -> int:
-        """The number of completions that a GPU samples at a time."""
-        return self.rollout_rows or self.prompts * self.num_generations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from ligermodels.recipes.sft import SFTOptions
+from ligermodels.recipes.recipe_options import SFTOptions
 from tests.recipes.runs import RECIPES, train
 
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

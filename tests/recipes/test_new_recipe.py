@@ -1,7 +1,9 @@
 """The recipe of docs/adding.md, as it is printed, and one without labels, formats and metrics."""
 
+import importlib
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +26,8 @@ def test_the_recipe_of_the_documentation_trains_and_resumes(home, tmp_path, monk
     assert len(code.splitlines()) <= 60
     (tmp_path / "focal.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    from focal import Focal
-
-    monkeypatch.setitem(recipes.RECIPES, "focal", ("focal:Focal", "Focal loss."))
-    find = recipes.find
-    monkeypatch.setattr("ligermodels.cli.train.find", lambda name: Focal if name == "focal" else find(name))
+    monkeypatch.setitem(sys.modules, "ligermodels.recipes.focal", importlib.import_module("focal"))
+    monkeypatch.setitem(recipes.RECIPES, "focal", ("focal:Focal", "focal:FocalOptions", "Focal loss."))
     flags = (*FEW, "--save-steps", "3", "--eval-steps", "3")
     assert train(home, tmp_path / "sft", *flags) == 0
     assert train(home, tmp_path / "plain", *flags, "--gamma", "0", recipe="focal") == 0

@@ -9,9 +9,10 @@ import pytest
 
 from ligermodels import cli
 from ligermodels.errors import InputError
-from ligermodels.recipes import RECIPES, find, train
+from ligermodels.layers import policy, preference
+from ligermodels.recipes import RECIPES, find, options_of, other_tools, recipe_options, train
 from ligermodels.recipes.options import add_flags, fields_of
-from ligermodels.recipes.sft import PretrainOptions, SFTOptions
+from ligermodels.recipes.recipe_options import PretrainOptions, SFTOptions
 from tests.recipes.runs import NEEDS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -130,11 +131,14 @@ def test_a_list_that_is_given_twice_has_the_items_of_both():
 
 SAID = {
     ("--save_step=3",): "sft has no option --save-step; did you mean --save-steps?",
-    ("--stamps", "3", "--deepspeed", "x"): "sft --help` lists all, and docs/options.md the names of",
+    ("--stamps", "3"): "sft has no option --stamps; `ligermodels train sft --help` lists all",
+    ("--gradient_accumulation_steps", "4"): "; here --accumulation: forward passes of a step, of all GPUs together",
+    ("--max_seq_length", "4"): "sft has no option --max-seq-length; here --max-length; beyond",
+    ("--push-to-hub", "--run_name=x"): "sft has no option --push-to-hub; there is none; `hf upload",
     ("--lr", "3"): "sft has no option --lr; did you mean --learning-rate or ",
     ("--epochs", "3"): "sft has no option --epochs; did you mean --num-train-epochs?",
     ("--merge", "false"): "unexpected argument 'false'; a switch has no value: --merge, or --no-merge",
-    ("--base_model", "x"): "sft has no option --base-model; did you mean MODEL, which has no flag (`model:` in a",
+    ("--base_model", "x"): "sft has no option --base-model; here MODEL, the argument without a name; model: in a",
     ("--data", "a.jsonl", "b.jsonl"): "unexpected argument 'b.jsonl'; did you mean --data b.jsonl?",
     ("other",): "unexpected argument 'other'; only MODEL has no name",
 }
@@ -157,6 +161,25 @@ def test_an_unknown_flag_says_which_is_meant(capsys):
     assert "unexpected argument 'rows.jsonl'; did you mean --data rows.jsonl?" in capsys.readouterr().err
     assert cli.main(["train", "sft", "recipe.yaml"]) == 2
     assert "MODEL is recipe.yaml, a file of options; did you mean --config recipe.yaml?" in capsys.readouterr().err
+
+
+def test_names_of_other_tools():
+    """The page has the table, which names no option of ours as an option of others, and no option that is not there."""
+    assert (DOCS / "options.md").read_text().endswith(f"\n\n{other_tools.table()}")
+    options = {name for recipe in RECIPES for name in fields_of(options_of(recipe))}
+    names = [name for names in other_tools.ROWS for name in names.split(", ")]
+    assert len(set(names)) == len(names) and not set(names) & options - {"model"}
+    for text in other_tools.ROWS.values():
+        flags = {flag.replace("-", "_") for flag in re.findall(r"`--(?:no-)?([a-z0-9-]+)", text)}
+        assert flags <= options, text
+
+
+def test_choices_are_those_of_the_losses():
+    """Options stand where torch is not imported, and losses where it is."""
+    pairs = {name for name in preference.DPO_LOSS_TYPES if not name.startswith("aot")}
+    assert set(recipe_options.DPO_TYPES) == pairs and recipe_options.KTO_TYPES == preference.KTO_LOSS_TYPES
+    assert recipe_options.POLICY_LOSSES == policy.LOSSES and recipe_options.REWARD_SCALES == policy.SCALES
+    assert all(options_of(name) is find(name).Options for name in RECIPES)
 
 
 def test_the_documentation_says_which_options_a_resumed_run_may_change():
