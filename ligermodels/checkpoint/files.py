@@ -85,7 +85,8 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The object in a JSON file; `lenient`: read by `lenient_json`. Raises CheckpointError."""
     if not os.path.lexists(path):
         raise CheckpointError(
-            f"{path} is not there. `ligermodels inspect {path.parent}` says which layout the folder has.\n"
+            f"{path} is not there: is this the folder of a checkpoint? Meta's and Mistral's go through `ligermodels "
+            "convert`.\n"
             "  Weights alone, as trainers leave them, need the model's configuration: config= (--config DIR)."
         )
     check_file(path)
@@ -181,11 +182,11 @@ def find_gguf(path: Path) -> Path | None:
 
     Raises CheckpointError for a folder with several.
     """
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    if not path.is_dir():
-        return None
     with read_errors(path):
+        if path.is_file():
+            return path if path.suffix == ".gguf" else None
+        if not path.is_dir():
+            return None
         names = sorted(os.listdir(path))
     files = [name for name in names if name.endswith(".gguf")]
     others = re.compile(r".*\.(safetensors|bin|pth)(\.index\.json)?|\.metadata")
@@ -238,6 +239,8 @@ def write_errors(target: Path) -> Iterator[None]:
         steps = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or save elsewhere")
         steps |= dict.fromkeys((errno.EACCES, errno.EROFS), "you may not write there; save elsewhere")
         step = steps.get(error.errno or 0, "check the disk, or save elsewhere")
+        if os.path.islink(target) and not os.path.exists(target):
+            step = f"it is a link to nowhere ({os.readlink(target)}); remove it, or save elsewhere"
         failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
         failure.errno = error.errno
         raise failure from error

@@ -152,9 +152,11 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
 
 
 def refuse_run(src: str) -> None:
-    """Raises UsageError for the --output-dir of `train` in place of a model in it."""
-    folder = files.absolute(src)
-    if (folder / "options.yaml").is_file() and not (folder / "config.json").exists():
+    """Raises UsageError for the --output-dir of `train` in place of a model in it, HubError where it may not enter."""
+    with files.read_errors(src):
+        folder = files.absolute(src)
+        is_run = (folder / "options.yaml").is_file() and not (folder / "config.json").exists()
+    if is_run:
         found = [f"{Path(src) / name}" for name in ("model", "adapter", "best") if (folder / name).is_dir()]
         advice = f"give what it has written: {' or '.join(found)}" if found else "it has written no model yet"
         raise UsageError(f"{src} is the folder of a run of `train`; {advice}")

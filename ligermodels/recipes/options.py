@@ -327,7 +327,7 @@ def _typed(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
         return tuple(_typed(field, item, typing.get_args(kind)[0]) for item in value)
     if kind in (bool, str):
         value = str(value) if isinstance(value, Path) else value
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or (kind is str and "\0" in value):
             raise wrong
         if choices and value not in choices:
             near = " or ".join(choice for choice in choices if value and choice.startswith(value[:5]))

@@ -1,31 +1,36 @@
 """Rows of training data from files, folders and data sets of the Hub, read one at a time.
 
 JSON lines are read by their offsets in the file: a file may be larger than the memory, and the keys of one row do not
-affect another. Lists of JSON and CSV are held in memory. Parquet, the splits of folders and the Hub go through
-`datasets`. It gives all rows of a data set the same keys, with nulls where a row has none; these are removed here. It
-does not read CSV here, because it makes numbers of columns of digits.
+affect another. Lists of JSON, CSV and packed files are held in memory. Parquet, the splits of folders and the Hub go
+through `datasets`. It gives all rows of a data set the same keys, with nulls where a row has none; these are removed
+here. It does not read CSV here, because it makes numbers of columns of digits.
 """
 
 import bisect
+import codecs
 import contextlib
 import csv
+import gzip
 import io
 import itertools
 import json
 import logging
 import random
 import re
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ligermodels.checkpoint.files import file_kind
+from ligermodels.checkpoint.files import file_kind, read_errors
 from ligermodels.errors import InputError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
-_BOM = b"\xef\xbb\xbf"
+_UNDER_A_KEY = re.compile(rb'\s*\{\s*"(data|train)"\s*:\s*\[')
+"""The beginning of a .json file that has its list of rows under a key."""
+_AS_UTF8 = "save the file as UTF-8, such as by `iconv -f {} -t utf-8 FILE > NEW`"
 
 
 class Row(dict[str, Any]):
@@ -70,12 +75,13 @@ class Rows:
 
 
 class JSONLines(Rows):
-    """Rows of a file of JSON lines. Blank lines are no rows."""
+    """Rows of a file of JSON lines. Blank lines are no rows. data: the contents of a file that is packed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, data: bytes | None = None) -> None:
+        self._data = data
         lines, offsets = array("q"), array("q")  # of each row; the last offset is the end of the file
-        with path.open("rb") as file:
-            at = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+        with self._open(path) as file:
+            at = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
             file.seek(at)
             for number, line in enumerate(file, 1):
                 if not line.isspace():
@@ -88,9 +94,15 @@ class JSONLines(Rows):
     def __len__(self) -> int:
         return len(self._lines)
 
+    def _open(self, path: Path) -> Any:
+        return path.open("rb") if self._data is None else io.BytesIO(self._data)
+
     def _item(self, index: int) -> Any:
         start, end = self._items[index], self._items[index + 1]
-        with self.files[0].open("rb") as file:  # opened for each row: threads and processes share no position
+        with (
+            read_errors(self.files[0]),
+            self._open(self.files[0]) as file,
+        ):  # opened for each row: threads and processes share no position
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
             return parse_json(file.read(end - start).rstrip())
@@ -162,13 +174,18 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
 
 
 def open_rows(source: str | Path) -> Rows:
-    """The rows of a file, of a folder, or of a data set of the Hub, "owner/name". Raises InputError.
+    """The rows of a file, of a folder, or of a data set of the Hub, "owner/name".
 
     A split may follow: "folder:test", "owner/name:test"; a config of the Hub before it, "owner/name:config:test". The
     default is "train", or the only split. A folder has files, named by their splits if there are several (train.jsonl,
-    test-00000.parquet), or is one that `datasets` saved (save_to_disk).
+    test-00000.parquet), or is one that `datasets` saved (save_to_disk). Raises InputError, and HubError where the
+    system refuses.
     """
-    source = str(source)
+    with read_errors(source):
+        return _open_rows(str(source))
+
+
+def _open_rows(source: str) -> Rows:
     path, split = Path(source).expanduser(), None
     if not path.exists() and ":" in source and (folder := Path(source.rpartition(":")[0]).expanduser()).exists():
         path, split = folder, source.rpartition(":")[2]
@@ -176,6 +193,8 @@ def open_rows(source: str | Path) -> Rows:
         if split is not None:
             raise InputError(f"{path} is one file and has no split {short(split)}; leave the split out")
         return _open_file(path)
+    if source == "-" or (path.exists() and not path.is_dir()):
+        raise InputError(f"{source} is a pipe or a device, and rows are read more than once: give a file")
     name, is_version = r"[\w-][\w.-]*", re.fullmatch(r"(\.\d+)?(:.*)?", path.suffix)
     if not path.is_dir() and not (is_version and re.fullmatch(rf"{name}(/{name})?(:{name}){{0,2}}", source)):
         raise InputError(f"there is no file or folder {source}. Next step: compare the path with `ls {path.parent}`")
@@ -226,17 +245,22 @@ def _errors(name: str) -> Iterator[Any]:
 
 
 def _open_file(path: Path) -> Rows:
-    suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
+    is_packed = path.suffix.lower() == ".gz"
+    suffix = Path(path.stem if is_packed else path.name).suffix.lower()
+    if suffix not in SUFFIXES or (is_packed and suffix == ".parquet"):
         raise InputError(
-            f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked"
+            f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked or .gz"
         )
+    data = _unpacked(path) if is_packed else None
     with path.open("rb") as file:
-        head = file.read(2**16)
+        head = file.read(2**16) if data is None else data[: 2**16]
     if not head:
         raise InputError(f"{path} is empty")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{path} is not UTF-8; {_AS_UTF8.format('utf-16')}")
     if not head.startswith(b"PK") and (kind := file_kind(head[: 2**10])):
         raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
+    start = head.removeprefix(codecs.BOM_UTF8).lstrip()
     if suffix == ".parquet":
         with _errors(str(path)) as datasets:
             import pyarrow.parquet  # comes with datasets, whose error for a file without rows is unclear
@@ -244,12 +268,12 @@ def _open_file(path: Path) -> Rows:
             has_rows = pyarrow.parquet.read_metadata(path).num_rows > 0
             data = datasets.load_dataset("parquet", data_files=str(path), split="train") if has_rows else ()
         rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
-    elif "json" in suffix and head.removeprefix(_BOM).lstrip()[:1] != b"[":
-        rows = JSONLines(path)
+    elif "json" in suffix and start[:1] != b"[" and not (suffix == ".json" and _UNDER_A_KEY.match(start)):
+        rows = JSONLines(path, data)
     else:
         try:
-            rows = _parse(path, suffix, path.read_bytes().decode("utf-8-sig"))
-        except (InputError, UnicodeDecodeError) as error:
+            rows = _parse(path, suffix, _text(path.read_bytes() if data is None else data))
+        except InputError as error:
             raise InputError(f"{path}: {error}") from error
     if not len(rows):
         raise InputError(f"{path} has no rows")
@@ -261,10 +285,15 @@ def _parse(path: Path, suffix: str, text: str) -> Rows:
     if suffix == ".txt":  # one row; `pretrain` makes as many examples of it as it takes
         return Rows([{"text": text}], f"{path}:", path.parent, (path,))
     if "json" in suffix:
-        return Rows(parse_json(text), f"{path}: item ", path.parent, (path,))
+        value = parse_json(text)
+        rows_of = value if isinstance(value, list) else next(iter(value.values()))
+        return Rows(rows_of, f"{path}: item ", path.parent, (path,))
     rows, lines = list[Any](), array("q")  # of a row, the line where it ends
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    if len(names := reader.fieldnames or ()) == 1 and (other := re.search(r"[;\t]", names[0])):
+        what = "a semicolon: save it with commas" if other[0] == ";" else "a tab: name it .tsv"
+        raise InputError(f"its separator is {what}")
     try:
         for row in reader:
             wrong = None in row or None in row.values()  # more fields than the headers, or fewer
@@ -272,7 +301,6 @@ def _parse(path: Path, suffix: str, text: str) -> Rows:
             lines.append(reader.line_num)
     except csv.Error as error:
         raise InputError(f"not valid CSV at line {reader.line_num}: {error}") from error
-    names = reader.fieldnames or ()
     if not all(names) or len(set(names)) < len(names):
         raise InputError(f"the headers must be different names, not {short(names)}")
     return Rows(rows, f"{path}:", path.parent, (path,), lines)
@@ -281,6 +309,21 @@ def _parse(path: Path, suffix: str, text: str) -> Rows:
 def parse_json(data: bytes | str) -> Any:
     """The value of a text of JSON, as bytes in UTF-8. Raises InputError."""
     try:
-        return json.loads(data.decode() if isinstance(data, bytes) else data)
-    except (ValueError, RecursionError) as error:
+        return json.loads(_text(data) if isinstance(data, bytes) else data)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"not valid JSON in UTF-8: {error}") from error
+
+
+def _text(data: bytes) -> str:
+    """The text of bytes in UTF-8, with or without a byte order mark. Raises InputError."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{error}; {_AS_UTF8.format('cp1252')}") from error
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} is not a whole gzip file: {error}") from error

@@ -85,7 +85,8 @@ def start_processes(options: TrainOptions) -> Processes:
 
 def check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError if --output-dir cannot be used, or has another run."""
-    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    with write_errors(out):  # of a name that is too long
+        above = next(path for path in (out, *out.absolute().parents) if path.is_symlink() or path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError(f"--output-dir {out} cannot be made, since {above} is no folder to write into; give another")
     has_run = (out / "options.yaml").is_file()

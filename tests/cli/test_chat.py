@@ -1,5 +1,6 @@
 """`generate` and `chat`: what they print, what they pass on, and how they end."""
 
+import errno
 import io
 import itertools
 import json
@@ -7,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,22 @@ def test_the_folder_of_a_run_is_no_model(command, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    "command, code", [("chat", 3), ("inspect", 5), ("doctor", 3), ("train sft --data x --output-dir y", 3)]
+)
+def test_a_folder_that_may_not_be_entered(command, code, tmp_path, capsys, monkeypatch):
+    """A mock refuses in place of the system: root may enter all folders."""
+
+    def refuse(path, is_file=Path.is_file):
+        if path.parent == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    status, out, err = run(capsys, *command.split(), tmp_path)
+    assert (status, out, err) == (code, "", f"error: {tmp_path} cannot be read: Permission denied\n")
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         [],
@@ -109,6 +127,7 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
     ("demo --keep runs/config.json/new", 3, "runs/config.json/new cannot be written"),
+    ("bench MODEL --out link", 3, "Next: it is a link to nowhere (/nowhere/at/all); remove it, or save elsewhere"),
     ("doctor nowhere/at/all", 3, "error: {here}/nowhere/at/all is not there"),
 ])  # fmt: skip
 def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
@@ -117,6 +136,7 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
     stdin = {"binary": b"text\x80\xff", "utf-16": "text".encode("utf-16-le")}
     command, _, source = command.partition(" < ")
     pipe = io.TextIOWrapper(io.BytesIO(stdin.get(source, b"")), "utf-8", errors="surrogateescape")

@@ -31,11 +31,13 @@ FILES = {  # content, what the error says; the first word is a recipe. More: tes
         "a.jsonl:1: prompt: it has 61 tokens, and with max_completion_length=5 more than max_length=64",
     ),
 }
-FLAGS = {  # FILE, FOLDER and TEMPLATE stand for paths
+FLAGS = {  # FILE, FOLDER, LINK and TEMPLATE stand for paths
     "rows of two tokens": (("--max-length", "2"), "16 of 16 rows have no token to train: 0 have none, and 16 none be"),
     "template with an error": (("--chat-template", "TEMPLATE"), "wrong.jinja, line 3: UndefinedError: 'odd' is unde"),
     "out that is a file": (("--output-dir", "FILE"), "is no folder to write into"),
     "out with other files": (("--output-dir", "FOLDER"), "is not empty; give a folder that is new"),
+    "out with a long name": (("--output-dir", "o" * 300), "cannot be written: [Errno 36] File name too long"),
+    "out that is a link": (("--output-dir", "LINK"), "link is no folder to write into"),
     "evaluation on nothing": (("--eval-share", "0.01"), "leaves none to evaluate on"),
     "no file of options": (("--config", "none.yaml"), "there is no file none.yaml"),
     "no wandb": (("--report-to", "wandb"), "not installed: pip install wandb"),
@@ -71,7 +73,10 @@ def test_wrong_flags(home, tmp_path, refused, case):
     if case == "no wandb" and importlib.util.find_spec("wandb"):
         pytest.skip("wandb is installed")
     (tmp_path / "wrong.jinja").write_text("{{ messages[0].content }}\n\n{{ odd.content }}")
-    names = {"FILE": home / "chats.jsonl", "FOLDER": home, "TEMPLATE": tmp_path / "wrong.jinja"}
+    (tmp_path / "link").symlink_to("/nowhere/at/all")
+    names = {
+        "FILE": home / "chats.jsonl", "FOLDER": home, "LINK": tmp_path / "link", "TEMPLATE": tmp_path / "wrong.jinja",
+    }  # fmt: skip
     status = 2 if case == "no file of options" else 3
     said = refused(home, words, *(names.get(flag, flag) for flag in flags), status=status)
     assert "--skip-bad row" not in said and ("chats.jsonl:" in said) == case.endswith(("tokens", "an error"))

@@ -99,6 +99,7 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("sft", "lora_target_modules: [q_proj]", "lora_target_modules=q_proj needs lora_r: add --lora-r"),
     ("sft", "batch_tokens: 64\nmax_length: 128", "batch_tokens=64 is less than an example, 1 x max_length=128"),
     ("sft", "model: 7", "model=7: expected text"),
+    ("sft", r'output_dir: "a\0b"', "expected text"),
     ("sft", "data: null", "data=None: expected a list"),
     ("sft", "eval_steps: 1\neval-steps: 2", "eval_steps is there twice"),
     ("sft", "- learning_rate", "has no options"),

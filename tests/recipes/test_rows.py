@@ -1,5 +1,7 @@
 """Rows of files: random access equals reading from the beginning, and messages name the line."""
 
+import errno
+import gzip
 import json
 import os
 import re
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.errors import InputError
+from ligermodels.errors import HubError, InputError
 from ligermodels.recipes.rows import open_rows
 
 ROWS = [{"text": "one"}, {"text": "zwei \u2028 größer"}, {"other": {"deep": [1, None]}}, {"text": "\n\r\x85"}]
@@ -36,6 +38,9 @@ FILES = {  # name: content, rows, the numbers of the rows
     "c.json": (json.dumps(ROWS[0]), ROWS[:1], "1"),
     "a.csv": ('\ufeffa,b\r\n"a\nb","c, d"\r\n\r\n007,\r\n', [{"a": "a\nb", "b": "c, d"}, {"a": "007", "b": ""}], "35"),
     "a.tsv": ("a\tb\nc,\t" + "x" * 200_000, [{"a": "c,", "b": "x" * 200_000}], "2"),
+    "d.json": (json.dumps({"train": ROWS, "test": [1]}), ROWS, ["item 1", "item 2", "item 3", "item 4"]),
+    "e.jsonl.gz": (gzip.compress(b'\xef\xbb\xbf{"a": 1}\n\n{"a": 2}\n'), [{"a": 1}, {"a": 2}], "13"),
+    "e.csv.gz": (gzip.compress(b"a\n1\n"), [{"a": "1"}], "2"),
     "a.txt": ("\ufeffone\r\n\ntwo", [{"text": "one\r\n\ntwo"}], "1"),
 }  # fmt: skip
 
@@ -58,7 +63,12 @@ WRONG_FILES = [
     ("a.csv", b'a\n"x\n', "a.csv: not valid CSV at line 1: unexpected end"),
     ("a.csv", b"a\n\xe9\n", "a.csv: .*codec can't decode"),
     ("a.csv", b"text,text\na,b\n", "a.csv: the headers must be different names"),
-    ("a.jsonl.gz", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
+    ("a.csv", b"a;b\n1;2\n", "a.csv: its separator is a semicolon: save it with commas"),
+    ("a.csv", b"a\tb\n1\t2\n", r"its separator is a tab: name it \.tsv"),
+    ("a.jsonl", '{"a": 1}'.encode("utf-16"), "is not UTF-8; save the file as UTF-8, such as by `iconv -f utf-16"),
+    ("a.jsonl.zst", b"x", r"unsupported extension: expected a name that ends in \.jsonl"),
+    ("a.jsonl.gz", b"x", "is not a whole gzip file"),
+    ("a.jsonl.gz", gzip.compress(GOOD)[:-9], "is not a whole gzip file"),
 ]
 
 
@@ -68,8 +78,31 @@ def test_files_that_cannot_be_opened(write, name, content, message):
         open_rows(write(name, content))
 
 
+def test_what_is_no_file_that_can_be_read(tmp_path, monkeypatch):
+    """Also for users who may read all: a mock refuses in place of the system."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for source in ("-", tmp_path / "pipe.jsonl", "/dev/null"):
+        with pytest.raises(InputError, match="is a pipe or a device, and rows are read more than once: give a file"):
+            open_rows(source)
+    with pytest.raises(HubError, match=r"aaa\.jsonl cannot be read: File name too long"):
+        open_rows("a" * 300 + ".jsonl")
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    rows = open_rows(tmp_path / "a.jsonl")
+    monkeypatch.setattr(Path, "open", refuse)
+    for read in (lambda: open_rows(tmp_path / "a.jsonl"), lambda: rows[0]):
+        with pytest.raises(HubError, match=r"a\.jsonl cannot be read: Permission denied"):
+            read()
+
+
 WRONG_ROWS = [
-    (b'{"a": "\xe9"}', "codec can't decode byte 0xe9 in position 7"),
+    (
+        b'{"a": "\xe9"}',
+        "codec can't decode byte 0xe9 in position 7.*save the file as UTF-8, such as by `iconv -f cp1252",
+    ),
     (b'{"a": "x', "Unterminated string"),
     (b'{"a": 1} {"a": 2}', "Extra data: line 1 column 10"),
     (b'"text"', "a row is a JSON object with keys, not str"),
