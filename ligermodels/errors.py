@@ -1,8 +1,10 @@
 """The errors that a user can cause. A message says what is wrong, where, the likely cause and the next step."""
 
+import contextlib
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 
 class LigermodelsError(Exception):
@@ -35,6 +37,17 @@ class InputError(LigermodelsError, ValueError):
 
 class TrainingError(LigermodelsError, ArithmeticError):
     """A loss or a gradient that is not a finite number, or a process of a run that has died."""
+
+
+@contextlib.contextmanager
+def config_of(folder: str | Path) -> Iterator[None]:
+    """Adds the folder of the config.json to ConfigErrors of the block that do not name it."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(folder) not in str(error):
+            error.add_note(f"  The config.json is that of {folder}.")
+        raise
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

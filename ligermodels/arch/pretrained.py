@@ -23,7 +23,7 @@ from ligermodels.arch.output import GenerationConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
-from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, config_of
 from ligermodels.layers import Experts, GatedDeltaNet, GatedRMSNorm, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.processes import Processes
@@ -163,7 +163,7 @@ class Pretrained(nn.Module):
         place = placement.one_device(device, device_map) if mesh is None else torch.device(mesh.device_type)
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-        with unreplaced(folder):
+        with unreplaced(folder), config_of(folder) if config is None else contextlib.nullcontext():
             values, saved_with = quantization.split(config_values(folder, config, **found), quantization_config)
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)

@@ -29,6 +29,7 @@ SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 GGUF = "model.gguf"
 """The name of the GGUF file in a folder of `gguf.reader.folder_of`, where it is a link."""
 ADAPTER = "adapter_config.json"
+MEDUSA = "medusa_lm_head.safetensors"
 METADATA = ".metadata"
 """The metadata of a distributed checkpoint. dcp.py would import torch.distributed, which takes half a second."""
 
@@ -165,7 +166,7 @@ def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
         return GGUF
     raise CheckpointError(
         f"{folder} holds neither model.safetensors nor its index.\n"
-        "  Likely: an adapter, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."
+        "  Likely: an adapter, Medusa heads, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."
     )
 
 

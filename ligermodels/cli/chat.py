@@ -15,16 +15,20 @@ if TYPE_CHECKING:
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
+_EPILOG = """\
+Tokens are drawn as MODEL's generation_config.json says; where it says nothing, the likeliest is taken. Options win.
+"""
+
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the two commands to the parser."""
     shared = argparse.ArgumentParser(add_help=False, parents=[model_options()])
     option = shared.add_argument
-    option("--temperature", type=float, default=0.0, metavar="X", help="0: always the likeliest token (0)")
+    option("--temperature", type=float, metavar="X", help="0: always the likeliest token (as the model's files say)")
     option("--top-k", type=int, metavar="N", help="sample among the N likeliest tokens")
     option("--top-p", type=float, metavar="X", help="sample among the likeliest tokens whose probabilities sum to X")
     option("--min-p", type=float, metavar="X", help="sample among tokens at least X times as likely as the likeliest")
-    option("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repetitions (1)")
+    option("--repetition-penalty", type=float, metavar="X", help="above 1: fewer repetitions")
     option("--seed", type=int, metavar="N", help="makes sampling repeatable")
     option(
         "--stop",
@@ -34,13 +38,25 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[],
         help="end before TEXT; may be given several times",
     )
+    drafter = shared.add_argument_group("fewer steps for the same text, one of").add_mutually_exclusive_group()
+    drafter.add_argument(
+        "--prompt-lookup-num-tokens",
+        type=int,
+        metavar="N",
+        help="propose N tokens that followed the same words earlier",
+    )
+    drafter.add_argument("--medusa", metavar="DIR", help="propose tokens by heads that `train medusa` has written")
+    drafter.add_argument(
+        "--use-mtp", action="store_true", help="propose tokens by the model's layer for multi-token prediction"
+    )
 
-    generate = commands.add_parser("generate", parents=[shared], help="continue a text")
+    how: Any = dict(parents=[shared], epilog=_EPILOG)
+    generate = commands.add_parser("generate", help="continue a text", **how)
     generate.add_argument("--prompt", metavar="TEXT", help="the text to continue (stdin)")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="(256, less at the end of the context)")
     generate.set_defaults(run=_generate, default_length=256)
 
-    chat = commands.add_parser("chat", parents=[shared], help="chat with a model, using its chat template")
+    chat = commands.add_parser("chat", help="chat with a model, using its chat template", **how)
     chat.add_argument(
         "--system", metavar="TEXT", help="system prompt; begins your first message if there is no such role"
     )

@@ -14,6 +14,7 @@ from ligermodels import __version__
 from ligermodels.checkpoint.files import readable_size
 from ligermodels.cli.arguments import UsageError
 from ligermodels.cli.models import check_source
+from ligermodels.errors import config_of
 
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -105,7 +106,8 @@ def _fusion(model: str) -> str:
     if (folder / files.ADAPTER).is_file() and not (folder / "config.json").exists():
         raise UsageError(f"{model} is an adapter; give the model that it belongs to")
     config = files.read_json(folder / "config.json")
-    return str(arch.arch_of(folder).from_config(config, device="meta").fusion_report())
+    with config_of(folder):
+        return str(arch.arch_of(folder).from_config(config, device="meta").fusion_report())
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+PASSED_ON = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "prompt_lookup_num_tokens")
+"""Options of `generate` that a command passes on as they are, where they are given."""
 
 
 def model_options() -> argparse.ArgumentParser:
@@ -54,7 +55,7 @@ def resolve_adapter(args: argparse.Namespace) -> None:
 
     Raises InputError, CheckpointError for an unsupported adapter, HubError where its base is not there.
     """
-    refuse_run(args.model)
+    check_is_model(args.model)
     given = files.absolute(args.model)
     is_adapter = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
     if is_adapter and args.adapter:
@@ -107,7 +108,10 @@ def load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
 
 
 def load_processor(args: argparse.Namespace) -> "Processor":
-    """The processor of a model that takes images."""
+    """The processor of a model that takes images. Raises UsageError for a model of text."""
+    folder = hub.resolve(args.model, revision=args.revision, local_files_only=args.local_files_only, weights=False)
+    if "vision_config" not in files.read_json(folder / "config.json"):
+        raise UsageError(f"--image: {args.model} reads no images; leave it out")
     from ligermodels.vision import Processor
 
     with _text_folder(args) as source:
@@ -120,7 +124,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     Raises UsageError for options that cannot be, before torch is imported; the errors of loading.
     """
     with usage_errors():
-        options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *SAMPLING)}
+        options: dict[str, Any] = {name: getattr(args, name, None) for name in ("max_new_tokens", *PASSED_ON)}
         Options(**options)  # all None for `bench`
     folder = files.absolute(args.model)
     if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
@@ -151,20 +155,36 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
     return model
 
 
-def refuse_run(src: str) -> None:
-    """Raises UsageError for the --output-dir of `train` in place of a model in it, HubError where it may not enter."""
+def load_drafter(model: "CausalLM", args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `generate` for --medusa or --use-mtp. Raises CheckpointError, InputError for a model without."""
+    if args.medusa is not None:
+        from ligermodels.training import load_medusa
+
+        return {"medusa": load_medusa(model, args.medusa, allow_pickle=args.allow_pickle)}
+    if args.use_mtp:
+        from ligermodels.training import load_mtp
+
+        load_mtp(model)
+    return {"use_mtp": True} if args.use_mtp else {}
+
+
+def check_is_model(src: str) -> None:
+    """Raises UsageError for the --output-dir of `train` and for Medusa heads, HubError for what may not be entered."""
     with files.read_errors(src):
         folder = files.absolute(src)
         is_run = (folder / "options.yaml").is_file() and not (folder / "config.json").exists()
+        weights = [path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".gguf")]
     if is_run:
-        found = [f"{Path(src) / name}" for name in ("model", "adapter", "best") if (folder / name).is_dir()]
+        found = [f"{Path(src) / name}" for name in ("model", "adapter", "medusa", "best") if (folder / name).is_dir()]
         advice = f"give what it has written: {' or '.join(found)}" if found else "it has written no model yet"
         raise UsageError(f"{src} is the folder of a run of `train`; {advice}")
+    if weights == [files.MEDUSA]:
+        raise UsageError(f"{src} has Medusa heads, which go with their model: `ligermodels chat BASE --medusa {src}`")
 
 
 def check_source(src: str) -> None:
     """Raises HubError for the path of a folder that is not there, before torch is imported; UsageError for a run's."""
-    refuse_run(src)
+    check_is_model(src)
     is_path = src.startswith(("/", ".", "~")) or src.count("/") > 1
     if is_path and not os.path.exists(os.path.expanduser(src)):
         hub.resolve(src)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ligermodels.cli.arguments import Parser, usage_errors
-from ligermodels.cli.models import refuse_run
+from ligermodels.cli.models import check_is_model
 from ligermodels.errors import InputError
 from ligermodels.recipes import RECIPES, find, options_of
 from ligermodels.recipes.options import TrainOptions, add_flags, unknown
@@ -86,7 +86,7 @@ def _train(args: argparse.Namespace) -> int:
         if model.endswith((".yaml", ".yml")):
             raise InputError(f"MODEL is {model}, a file of options; did you mean --config {model}?")
         options = options_of(args.recipe).merged(given, vars(args).get("config"))
-    refuse_run(options.model)
+    check_is_model(options.model)
     from ligermodels.recipes.trainer import train  # and torch
 
     return train(find(args.recipe), options)

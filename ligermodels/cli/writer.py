@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.cli.models import SAMPLING
+from ligermodels.cli.models import PASSED_ON, load_drafter
 from ligermodels.cli.output import say
+from ligermodels.generation.options import SAMPLING_OFF
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,6 +34,13 @@ class Writer:
         self.ids: list[int] = []
         self.images: tuple[Any, ...] = ()
         self.images_end = 0
+        self.options = {name: getattr(args, name) for name in PASSED_ON if getattr(args, name) is not None}
+        self.options |= load_drafter(model, args)
+        samples = model.generation_config.get("do_sample") if args.temperature is None else args.temperature != 0
+        if not samples and (names := SAMPLING_OFF.keys() & self.options.keys() - {"temperature"}):
+            flags = " and ".join(sorted(f"--{name.replace('_', '-')}" for name in names))
+            say(f"note: {flags} without effect, since the likeliest token is taken; --temperature X above 0 samples")
+            self.options = {name: value for name, value in self.options.items() if name not in names}
 
     def write(
         self,
@@ -73,7 +81,7 @@ class Writer:
             attention_mask=torch.ones_like(prompt),  # a pad token that the user typed is a token
             past_key_values=self.cache,
             max_new_tokens=length,
-            **{name: getattr(args, name) for name in SAMPLING},
+            **self.options,
             eos_token_id=stop_ids,
             **({} if cached or inputs is None else inputs),
         )

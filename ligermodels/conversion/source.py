@@ -11,7 +11,7 @@ from ligermodels.arch import ARCHS, TEXTS, CausalLM
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, lenient_json
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.errors import CheckpointError, ConfigError, MismatchError
+from ligermodels.errors import CheckpointError, ConfigError, MismatchError, config_of
 
 
 class Source:
@@ -91,7 +91,8 @@ def model_on_meta(config: Mapping[str, Any], where: str, *, text_only: bool = Fa
         model_type = TEXTS.get(str(model_type), model_type)
     if model_type not in ARCHS:
         raise ConfigError(f"{where} has model_type {model_type!r}; supported: {', '.join(ARCHS)}")
-    return ARCHS[model_type].from_config(config, device="meta")
+    with config_of(where):
+        return ARCHS[model_type].from_config(config, device="meta")
 
 
 def check_fit(source: Source, model: CausalLM, names: weights.Names) -> None:

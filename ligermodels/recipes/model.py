@@ -14,7 +14,7 @@ from torch import nn
 from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, config_of
 from ligermodels.parallel import parallelize
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
@@ -37,7 +37,8 @@ def find(options: TrainOptions) -> Path:
 def sketch(folder: Path, *, text_only: bool = False, mtp_loss_weight: float = 0.0) -> Any:
     """The model of a folder on the meta device; with a weight of its loss, the layer for multi-token prediction too."""
     kind = arch_of(folder, text_only=text_only)
-    return kind.from_config(config_values(folder, None), device="meta", mtp_loss_weight=mtp_loss_weight or None)
+    with config_of(folder):
+        return kind.from_config(config_values(folder, None), device="meta", mtp_loss_weight=mtp_loss_weight or None)
 
 
 def tokenizer_of(options: TrainOptions, folder: Path, sketch: Any) -> Tokenizer:

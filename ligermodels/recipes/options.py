@@ -32,8 +32,8 @@ def option(default: Any, help: str, *, fixed_on_resume: bool = True, **rules: An
 
     fixed_on_resume: resuming a run with another value raises. rules, all optional: `choices`, the valid texts; `least`,
     `above`, `below` and `most`, bounds of a number; `required`; `repeated`: the flag of a list is given once for each
-    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it;
-    `group`: the title of a group of flags, which begins with this one.
+    item; `needs`: an option that must be given with this one; `excludes`: options that must not be given with it, and
+    `instead`, what to do in place of that; `group`: the title of a group of flags, which begins with this one.
     """
     return dataclasses.field(default=default, metadata={"help": help, "fixed_on_resume": fixed_on_resume, **rules})
 
@@ -113,7 +113,8 @@ class TrainOptions:
     lora_modules_to_save: tuple[str, ...] = option((), "modules trained whole, such as lm_head", needs="lora_r")
     quantize: str = option(
         "none", "nf4: frozen weights in 4 bits (QLoRA), which a merge would round again", choices=("none", "nf4"),
-        needs="lora_r", excludes=("merge",))
+        needs="lora_r", excludes=("merge",),
+        instead="merge later: `ligermodels convert MODEL DST --adapter DIR/adapter`")
 
     dp_replicate: int = free_option(1, "replicas of the sharded model (HSDP)", least=1, group="parallel")
     cp: int = free_option(1, "context-parallel degree: GPUs that share each row", least=1)
@@ -145,7 +146,8 @@ class TrainOptions:
             if name in self.unsupported:
                 raise InputError(f"{name}={value}: {self.unsupported[name]}; leave {flag(name)} out")
             for other in given.keys() & fields[name].metadata.get("excludes", ()):
-                raise InputError(f"{name}={value} and {other}={given[other]}: give one of the two")
+                more = f", or {instead}" if (instead := fields[name].metadata.get("instead")) else ""
+                raise InputError(f"{name}={value} and {other}={given[other]}: give one of the two{more}")
             needed = fields[name].metadata.get("needs")
             if needed in fields and not getattr(self, needed):
                 raise InputError(f"{name}={value} needs {needed}: add {flag(needed)}, or leave {flag(name)} out")

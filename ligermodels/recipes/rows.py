@@ -251,9 +251,9 @@ def _open_file(path: Path) -> Rows:
         raise InputError(
             f"{path} has an unsupported extension: expected a name that ends in {', '.join(SUFFIXES)}, unpacked or .gz"
         )
-    data = _unpacked(path) if is_packed else None
+    unpacked = _unpacked(path) if is_packed else None
     with path.open("rb") as file:
-        head = file.read(2**16) if data is None else data[: 2**16]
+        head = file.read(2**16) if unpacked is None else unpacked[: 2**16]
     if not head:
         raise InputError(f"{path} is empty")
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -269,10 +269,10 @@ def _open_file(path: Path) -> Rows:
             data = datasets.load_dataset("parquet", data_files=str(path), split="train") if has_rows else ()
         rows: Rows = DataSet(data, f"{path}: row ", path.parent, (path,))
     elif "json" in suffix and start[:1] != b"[" and not (suffix == ".json" and _UNDER_A_KEY.match(start)):
-        rows = JSONLines(path, data)
+        rows = JSONLines(path, unpacked)
     else:
         try:
-            rows = _parse(path, suffix, _text(path.read_bytes() if data is None else data))
+            rows = _parse(path, suffix, _text(path.read_bytes() if unpacked is None else unpacked))
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
     if not len(rows):

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.checkpoint import adapters, saving
-from ligermodels.checkpoint.files import json_bytes, read_json
+from ligermodels.checkpoint.files import MEDUSA, json_bytes, read_json
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
 from ligermodels.training import files
 
-WEIGHTS, PICKLE, CONFIG = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json"
+WEIGHTS, PICKLE, CONFIG = MEDUSA, "medusa_lm_head.pt", "config.json"
 
 
 class _Residual(nn.Module):

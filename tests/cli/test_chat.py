@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,8 +20,11 @@ from ligermodels import generation
 from ligermodels import layers as L
 from ligermodels.cli import main
 from ligermodels.cli import writer as writer_file
+from ligermodels.cli.models import PASSED_ON
 from ligermodels.layers.state import KeyValues
 from ligermodels.text import Tokenizer
+from ligermodels.training import add_medusa, add_mtp
+from ligermodels.training.medusa import save_medusa
 from tests.cli.commands import run, stdin_of, write_checkpoint
 from tests.generation import models
 from tests.text import families
@@ -124,6 +128,12 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate MODEL < /dev/null", 2, NOTHING),
     ("generate MODEL < closed", 2, NOTHING),
     ("generate MODEL < binary", 3, "error: stdin is not text (byte 0x80 is not UTF-8). Likely cause: a binary file"),
+    ("chat MODEL --image x.png", 2, "error: --image: {model} reads no images; leave it out"),
+    ("inspect heads", 2, "heads has Medusa heads, which go with their model: `ligermodels chat BASE --medusa heads`"),
+    ("generate broken --prompt x", 3, "llama: hidden_act='x' is not supported; supported: silu, swish, gelu, gelu_new, "
+     "gelu_pytorch_tanh\n  The config.json is that of broken."),
+    ("inspect broken", 3, "\n  The config.json is that of broken."),
+    ("train sft broken --data d --output-dir o", 3, "\n  The config.json is that of broken."),
     ("demo --seconds -1", 2, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 2, "exists and is not an empty folder: name a new folder"),
     ("demo --keep runs/config.json/new", 3, "runs/config.json/new cannot be written"),
@@ -137,6 +147,11 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "config.json").write_text("{}")
     (tmp_path / "link").symlink_to("/nowhere/at/all")
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "medusa_lm_head.safetensors").touch()
+    shutil.copytree(folder, tmp_path / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    write(tmp_path / "broken", "config.json", config | {"hidden_act": "x"})
     stdin = {"binary": b"text\x80\xff", "utf-16": "text".encode("utf-16-le")}
     command, _, source = command.partition(" < ")
     pipe = io.TextIOWrapper(io.BytesIO(stdin.get(source, b"")), "utf-8", errors="surrogateescape")
@@ -144,7 +159,7 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     monkeypatch.setattr(sys, "stdin", None if source == "closed" else pipe)
     status, out, err = run(capsys, *(folder if word == "MODEL" else word for word in shlex.split(command)))
     assert (status, out) == (code, "") and "Traceback" not in err
-    assert err.startswith("error: ") and message.format(here=tmp_path) in err, err
+    assert err.startswith("error: ") and message.format(here=tmp_path, model=folder) in err, err
 
 
 # generate
@@ -174,6 +189,76 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     status, out, _ = run(capsys, "generate", folder, "--max-new-tokens", 20, "--dtype", "float32", *argv)
     assert (status, out) == (0, expected(folder, 20, **options) + "\n")
     assert {**passed, **options, "max_new_tokens": 20} == passed
+
+
+def test_the_files_of_a_model_decide_how_tokens_are_drawn(folder, capsys, tmp_path):
+    """As in model.generate; options win over them."""
+    shutil.copytree(folder, sampled := tmp_path / "sampled")
+    settings = dict(do_sample=True, temperature=1.5, top_k=40, repetition_penalty=1.2)
+    write(sampled, "generation_config.json", settings)
+    command = ["generate", sampled, "--prompt", PROMPT, "--max-new-tokens", 20]
+    assert run(capsys, *command, "--seed", 3)[1] == expected(folder, 20, **settings, seed=3) + "\n"
+    greedy = run(capsys, *command, "--temperature", 0, "--repetition-penalty", 1)[1]
+    assert greedy == expected(folder, 20) + "\n"
+    given = ("--seed", 3, "--top-k", 2, "--temperature", 0.5)
+    changed = expected(folder, 20, **settings | dict(top_k=2, temperature=0.5), seed=3)
+    assert run(capsys, *command, *given)[1] == changed + "\n"
+    for flags in (("--top-p", 0.9), ("--top-p", 0.9, "--temperature", 0)):
+        _, out, err = run(capsys, "generate", folder, *command[2:], *flags)
+        assert out == greedy and err.startswith(
+            "note: --top-p without effect, since the likeliest token is taken; --temp"
+        )
+
+
+HYBRID = dict(
+    hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+    linear_value_head_dim=16, max_position_embeddings=512, initializer_range=0.3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "medusa", "use_mtp"])
+def test_drafters_give_the_same_text(name, folder, capsys, monkeypatch, tmp_path):
+    """In a conversation, whose cache the next answer goes on from."""
+    if name == "medusa":
+        add_medusa(model := ligermodels.load(folder), heads=2)
+        save_medusa(model, tmp_path / "heads")
+    elif name == "use_mtp":
+        ids = Tokenizer.from_hub(folder).vocab_size
+        model = ligermodels.Qwen3_5.from_config(HYBRID | dict(vocab_size=ids, eos_token_id=0), seed=0)
+        add_mtp(model)
+        shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+        shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
+        model.save_pretrained(folder := tmp_path / "model")
+    passed, answers = [], []
+
+    def spy(*args, original=generation.generate_iter, **kwargs):
+        passed.append(kwargs.get(name))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "generate_iter", spy)
+    value = {"prompt_lookup_num_tokens": (3,), "medusa": (tmp_path / "heads",), "use_mtp": ()}[name]
+    for flags in ((), (f"--{name.replace('_', '-')}", *value)):
+        monkeypatch.setattr(sys, "stdin", stdin_of("Hello the the the the\nAgain the the the\n"))
+        status, out, err = run(capsys, "chat", folder, "--max-new-tokens", 12, "--temperature", 0, *flags)
+        assert status == 0 and (name == "use_mtp" or "of them cached" in err), err
+        answers.append(out)
+    assert answers[0] == answers[1] and len(answers[0]) > 20
+    assert passed[:2] == [None, None] and all(passed[2:]) and len(passed) == 4
+
+
+def test_a_drafter_that_is_not_there(folder, capsys):
+    command = ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", 2]
+    for flags, code, words in (
+        (("--use-mtp",), 3, "Llama has no layer for multi-token prediction; Qwen3_5 has"),
+        (("--medusa", folder), 3, "give a folder of Medusa heads"),
+        (("--prompt-lookup-num-tokens", 0), 2, "prompt_lookup_num_tokens=0 must be an integer of at least 1"),
+    ):
+        status, out, err = run(capsys, *command, *flags)
+        assert (status, out) == (code, "") and words in err
+    with pytest.raises(SystemExit):
+        run(capsys, *command, "--use-mtp", "--medusa", "x")
+    assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -318,8 +403,8 @@ def writer(folder):
 
     def make(model):
         args = Namespace(
-            max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, seed=None,
-            stop=[], kv_cache_dtype="auto",
+            max_new_tokens=8, stop=[], kv_cache_dtype="auto", medusa=None, use_mtp=False,
+            **dict.fromkeys(PASSED_ON),
         )  # fmt: skip
         return writer_file.Writer(model, Tokenizer.from_hub(folder), args)
 

@@ -92,6 +92,7 @@ REFUSED = [  # recipe, a file of options, what is said: each kind of value and r
     ("sft", "warmup_steps: -1", "warmup_steps=-1: expected 0 or more"),
     ("sft", "max_steps: 1.5", "max_steps=1.5: expected a whole number"),
     ("sft", "max_steps: 3\nnum_train_epochs: 1", "max_steps=3 and num_train_epochs=1: give one of the two"),
+    ("sft", "quantize: nf4\nlora_r: 4\nmerge: true", "give one of the two, or merge later: `ligermodels convert MODEL"),
     ("sft", "eval_share: 1", "eval_share=1: expected less than 1"),
     ("sft", "lr_scheduler_type: constant", "expected one of cosine, .*; did you mean constant_with_warmup?"),
     ("sft", "lora_r: 8\nlora_target_modules: 7", "lora_target_modules=7: expected a list"),
