@@ -300,19 +300,14 @@ def _swap(staging: Path, target: Path) -> None:
 
 
 def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
-    """Hard-links the files of `old` that `new` lacks into `new`, except the weights.
-
-    consolidated*, the weights of other layouts, are not linked if `new` has some: mixed shards could not be opened.
-    """
-    consolidated = any(new.glob("consolidated*"))
+    """Hard-links the files of `old` that `new` lacks into `new`, except the weights."""
     for path in old.iterdir():
         place = new / path.name
-        is_weights = _is_weights(path.name) or (consolidated and path.name.startswith("consolidated"))
         if path.is_dir() and not path.is_symlink() and (place.is_dir() or not os.path.lexists(place)):
             place.mkdir(exist_ok=True)
             _link_others(path, place, weights=True)
             shutil.copystat(path, place)
-        elif os.path.lexists(place) or (is_weights and not weights):
+        elif os.path.lexists(place) or (_is_weights(path.name) and not weights):
             continue
         elif path.is_symlink():
             os.symlink(os.readlink(path), place)

@@ -161,7 +161,7 @@ def test_the_tokenizer_beside_an_adapter_is_taken_and_the_bases_stops_stay(home,
     ("chat {ours} --adapter {pefts}", "is an adapter, and so is"),
     ("chat {nameless}", "does not name its base model. Next step: give the base as MODEL, and --adapter "),
     ("chat {lost}", "It is the base that {lost}/adapter_config.json names. Next step: give the base as MODEL"),
-    ("chat {unfetched}", "the cache lacks any snapshot"),
+    ("chat {unfetched}", "someone/base at revision v1: the cache lacks any snapshot"),
     ("chat {base} --adapter {dropped}", "sets alora_invocation_tokens, which is not computed here"),
     ("generate {larger} --adapter {ours} --prompt x", "Likely: the adapter of another model"),
     ("generate {base} --adapter {other} --prompt x", "an adapter for model.layers.7.mlp.down_proj, which is not there"),
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_one_message(home, wrong, message, capsys, tmp_path
     ours, names = home / "ours", {"base": home / "base", "ours": home / "ours", "pefts": home / "pefts"}
     names["nameless"] = copy(ours, tmp_path / "nameless", base_model_name_or_path=None)
     names["lost"] = copy(ours, tmp_path / "lost", base_model_name_or_path="/nowhere/base")
-    names["unfetched"] = copy(ours, tmp_path / "unfetched", base_model_name_or_path="someone/base")
+    names["unfetched"] = copy(ours, tmp_path / "unfetched", base_model_name_or_path="someone/base", revision="v1")
     names["dropped"] = copy(ours, tmp_path / "dropped", alora_invocation_tokens=[1])
     names["other"], names["larger"] = copy(ours, tmp_path / "other"), tmp_path / "larger" / "base"
     from safetensors.torch import load_file, save_file

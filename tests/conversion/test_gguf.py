@@ -591,15 +591,34 @@ def other_type(blob: bytes) -> bytes:
     return blob[:at] + struct.pack("<I", 39) + blob[at + 4 :]
 
 
+OTHER_RULE = {**LLAMA3, "factor": 6.1, "low_freq_factor": 0.5, "original_max_position_embeddings": 4096}
+
+
 def other_rule(model, target):
-    scaling = {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}, "rope_theta": 500000.0}
-    to_gguf(small_model(target.with_suffix(""), "llama 3", **scaling), target)
+    """A file with other numbers than usual, which it does not name."""
+    own, file = small_model(target.with_suffix(""), "llama 3", rope_scaling=OTHER_RULE), target.with_name("own.gguf")
+    to_gguf(own, file)
+    assert (
+        ligermodels.load(file, **QUIET).config.rope_parameters == ligermodels.load(own, **QUIET).config.rope_parameters
+    )
+    without("llama.rope.llama3.low_freq_factor")(file, target)
+
+
+def test_sections_for_images_come_back_where_they_are_of_the_model(tmp_path):
+    """llama.cpp reads no file without them."""
+    for at, (sections, comes_back) in enumerate([({}, False), ({"mrope_section": [2, 1, 1]}, True)]):
+        rope = QWEN3_5["rope_parameters"] | {"mrope_section": None} | sections
+        rope = {name: value for name, value in rope.items() if value is not None}
+        config = QWEN3_5 | {"layer_types": ["full_attention"], "full_attention_interval": 1, "rope_parameters": rope}
+        model = small_model(tmp_path / f"{at}", "qwen 3.5", "qwen3_5_text", **config)
+        to_gguf(model, file := tmp_path / f"{at}.gguf")
+        assert ("mrope_section" in ligermodels.load(file, **QUIET).config.rope_parameters) is comes_back
 
 
 BAD = [
     (put("general.architecture", "mamba"), ConfigError, "'mamba'.*supported: llama, gemma"),
     (without("llama.embedding_length"), ConfigError, "lacks llama.embedding_length"),
-    (put("split.count", 3), CheckpointError, "one of 3 parts.*\n.*llama-gguf-split"),
+    (put("split.count", 2), CheckpointError, "one of 2 parts.*\n.*llama-gguf-split"),
     (put("llama.rope.scaling.type", "longrope"), ConfigError, "longrope as it is set there"),
     (put("llama.rope.dimension_count", 4), ConfigError, "rotates 4 of a head's 8"),
     (put("llama.attention.value_length", 4), ConfigError, "other sizes"),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.adapters import size_of
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
@@ -138,6 +139,14 @@ def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
     an_adapter(tmp_path / "one", {}, extra={embed: rows})
     with pytest.raises(CheckpointError, match="ties embedding and head"):
         MergedSource(base, tmp_path / "one")
+
+
+def test_patterns_name_modules_by_the_ends_of_their_names():
+    """As in the test below, without PEFT."""
+    options = {"r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2, "v": 7, r"layers\.1\.mlp\.up_proj": 6}}
+    names = ("model.layers.0.self_attn.q_proj", "q_proj", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.up_proj",
+             "model.layers.0.self_attn.v_proj", "model.layers.0.self_attn.kq_proj")  # fmt: skip
+    assert [size_of(options, name) for name in names] == [(2, 8), (2, 8), (6, 8), (4, 8), (4, 8), (4, 8)]
 
 
 def test_peft_merges_to_the_same(tmp_path):

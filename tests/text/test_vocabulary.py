@@ -1,7 +1,9 @@
 """Special and added tokens under transformers' names, set and added as trainers do, against transformers."""
 
 import copy
+import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tokenizers import AddedToken
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text import Tokenizer
-from tests.text import families
+from tests.text import families, folders
 
 # No file names these; transformers' classes do.
 CLASS_DEFAULTS = {"gemma 2": ("mask_token",)}
@@ -35,6 +37,16 @@ def test_names_and_ids(pair):
     assert list(ours.model_input_names) == theirs.model_input_names
     assert len(ours) == len(theirs) == ours.vocab_size
     assert ours.get_vocab() == theirs.get_vocab()
+
+
+def test_a_flag_of_the_config_counts_over_that_of_the_tokenizer(byte_level_folder, tmp_path):
+    shutil.copytree(byte_level_folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    index, token = next(pair for pair in config["added_tokens_decoder"].items() if pair[1]["content"] == "été")
+    token["single_word"] = True
+    folders.write(tmp_path, "tokenizer_config.json", config)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert [int(index) in tokenizer.encode(text) for text in ("un été", "un étés")] == [True, False]
 
 
 def test_tokens_to_ids_and_back(pair):

@@ -48,6 +48,8 @@ _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _DEFAULTS = {**_CAPS, "full_attention_interval": 4}
 _SECTIONS = [11, 11, 10]
 """mrope_section of every released Qwen3.5; llama.cpp reads no file without it, and text does not depend on it."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The numbers of Llama 3's rope in all released files; a file with others has them as rope.llama3.*, for us alone."""
 _UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length")
 
 
@@ -165,9 +167,10 @@ def config_of(metadata: Metadata, headers: Mapping[str, TensorInfo], tables: Map
             **(config.pop("rope_scaling") or {}),
             "rope_theta": config.pop("rope_theta"),
             "partial_rotary_factor": rotated / head_dim,
-            "mrope_section": metadata.items_of("rope.dimension_sections", _SECTIONS)[:3],
-            "mrope_interleaved": True,
         }
+        sections = metadata.items_of("rope.dimension_sections", _SECTIONS)[:3]
+        if sum(sections) == rotated // 2:  # else they are those that llama.cpp asks of any file
+            config["rope_parameters"] |= {"mrope_section": sections, "mrope_interleaved": True}
     elif model_type == "phi3":
         config["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length", context)
         config["partial_rotary_factor"] = rotated / head_dim
@@ -218,15 +221,16 @@ def _rope_scaling(metadata: Metadata, tables: Mapping[str, Tensor], head_dim: in
 
 
 def _llama3_rule(metadata: Metadata, divisors: Tensor, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling that has these divisors; low, high and original length are the same in all released files."""
-    rule = {"rope_type": "llama3", "factor": float(str(np.float32(divisors.max().item()))), "low_freq_factor": 1.0}
-    rule |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    """The rope_scaling that has these divisors."""
+    rule = {"rope_type": "llama3", "factor": divisors.max().item(), **_LLAMA3}
+    rule |= {name: value for name in rule if (value := metadata.get(f"rope.llama3.{name}")) is not None}
+    rule |= {name: float(str(np.float32(value))) for name, value in rule.items() if isinstance(value, float)}
     theta = float(metadata.get("rope.freq_base", 10000.0))
     expected = torch.tensor(llama3_divisors({**rule, "rope_theta": theta}, head_dim))
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5, atol=0.0):
         raise ConfigError(
-            f"{metadata.where}: rope_freqs.weight is not Llama 3's rule with its usual numbers (1, 4, 8192), and no "
-            "other one is supported.\n  Next: use the checkpoint in Hugging Face's layout."
+            f"{metadata.where}: rope_freqs.weight is not Llama 3's rule with its usual numbers (1, 4, 8192), and the "
+            "file has no others.\n  Next: use the checkpoint in Hugging Face's layout."
         )
     return rule
 
@@ -278,6 +282,11 @@ def metadata_of(config: Any, rotary: Any, mtp_layers: int) -> dict[str, int | fl
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         found["rope.scaling.yarn_beta_fast"] = float(rope.get("beta_fast") or 32)
         found["rope.scaling.yarn_beta_slow"] = float(rope.get("beta_slow") or 1)
+    if rope["rope_type"] == "llama3":
+        usual = {**_LLAMA3, "factor": np.float32(max(llama3_divisors(rope, rotary.dim)))}
+        numbers = {"factor": float(rope["factor"]), **{name: type(x)(rope[name]) for name, x in _LLAMA3.items()}}
+        if any(np.float32(numbers[name]) != value for name, value in usual.items()):
+            found |= {f"rope.llama3.{name}": value for name, value in numbers.items()}
     if rope["rope_type"] == "longrope":
         found["rope.scaling.attn_factor"] = float(rotary.attention_scaling)
     return found

@@ -3,7 +3,7 @@
 config.json and the tokenizer's files are made from the metadata. Quantised tensors are dequantised to fp32 by the gguf
 package. The checkpoint has the dtype of the matrices. Vectors, routers and convolutions, which are fp32 in every file,
 get that dtype too where written again they would have the same bits. So bf16 norms and A_log come back as bf16.
-rope_freqs must be Llama 3's rule with its usual numbers.
+rope_freqs must be Llama 3's rule, with its usual numbers or those that our writer puts beside it.
 """
 
 import functools
