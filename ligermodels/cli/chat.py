@@ -38,17 +38,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default=[],
         help="end before TEXT; may be given several times",
     )
-    drafter = shared.add_argument_group("fewer steps for the same text, one of").add_mutually_exclusive_group()
-    drafter.add_argument(
+    drafter = shared.add_mutually_exclusive_group().add_argument
+    drafter(
         "--prompt-lookup-num-tokens",
         type=int,
         metavar="N",
-        help="propose N tokens that followed the same words earlier",
+        help="propose N tokens that followed the same words earlier: the same text in fewer steps, also below",
     )
-    drafter.add_argument("--medusa", metavar="DIR", help="propose tokens by heads that `train medusa` has written")
-    drafter.add_argument(
-        "--use-mtp", action="store_true", help="propose tokens by the model's layer for multi-token prediction"
-    )
+    drafter("--medusa", metavar="DIR", help="propose tokens by the heads in DIR, which `train medusa` has written")
+    drafter("--use-mtp", action="store_true", help="propose tokens by the model's layer for multi-token prediction")
 
     how: Any = dict(parents=[shared], epilog=_EPILOG)
     generate = commands.add_parser("generate", help="continue a text", **how)
