@@ -206,6 +206,9 @@ class Checkpoints:
             self._copies.clear()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
+            # gloo's threads end with the last reference to their group. One that still drops its share of a collective
+            # while the interpreter ends asks for the GIL, which aborts the process.
+            self._group, self._processes = None, Processes()
 
     def _wait(self) -> None:
         if self._closed:

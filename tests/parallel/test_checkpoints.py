@@ -4,8 +4,10 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +24,7 @@ from ligermodels.checkpoint.dcp import Reader, checksum
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.parallel import Checkpoints, make_mesh, parallelize
 from ligermodels.training import AdamW
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import on_ranks, one_rank
 from tests.parallel.train import CONFIG, Data, Run, sharded
 
 
@@ -355,6 +357,21 @@ def test_bad_calls(tmp_path, good):
 
 
 # Several ranks
+
+
+def threads():
+    """The names of the threads of this process, by their numbers."""
+    return {path.name: (path / "comm").read_text() for path in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_thread_of_its_group_outlives_it(tmp_path):
+    with one_rank(tmp_path):
+        run, before = Run(), threads()
+        with run.checkpoints(tmp_path / "run") as checkpoints:
+            checkpoints.save(1, wait=False)
+            assert any("gloo" in threads()[number] for number in threads().keys() - before.keys())
+        assert not any("gloo" in threads()[number] for number in threads().keys() - before.keys())
 
 
 def on_two_ranks(folder):
