@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -23,25 +24,43 @@ torch.set_num_threads(1)  # a second one waits for matrices this small, ten time
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", metavar="FILE", help="write commit, GPU, versions and the counts of outcomes to FILE")
+    parser.addoption(
+        "--record", metavar="FILE",
+        help="write what comes out to FILE; the tests that FILE names as slow, if it is there, are run first",
+    )  # fmt: skip
+    parser.addoption(
+        "--all-packages", action="store_true", help="fail where a test is skipped because its package is not installed"
+    )
+
+
+def pytest_configure(config):
+    if config.option.record and not hasattr(config, "workerinput"):
+        from tests.record import Record
+
+        config.pluginmanager.register(Record(config.option.record))
+
+
+def _reasons_of_skips(config) -> Counter[str]:
+    """{why: number of tests or files}; empty in a process that runs tests for another."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reports = reporter.stats.get("skipped", ()) if reporter else ()
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+
+
+def _lacks_packages(config) -> bool:
+    return config.option.all_packages and any("could not import" in reason for reason in _reasons_of_skips(config))
+
+
+def pytest_sessionfinish(session):
+    if session.exitstatus == pytest.ExitCode.OK and _lacks_packages(session.config):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if config.option.record is None:
-        return
-    from benchmarks.harness import environment
-
-    found = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    failures = sorted(
-        {report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())}
-    )
-    with open(config.option.record, "w", encoding="utf-8") as file:
-        json.dump(
-            {"environment": environment("cuda") | {"command": "make gpu"}, **found, "failures": failures},
-            file,
-            indent=1,
-        )
-        file.write("\n")
+    for reason, number in _reasons_of_skips(config).most_common():
+        terminalreporter.write_line(f"{number} skipped: {reason}")
+    if _lacks_packages(config):
+        terminalreporter.write_line("FAILED: --all-packages, and some that tests need are not installed", red=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,6 +68,10 @@ def pytest_collection_modifyitems(config, items):
 
     The latter need real hardware and are skipped without it; the former run interpreted on the CPU.
     """
+    if config.option.record:
+        from tests.record import slowest_first
+
+        slowest_first(items, config.option.record)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
