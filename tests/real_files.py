@@ -38,7 +38,7 @@ def path(name: str) -> Path:
     """The path of a released file, such as "mistral-common/tekken_240911.json"; skips the test without it."""
     found = root() / name
     if not found.exists():
-        pytest.skip(f"{found} is not there: `python -m tests.real_files` unpacks it")
+        pytest.skip("needs released files: `python -m tests.real_files` unpacks them")
     return found
 
 

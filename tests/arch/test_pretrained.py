@@ -171,7 +171,7 @@ class TestDevices:
         "more than max_memory": dict(device_map="auto", max_memory={"cpu": 90_000}),
     }  # fmt: skip
 
-    @pytest.mark.parametrize("given, family", zip(ON_DISK.values(), [*FAMILIES] * 2, strict=True), ids=ON_DISK)
+    @pytest.mark.parametrize("given, family", [*zip(ON_DISK.values(), [*FAMILIES] * 2, strict=True)], ids=ON_DISK)
     def test_modules_on_the_disk_are_read_from_the_checkpoint(self, folders, family, given, tmp_path):
         pytest.importorskip("accelerate")
         plain = load(folders[family], dtype=torch.float32)  # not the dtype of the files

@@ -87,7 +87,7 @@ def test_texts_are_those_of_transformers(pair, template, conversation):
     assert refused < len(OPTIONS) - 1 or template == "gemma 3" or conversation in ("content None", "two tool calls")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL has the released templates")
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="could not import 'trl'")
 @pytest.mark.filterwarnings("ignore:.*does not read it")
 @pytest.mark.parametrize("name", ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"])
 def test_released_templates_of_qwen3_5_and_later(pair, name):
@@ -301,7 +301,7 @@ def test_masks_are_those_of_transformers(folder_of, name):
 
 def test_masks_of_trls_templates(pair):
     """Its templates with {% generation %} give the same ids and mask, or are refused by both."""
-    trl, found = importlib.util.find_spec("trl") or pytest.skip("needs trl"), []
+    trl, found = importlib.util.find_spec("trl") or pytest.skip("could not import 'trl'"), []
     for path in sorted((Path(trl.origin).parent / "chat_templates").glob("*_training.jinja"))[::3]:
         options = {"chat_template": path.read_text(), **MASK}
         ours, theirs = (outcome(lambda: t.apply_chat_template(TALK[1:], **options)) for t in pair)  # noqa: B023
