@@ -242,8 +242,10 @@ def test_generate_is_ours_and_writes_the_same(folders, family, monkeypatch):
 # Adapters, quantised bases, classifiers
 
 
-def test_adapter_folders(folders, tmp_path):
+def test_adapter_folders(folders, tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
+    # transformers 5.24 asks for PEFT 0.22, which is not released, for all adapters; LoRA's calls are those of 0.21.
+    monkeypatch.setattr(transformers.integrations.peft, "MIN_PEFT_VERSION", "0.21")
     expected = theirs(folders["qwen2"])
     expected.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     expected.eval().peft_config["default"].base_model_name_or_path = str(folders["qwen2"])

@@ -83,8 +83,15 @@ def logits(model):
     return model(input_ids=IDS).logits
 
 
-def greedy(model):
-    return model.generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=6, do_sample=False).tolist()
+def greedy(model, ids=IDS, mask=MASK):
+    return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False).tolist()
+
+
+def greedy_by_forwards(model, ids):
+    with torch.no_grad():
+        for _ in range(6):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+    return ids.tolist()
 
 
 def load_adapter_of_all(model, folder):
@@ -145,7 +152,9 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     assert (expected[:, -plain.shape[1] :] - plain).abs().max() > 1e-2  # it has learnt something
     with model.disable_adapter(), expected_model.disable_adapter():
         torch.testing.assert_close(logits(model), logits(expected_model), **LOGITS)
-    if family != "mixtral":  # transformers' balancing loss does not know a mask over a cache
+    if config.is_prompt_learning:  # over PEFT 0.21's prompts, transformers 5.24 generates what its forwards do not
+        assert greedy(model, IDS, torch.ones_like(IDS)) == greedy_by_forwards(expected_model, IDS)
+    elif family != "mixtral":  # transformers' balancing loss does not know a mask over a cache
         assert greedy(model) == greedy(expected_model)
 
     # What one has saved gives the same on the other's base.
