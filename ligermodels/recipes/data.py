@@ -150,7 +150,10 @@ class Counts:
                 self.warned[name] = _warn(text, notes)
         good, dropped = n["rows"] - n["bad"], n["untrained"] + n["cut_away"]
         next_step = f"{self.warned.get('cut', '')}\n  Next: raise --max-length, or"
-        if dropped == good > 0 if self.skip_bad else dropped > MAX_UNTRAINED * good:
+        is_too_little = dropped > MAX_UNTRAINED * good
+        if self.skip_bad:
+            is_too_little = n["rows"] >= self.total and dropped == good > 0
+        if is_too_little:
             skip = "" if self.skip_bad else "; --skip-bad trains on the others"
             raise InputError(
                 f"{dropped} of {n['rows']} rows have no token to train: {n['untrained']} have none, and "
