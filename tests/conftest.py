@@ -20,6 +20,8 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := torch.cuda.dev
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     first = int(worker.removeprefix("gw")) % gpus
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:] + visible[:first])
+if worker:
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process has as many as there are cores
 torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 

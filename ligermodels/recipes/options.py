@@ -67,12 +67,12 @@ class TrainOptions:
     data: tuple[str, ...] = option(
         (), "files, folders, or OWNER/NAME[:SPLIT] of the Hub, each with its --data; FILE*0.5 takes half of its rows",
         repeated=True, required=True, group="data")
-    max_samples: int | None = option(None, "number of rows of --data that are used, from the first", least=1)
+    max_samples: int | None = option(None, "rows that are used: the first, or each set's share of several", least=1)
     system_prompt: str | None = option(None, "a system message for chats that begin without one")
     eval_data: str | None = option(None, "examples to evaluate on, as --data", excludes=("eval_share",))
     eval_share: float = option(0.0, "fraction of --data that is held out to evaluate on", least=0, below=1)
     max_length: int | None = option(None, "tokens of a sequence (default 4096, or the model's context)", least=2)
-    skip_bad: bool = free_option(False, "leave out rows that cannot be read, and count them")
+    skip_bad: bool = free_option(False, "leave out rows that cannot be read or train nothing, and count them")
     show: int = free_option(1, "number of examples to print, with what is trained marked", least=0)
     seed: int = option(0, "seed for shuffling and sampling", least=0, below=2**63)
 

@@ -99,10 +99,8 @@ class JSONLines(Rows):
 
     def _item(self, index: int) -> Any:
         start, end = self._items[index], self._items[index + 1]
-        with (
-            read_errors(self.files[0]),
-            self._open(self.files[0]) as file,
-        ):  # opened for each row: threads and processes share no position
+        # Opened for each row: threads and processes share no position.
+        with read_errors(self.files[0]), self._open(self.files[0]) as file:
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
             return parse_json(file.read(end - start).rstrip())

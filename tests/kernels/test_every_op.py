@@ -1,7 +1,7 @@
 """Tests of every op in the table of `ops`: exactness, autograd, autocast, compilation, CUDA graphs.
 
-On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates. Without a GPU
-what a CPU user runs is judged as well: PyTorch in place of the kernels.
+On a GPU over up to 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates. Without a
+GPU what a CPU user runs is judged as well: PyTorch in place of the kernels.
 """
 
 import contextlib

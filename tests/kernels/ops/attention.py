@@ -152,6 +152,7 @@ def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ord
         complete={"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask" if "key mask" in forms else forms[0]},
         row=lambda chosen: 2**12 * chosen["heads"] * chosen["kv_heads"],
         more={} if call is kernels.attention and ordered else {"form": list(DEAR_FORMS)},
+        variants=16,  # which take long to compile
         few_rows=(0, 70) if our_form else (0, 1, 7, 70),
         edges=edges,
         past_2_31=huge,

@@ -120,6 +120,7 @@ def experts_op() -> Op:
         row=lambda chosen: 2**11,
         more={"recompute": [False, True]},
         few_rows=(0, 1, 9),
+        variants=16,  # which take long to compile
         fits=lambda chosen: chosen["top_k"] <= chosen["experts"] and chosen["hidden"] * chosen["inner"] > 1,
         edges={
             "all to the same": lambda m: make(m, 20, logits=lambda r, e: torch.arange(e).expand(r, e) * 9.0, **usual),
