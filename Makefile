@@ -33,7 +33,7 @@ lint: .venv/dev
 # path and name have both words, and ONLY="norm or rope" those that have one; neither writes a record.
 GPU_PROCESSES ?= 15
 gpu:
-	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) --dist load --maxschedchunk 1 -m gpu \
+	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal -m gpu \
 		$(if $(ONLY),-k "$(subst /, and ,$(ONLY))",--record benchmarks/results/gpu.json) tests
 
 # On a machine with a GPU whose python3 holds torch and the extra `bench`. docs/benchmarks.md says how to read it.

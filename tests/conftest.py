@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
     if config.option.record:
         from tests.record import slowest_first
 
-        slowest_first(items, config.option.record)
+        slowest_first(items, config.option.record, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))

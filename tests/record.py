@@ -1,6 +1,7 @@
 """The record of `make gpu`: what came out, which tests are slow, which were not reached; it orders the next run."""
 
 import collections
+import itertools
 import json
 import signal
 import sys
@@ -23,13 +24,21 @@ def seconds_in(path: str) -> dict[str, float]:
     return dict.fromkeys(record["not reached"], 0.1) | record["seconds"]
 
 
-def slowest_first(items: list[pytest.Item], path: str) -> None:
-    """Orders tests by the record of an earlier run, those that it did not reach before those that are not slow.
+def slowest_first(items: list[pytest.Item], path: str, processes: int) -> None:
+    """Orders tests for `--dist worksteal`, which hands each process a block and lets idle ones take from their ends.
 
-    Processes that take one test after another then end together, and a run that is cut short loses the cheapest.
+    A block begins with its share of the slow tests of an earlier run, longest first, and of those that it did not
+    reach; the others stay in their order, since tests of a file share checkpoints and compiled kernels. So a run that
+    is cut short loses the cheapest.
     """
-    seconds = seconds_in(path)
-    items.sort(key=lambda item: -seconds.get(item.nodeid, 0))
+    seconds, ordered = seconds_in(path), list[pytest.Item]()
+    slow = sorted((item for item in items if item.nodeid in seconds), key=lambda item: -seconds[item.nodeid])
+    others = iter([item for item in items if item.nodeid not in seconds])
+    for process in range(processes):
+        size = (len(items) - len(ordered)) // (processes - process)  # as pytest-xdist divides them
+        share = slow[processes - 1 - process :: processes]
+        ordered += [*share, *itertools.islice(others, size - len(share))]
+    items[:] = ordered
 
 
 class Record:

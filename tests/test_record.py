@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.processes import SECONDS
+from tests.record import slowest_first
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,18 +26,21 @@ def test_a_run_that_is_cut_short_says_what_it_did_not_reach_and_the_next_begins_
     lines += ["def test_limit():", "    os.kill(os.getppid(), signal.SIGTERM)", "    time.sleep(60)"]
     lines += ["def test_last(): assert False"]
     (tmp_path / "test_it.py").write_text("\n".join(lines))
-    before = {
-        "not reached": ["test_it.py::test_d"],
-        "seconds": {"test_it.py::test_c": 9.0, "test_it.py::test_last": -1},
-    }
+    before = {"not reached": ["test_it.py::test_d"], "seconds": {"test_it.py::test_c": 9.0}}
     (tmp_path / "record.json").write_text(json.dumps(before))
-    hand_out = ("-n", "1", "--dist", "load", "--maxschedchunk", "1", "--record", tmp_path / "record.json")
-    status, output = run(tmp_path, *hand_out)
+    status, output = run(tmp_path, "-n", "1", "--dist", "worksteal", "--record", tmp_path / "record.json")
     assert status == 2, output
     assert (tmp_path / "order").read_text() == "cdab"
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["not reached"] == ["test_it.py::test_limit", "test_it.py::test_last"]
     assert (record["passed"], record["failed"], record["failures"], record["seconds"]) == (4, 0, [], {})
+
+
+def test_slow_tests_are_dealt_to_the_processes(tmp_path):
+    (tmp_path / "record.json").write_text(json.dumps({"not reached": ["g"], "seconds": {"b": 20, "d": 90, "f": 50}}))
+    items = [SimpleNamespace(nodeid=name) for name in "abcdefghi"]
+    slowest_first(items, str(tmp_path / "record.json"), 2)  # blocks of 4 and 5
+    assert "".join(item.nodeid for item in items) == "fgac" + "dbehi"
 
 
 def test_a_package_that_is_not_installed_fails_a_run_that_needs_all(tmp_path):

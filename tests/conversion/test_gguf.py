@@ -321,6 +321,7 @@ LOSSES = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
     source = shutil.copytree(model_of(name), tmp_path / "source")

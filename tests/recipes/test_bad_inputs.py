@@ -103,6 +103,7 @@ def test_rows_are_shown_as_they_are_trained(home, write, tmp_path, capsys):
     assert f"{text}:1; the first of 3 examples:\nw[" in shown and "(63 of 64 tokens are trained)" in shown
 
 
+@pytest.mark.filterwarnings("always:rows that cannot be read")
 def test_rows_that_are_left_out_are_named(home, write, tmp_path, capsys):
     data = write("a.jsonl", f"{CHAT}\n{{\n{CHAT}\n[]\n")
     assert train(home, tmp_path / "out", "--max-steps", "1", "--max-length", "64", "--skip-bad", data=data) == 0
