@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.errors import InputError
 from ligermodels.layers import Attention, Batch, GatedMLP, RMSNorm
+from ligermodels.layers.base import Layer
 from ligermodels.layers.state import KeyValues
 
 _NOT_GIVEN: Any = object()
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Layer):
     """The base of all blocks, whose `forward` maps (x, residual, batch, cache) to (x, residual), or (x, residual, ...).
 
     Called without `residual`, as by code that runs a model block by block, the block returns x + residual alone.

@@ -7,30 +7,17 @@ decisions once.
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
-from ligermodels.kernels.attention import engine
-from ligermodels.kernels.joint import joint
-from ligermodels.kernels.low_bit import LowBitWeight
-from ligermodels.kernels.operand import LinearOperand, choose
-from ligermodels.layers import (
-    MLP,
-    Attention,
-    CrossAttention,
-    Experts,
-    GatedDeltaNet,
-    GatedMLP,
-    LayerNorm,
-    LMHead,
-    RMSNorm,
-)
+from ligermodels.layers import LMHead
+from ligermodels.layers.base import FusionContext, FusionPart, Layer
 from ligermodels.layers.head import takes_labels, unwrapped
-from ligermodels.layers.linear import obstacle, operands_of
+from ligermodels.layers.linear import obstacle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,96 +69,17 @@ def fusion_report(model: Any) -> FusionReport:
     for name, module in model.named_modules():
         if ".original_module" in name:
             continue  # kept by PEFT beside the trained copy
-        for row in _rows_of(module, model.dtype, device, name in gathered):
+        at = FusionContext(model.dtype, device, name in gathered)
+        for row in module.fusion_parts(at) if isinstance(module, Layer) else ():
             found.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
     if takes_labels(unwrapped(model.lm_head)):
-        head: Found = ("lm_head, loss", "one op", True, "")
+        head = FusionPart("lm_head, loss", "one op", True)
     else:
         reason = obstacle(model.lm_head, LMHead)
-        head = ("lm_head, loss", "logits, all in memory", False, reason or "a wrapper around the head")
+        head = FusionPart("lm_head, loss", "logits, all in memory", False, reason or "a wrapper around the head")
     found["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
     return FusionReport(_kernels(device), tuple(rows))
-
-
-Found = tuple[str, str, bool, str]
-"""part, runs, fused, why."""
-
-
-def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gathered: bool) -> Iterator[Found]:
-    if isinstance(module, Attention):
-        yield _linears(module, module.joint_names, gathered)
-        q = torch.empty(1, 1, 1, module.head_dim, dtype=dtype, device=device)
-        name, why = engine(q, softcap=module.softcap, window=module.window)
-        yield "scores", name, not name.startswith("attention_reference"), why
-    elif isinstance(module, GatedDeltaNet):
-        yield _linears(module, module.joint_names, gathered)
-        kernels = use_triton(torch.empty(0, device=device))
-        yield "delta rule", "Triton, chunks of tokens" if kernels else "PyTorch, token by token", kernels, ""
-    elif isinstance(module, CrossAttention):
-        yield _linears(module, module.joint_names, gathered)
-    elif isinstance(module, GatedMLP | MLP):
-        yield _linears(module, module.joint_names, gathered, module.output_name)
-    elif isinstance(module, Experts):
-        operands = [module.operand(name) for name in ("gate_up_proj", "down_proj")]
-        runs = {"experts": "one op, grouped matmuls", "grouped": "grouped matmuls"}[_chosen(operands)]
-        yield "experts", runs + _parts(operands), True, ""
-    elif isinstance(module, RMSNorm | LayerNorm):
-        reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
-        yield "residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason or ""
-
-
-def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
-    """The row of linear modules that share an input, and for an MLP of the output module."""
-    names = [*inputs, *([] if output is None else [output])]
-    part = " | ".join(names)
-    modules: dict[str, Any] = {name: layer.get_submodule(name) for name in names}
-    modules = {name: one for name, one in modules.items() if not (gathered and hasattr(one.weight, "full_tensor"))}
-    reasons = {name: reason for name, one in modules.items() if (reason := obstacle(one)) is not None}
-    if not reasons:
-        operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
-        if "formula" in (_chosen(operands[: len(inputs)]), _chosen(operands[len(inputs) :])):
-            return part, "each by itself, by PyTorch", False, "autocast casts their input or weights"
-        why = _why_not_joint(layer, inputs, gathered)
-        one = "one op" if output else "one matmul"
-        each = f" of {' and '.join(inputs)}" if output else ""
-        return part, (one if not why else f"one op, a matmul for each{each}") + _parts(operands), True, why
-    joint_inputs = output and len(inputs) > 1 and not reasons.keys() & set(inputs)
-    runs = f"one op of {' | '.join(inputs)}" if joint_inputs else "each by itself" if len(names) > 1 else "by itself"
-    by_text: dict[str, list[str]] = {}
-    for name, text in reasons.items():
-        by_text.setdefault(text, []).append(name)
-    why = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
-    return part, runs, False, why
-
-
-def _parts(operands: Sequence[LinearOperand]) -> str:
-    """What the operands have: adapters, quantised weights."""
-    lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
-    return lora + ", weights dequantised" * any(isinstance(one.weight, LowBitWeight) for one in operands)
-
-
-def _chosen(operands: Sequence[LinearOperand]) -> Any:
-    """The result of `choose` in training."""
-    if not operands:
-        return None
-    weight = operands[0].weight
-    dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
-    with torch.enable_grad():
-        return choose(operands, torch.empty(2, weight.shape[-1], dtype=dtype, device=weight.device).requires_grad_())
-
-
-def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
-    """Why plain modules of one input are not one matmul; "" if they are."""
-    modules = [getattr(layer, name) for name in names]
-    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # joint once dequantised
-        return ""
-    if gathered:
-        return "FSDP gathers each weight by itself"
-    weights = [m.weight for m in modules]
-    if any(weight.is_meta for weight in weights) or joint(weights) is not None:  # loading makes them joint
-        return ""
-    return "their weights are not joint in memory"
 
 
 def _gathered(model: nn.Module) -> set[str]:

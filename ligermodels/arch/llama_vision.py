@@ -14,7 +14,6 @@ Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
 Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
 """
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,9 +27,9 @@ from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
-from ligermodels.checkpoint import weights
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
+from ligermodels.layers.base import Draw, zeros
 from ligermodels.layers.state import ImageKeyValues
 
 EXTRA_ROWS = 8
@@ -104,6 +103,10 @@ class CrossBlock(ResidualBlock):
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
         self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.cross_attn_attn_gate, zeros)
+        draw(self.cross_attn_mlp_gate, zeros)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: ImageKeyValues | None = None
@@ -271,24 +274,6 @@ class LlamaVision(CausalLM):
             cross_attention_mask=cross_attention_mask,
             **inputs,
         )
-
-    @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
-        blocks and the embeddings of patches and positions at normal, std `initializer_range`."""
-        super().init_weights(seed)
-        generator = torch.Generator(self.device).manual_seed(seed + 1)
-        tower, std = self.model.vision_model, self.config.vision_config.initializer_range
-        for parameter in (
-            tower.patch_embedding.weight,
-            tower.class_embedding,
-            tower.gated_positional_embedding.embedding,
-        ):
-            weights.fill(parameter, functools.partial(nn.init.normal_, std=std, generator=generator))
-        for name, parameter in self.named_parameters():
-            if name.endswith(("gate", "gate_attn", "gate_ffn")):
-                spread = std if "global_transformer" in name else 0.0
-                weights.fill(parameter, functools.partial(nn.init.normal_, std=spread, generator=generator))
 
     DISK_NAMES: ClassVar = {
         "model.language_model.{rest}": "language_model.model.{rest}",

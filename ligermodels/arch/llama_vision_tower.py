@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import GENERIC, VisionConfig
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
+from ligermodels.layers.base import Draw, Layer, normal, zeros
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.training.recompute import Checkpointing
 
@@ -100,7 +101,7 @@ def patches(tiles: Tensor, size: int) -> Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # from [N, channels, rows, p, columns, p]
 
 
-class TileEmbedding(nn.Module):
+class TileEmbedding(Layer):
     """Adds to the states of each tile, [N, tiles, patches, hidden_size], a gated vector by aspect ratio and tile."""
 
     def __init__(self, config: LlamaVisionTowerConfig):
@@ -109,19 +110,26 @@ class TileEmbedding(nn.Module):
         num_ids = len(config.supported_aspect_ratios) + 1  # 0: no image
         self.embedding = Embedding(num_ids, config.max_num_tiles * config.hidden_size)
 
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.gate, zeros)
+
     def forward(self, x: Tensor, aspect_ratio_ids: Tensor) -> Tensor:
         return x + self.embedding(aspect_ratio_ids).view(len(x), -1, 1, x.shape[-1]) * self.gate.tanh()
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(Layer):
     """Adds to states [N, tiles, P, hidden_size] an embedding of the patch, and a gated one of patch, tile and ratio."""
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         size = config.num_patches * config.hidden_size
-        self.gate = nn.Parameter(torch.zeros(1))
+        self.std, self.gate = config.initializer_range, nn.Parameter(torch.zeros(1))
         self.embedding = nn.Parameter(torch.empty(config.num_patches, config.hidden_size))
         self.tile_embedding = Embedding(len(config.supported_aspect_ratios) + 1, config.max_num_tiles * size)
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.gate, zeros)
+        draw(self.embedding, normal(self.std))
 
     def forward(self, x: Tensor, aspect_ratio_ids: Tensor) -> Tensor:
         gate = self.gate.tanh()
@@ -129,7 +137,7 @@ class PositionEmbedding(nn.Module):
         return x + gate * self.tile_embedding(aspect_ratio_ids).view_as(x)
 
 
-class VisionBlock(nn.Module):
+class VisionBlock(Layer):
     """Attention and MLP, each on the normed residual stream."""
 
     last_mlp: str | None = "mlp"  # see recompute.py
@@ -159,6 +167,11 @@ class GlobalBlock(VisionBlock):
         super().__init__(config)
         self.gate_attn = nn.Parameter(torch.full((1,), math.pi / 4))
         self.gate_ffn = nn.Parameter(torch.full((1,), math.pi / 4))
+        self.std = config.initializer_range
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.gate_attn, normal(self.std))
+        draw(self.gate_ffn, normal(self.std))
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
@@ -175,7 +188,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(block(config) for _ in range(num_layers))
 
 
-class VisionTower(nn.Module):
+class VisionTower(Layer):
     """Images in tiles -> the features of their patches; see `forward`.
 
     `checkpointing`, an attribute: what the blocks save for the backward.
@@ -194,6 +207,9 @@ class VisionTower(nn.Module):
         self.layernorm_post = LayerNorm(config.hidden_size)
         self.transformer = Encoder(config, VisionBlock, config.num_hidden_layers)
         self.global_transformer = Encoder(config, GlobalBlock, config.num_global_layers)
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.class_embedding, normal(self.config.initializer_range))
 
     def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """pixel_values [N, tiles, channels, S, S], ids [N], mask [N, tiles] -> [N, tiles, P, vision_output_dim]."""

@@ -24,8 +24,8 @@ from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, config_of
-from ligermodels.layers import Experts, GatedDeltaNet, GatedRMSNorm, LayerNorm, LMHead, RMSNorm, Router
-from ligermodels.layers.multimodal import PatchEmbedding
+from ligermodels.layers import LMHead
+from ligermodels.layers.base import init_weights
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
 from ligermodels.training.mtp import empty_mtp
@@ -248,32 +248,8 @@ class Pretrained(nn.Module):
         | norm weights                  | 1 - offset, so that the scale is 1      |
         | A_log, dt_bias                | log of a uniform from 0.01 to 16; 1     |
         """
-        generator = torch.Generator(self.device).manual_seed(seed)
-
-        def draw(weight: Tensor, *, padding_idx: int | None = None) -> None:
-            weight.normal_(0.0, self.config.initializer_range, generator=generator)
-            if padding_idx is not None:
-                weight[padding_idx].zero_()
-
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding | LMHead | Router):
-                if isinstance(module, LMHead) and module.is_tied:
-                    continue
-                drawn = functools.partial(draw, padding_idx=getattr(module, "padding_idx", None))
-                weights.fill(module.weight, drawn, getattr(module, "row_parts", None))
-                if isinstance(module, nn.Linear | PatchEmbedding | LMHead) and module.bias is not None:
-                    module.bias.zero_()
-            elif isinstance(module, Experts):
-                for weight in module.parameters(recurse=False):
-                    weights.fill(weight, draw)
-            elif isinstance(module, RMSNorm) and module.weight is not None:
-                module.weight.fill_(1.0 - module.offset)
-            elif isinstance(module, GatedDeltaNet):
-                weights.fill(module.A_log, lambda weight: weight.uniform_(0.01, 16, generator=generator).log_())
-                weights.fill(module.conv1d.weight, draw, module.conv1d.row_parts)
-                module.dt_bias.fill_(1.0)
-            elif isinstance(module, LayerNorm | GatedRMSNorm):
-                module.reset_parameters()
+        draw = weights.Draw(torch.Generator(self.device).manual_seed(seed), self.config.initializer_range)
+        init_weights(self, draw)
 
     def save_pretrained(
         self,

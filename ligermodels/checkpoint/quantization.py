@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.quantizers import NF4, BitsAndBytes, Parts, Quantizer, TorchAO, WeightOnly, is_of_torchao
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.layers.moe import Experts
+from ligermodels.layers.base import Layer
 from ligermodels.layers.quantized import QuantizedLinear
 
 OURS = ("nf4", "int8", "fp8", "int4")
@@ -111,7 +111,7 @@ def linears(model: nn.Module, quantizer: Quantizer) -> dict[str, nn.Linear]:
 class Stacked:
     """A stacked weight of experts to quantise: as matrices, one after the other."""
 
-    experts: Experts
+    experts: Any
     weight: str
 
     def __post_init__(self) -> None:
@@ -125,11 +125,11 @@ def experts(model: nn.Module, quantizer: Quantizer) -> dict[str, Stacked]:
     """{name: stacked weight of experts to quantise}, of a model that is not quantised."""
     if not quantizer.quantizes_experts:
         return {}
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Layer)}
     return {
         f"{name}.{weight}": Stacked(module, weight)
         for name, module in found.items()
-        for weight in ("gate_up_proj", "down_proj")
+        for weight in module.stacked
         if not (_is_skipped(name, quantizer) or _is_skipped(f"{name}.{weight}", quantizer))
     }
 

@@ -307,6 +307,30 @@ def fill(param: Tensor, draw: Callable[[Tensor], object], rows: Sequence[int] | 
         values.copy_(whole[index])
 
 
+class Draw:
+    """Draws parameters, as `layers.base.Draw` says. std: of weights."""
+
+    def __init__(self, generator: torch.Generator, std: float):
+        self.generator, self.std, self.drawn = generator, std, set[int]()
+
+    def __call__(
+        self,
+        parameter: Tensor | None,
+        write: Callable[[Tensor, torch.Generator], object] | None = None,
+        row_parts: Sequence[int] | None = None,
+    ) -> None:
+        if parameter is None:
+            return
+        self.drawn.add(id(parameter))
+
+        def draw(values: Tensor) -> object:
+            if write is not None:
+                return write(values, self.generator)
+            return values.normal_(0.0, self.std, generator=self.generator)
+
+        fill(parameter, draw, row_parts)
+
+
 def row_parts(model: nn.Module) -> dict[str, Sequence[int]]:
     """{name of a parameter: numbers of rows of its parts}, where tensor parallelism splits each of several parts.
 

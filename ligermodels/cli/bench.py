@@ -190,7 +190,7 @@ def step_bytes(model: "CausalLM", batch: int, length: int, kv_cache_dtype: str =
     Those are the text model's weights, without the rows of the embedding that are not looked up, and each row's keys
     and values. Of stacked experts it is the share that is expected where each token chooses at random.
     """
-    from ligermodels.layers import MoE
+    from ligermodels.layers.base import Layer
     from ligermodels.layers.head import unwrapped
 
     parts: Any = {id(x): x for part in (model.decoder, model.lm_head) for x in (*part.parameters(), *part.buffers())}
@@ -198,9 +198,8 @@ def step_bytes(model: "CausalLM", batch: int, length: int, kv_cache_dtype: str =
     if not getattr(unwrapped(model.lm_head), "is_tied", False):
         found -= model.decoder.embed_tokens.weight.nbytes
     for module in model.decoder.modules():
-        if isinstance(module, MoE):
-            unused = (1 - module.top_k / len(module.gate.weight)) ** batch
-            found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
+        if isinstance(module, Layer):
+            found -= module.unread_bytes(batch)
     return found + batch * model.new_cache(1, length, kv_cache_dtype=kv_cache_dtype).nbytes
 
 

@@ -22,7 +22,7 @@ from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost, to_device
-from ligermodels.layers.state import RecurrentState, as_cache
+from ligermodels.layers.state import as_cache
 
 
 @dataclass
@@ -325,6 +325,6 @@ class PaddedEngine(Engine):
         if self.past > self.length - 1:  # the loop was left while a step ran ahead
             self.cache.crop(self.length - 1)
         ends = [self.start + len(row.ids) for row in self.rows if row is not None]
-        if self.past > min(ends) and any(isinstance(state, RecurrentState) for state in self.cache):
+        if self.past > min(ends) and any(state.is_recurrent for state in self.cache):
             self.cache.reset()  # the state of a row that ended early has read pad ids, which no mask takes out of it
         super().close()

@@ -19,7 +19,7 @@ from ligermodels.kernels._triton import as_if_capturing, cdiv
 from ligermodels.kernels.operand import autocast_dtype
 from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.linear import is_untouched
-from ligermodels.layers.state import Cache, RecurrentState
+from ligermodels.layers.state import Cache
 
 DEVICES = {"cuda"}
 """Types of devices that decode by `Step`. Others can, without a graph, which tests make use of."""
@@ -110,8 +110,7 @@ class Step:
 
     def _capture(self, model: Any, cache: Cache) -> torch.cuda.CUDAGraph:
         values, stream, graph = dict(cache.values), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        recurrent = [x for state in cache if isinstance(state, RecurrentState) for x in state.buffers]
-        before = [x.clone() for x in recurrent]
+        before = [state.snapshot() for state in cache]
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
@@ -120,8 +119,8 @@ class Step:
                 with as_if_capturing():
                     self._forward(model, cache)
                 self.ends.sub_(1)
-                for x, was in zip(recurrent, before, strict=True):
-                    x.copy_(was)
+                for state, saved in zip(cache, before, strict=True):
+                    state.restore(saved)
                 cache.values = dict(values)
                 # "relaxed": another thread may allocate or pin memory meanwhile.
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):

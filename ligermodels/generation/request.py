@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, did_you_mean
 from ligermodels.generation.options import DEFAULT_NEW_TOKENS, DRAFTERS, KNOWN_NAMES, OPTION_NAMES, Options
-from ligermodels.layers import GatedDeltaNet
+from ligermodels.layers.base import Layer
 from ligermodels.layers.state import as_cache, one_cache
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -150,7 +150,8 @@ class Request:
     def _check_gaps(self) -> None:
         """Raises InputError for padding between tokens, where a recurrent layer reads the mask: its convolution would
         see zeros in place of the tokens before. Cached columns were read before, by a mask of their own."""
-        if self.mask is None or self.pads_left or not any(isinstance(m, GatedDeltaNet) for m in self.model.modules()):
+        recurrent = (m for m in self.model.modules() if isinstance(m, Layer) and m.is_recurrent)
+        if self.mask is None or self.pads_left or next(recurrent, None) is None:
             return
         gaps = (self.mask.cumsum(1) > 0) & ~self.mask
         if gaps[:, 0 if self.cache is None else self.cache.length :].any():

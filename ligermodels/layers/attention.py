@@ -1,6 +1,6 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention import attention, engine
 from ligermodels.kernels.glu import glu
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.rope import rope, rope_qk
+from ligermodels.layers.base import FusionContext, FusionPart, Shard
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import (
     JointProjections,
     apply_linears,
@@ -42,8 +44,6 @@ class Attention(JointProjections):
     names of the linear modules, the output's last. With two names q, k and v are the rows of one weight, in this order.
     tp: the ranks over which the heads are sharded (tensor parallel); x is then a rank's shard [B, S/n, hidden_size].
     """
-
-    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -129,6 +129,39 @@ class Attention(JointProjections):
         """Keys and values of up to `max_length` tokens; with a window of the last ones, unless `whole`."""
         window = None if whole else self.window
         return KeyValues(rows, max_length, self.num_kv_heads, self.head_dim, window=window, **options)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.num_heads, self.num_kv_heads
+
+    def shards(self) -> Mapping[str, Shard]:
+        if len(self.joint_names) != 3:
+            return dict.fromkeys((*self.joint_names, self.output_name), Shard.refused("q, k and v are one weight"))
+        what = f"{self.num_heads} heads and {self.num_kv_heads} key heads"
+        q, k, v = self.joint_names
+        keys = Shard("heads", self.num_kv_heads, what)
+        return {
+            q: Shard("columns", self.num_heads, what), k: keys, v: keys,
+            self.output_name: Shard("rows", self.num_heads, what),
+        }  # fmt: skip
+
+    def set_tp(self, tp: MeshGroup) -> None:
+        super().set_tp(tp)
+        self.num_heads //= tp.size
+        self.num_kv_heads = max(self.num_kv_heads // tp.size, 1)
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        yield linears_part(self, self.joint_names, at)
+        q = torch.empty(1, 1, 1, self.head_dim, dtype=at.dtype, device=at.device)
+        name, why = engine(q, softcap=self.softcap, window=self.window)
+        yield FusionPart("scores", name, not name.startswith("attention_reference"), why)
+
+    def saved_per_token(self, policy: str) -> int:
+        """q, k, v, and the output, which o_proj reads; with norms of q and k also their inputs, and q and k after the
+        rotation; with a gate of the output the gate, its sigmoid and the product."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        normed = 2 * (queries + keys) * (self.q_norm is not None)
+        return 2 * queries + 2 * keys + normed + 3 * queries * self.output_gate
 
     def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
         """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None."""

@@ -5,6 +5,7 @@ prefill and training pass torch's attention a boolean mask [B, 1, S, N], which i
 query, as in decoding, needs only a key mask.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
+from ligermodels.layers.base import FusionContext, FusionPart
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.state import ImageKeyValues
@@ -63,6 +66,12 @@ class CrossAttention(JointProjections):
 
     def new_state(self, rows: int, max_length: int, **options: Any) -> ImageKeyValues:
         return ImageKeyValues()
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        yield linears_part(self, self.joint_names, at)
+
+    def saved_per_token(self, policy: str) -> int:
+        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
     def _keys_and_values(self, states: Tensor | None, cache: ImageKeyValues | None) -> tuple[Tensor, Tensor]:
         """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""

@@ -1,13 +1,16 @@
 """The token table."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.embedding import embedding
+from ligermodels.layers.base import Draw, Layer, Shard, draw_table
 from ligermodels.layers.parallel import MeshGroup, local_shard
 
 
-class Embedding(nn.Embedding):
+class Embedding(Layer, nn.Embedding):
     """The rows of token ids: integers [...] -> [..., embedding_dim].
 
     embed_scale (PEFT reads this name): multiplies the rows; it is rounded to the table's dtype first, as in Gemma's
@@ -19,8 +22,6 @@ class Embedding(nn.Embedding):
 
     tp: the ranks over which the rows are sharded (tensor parallel); each looks up its own, and the results are summed.
     """
-
-    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -37,6 +38,12 @@ class Embedding(nn.Embedding):
         if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo, which takes a second
             nn.init.normal_(self.weight, std=0.02)
             self._fill_padding_idx_with_zero()
+
+    def init_weights(self, draw: Draw) -> None:
+        draw_table(self, draw)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {"weight": Shard("columns", self.num_embeddings, vocabulary(self.num_embeddings))}
 
     def forward(self, input: Tensor) -> Tensor:
         if self.tp is None:
@@ -65,3 +72,8 @@ class Embedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.embed_scale is None else f", embed_scale={self.embed_scale}")
+
+
+def vocabulary(rows: int) -> str:
+    """What tensor parallel says of a vocabulary that does not fit."""
+    return f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={{size}}) pads"

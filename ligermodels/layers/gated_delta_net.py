@@ -11,31 +11,32 @@ between tokens differs: the convolution sees zeros there, and `generate` refuses
 Source: Yang et al. 2024, "Gated Delta Networks", https://arxiv.org/abs/2412.06464; models/qwen3_5 of transformers 5.23.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.causal_conv import causal_conv
 from ligermodels.kernels.delta_gates import delta_gates
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule
 from ligermodels.kernels.gated_delta_step import gated_delta_step
 from ligermodels.kernels.gated_norm import gated_norm
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
 from ligermodels.layers.parallel import MeshGroup, local_rows, local_shard, replicated
 from ligermodels.layers.state import RecurrentState
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(Layer):
     """RMSNorm of each head, times its weight, times silu(z): forward(x, z [..., size]) -> [..., size].
 
     tp: the ranks over which the heads are sharded.
     """
-
-    tp: MeshGroup | None = None
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -45,21 +46,24 @@ class GatedRMSNorm(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.weight, ones)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {"weight": REPLICATED}
+
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return gated_norm(x, z, replicated(self.weight, self.tp), self.eps)
 
 
-class CausalConv(nn.Module):
+class CausalConv(Layer):
     """Convolution of each channel over the last `size` tokens, then silu.
 
     forward(x [B, S, C], state=..., cu_seqlens=...) as `causal_conv`; forward(x, step=f) is f(x, weight), for a kernel
     that convolves and does more. A module, so that hooks of offloading and ZeRO-3 bring its weight.
     channels: slices of the channels that x has, in order; None: it has all.
-    tp: the ranks over which the channels are sharded, by the parts `row_parts` of them.
+    tp: the ranks over which the channels are sharded, by the parts `row_parts` of them, as the mixer says.
     """
-
-    tp: MeshGroup | None = None
-    row_parts: tuple[int, ...] | None = None
 
     def __init__(self, channels: int, size: int):
         super().__init__()
@@ -68,6 +72,9 @@ class CausalConv(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # torch.nn.Conv1d's own
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.weight, row_parts=self.row_parts)
 
     def forward(
         self,
@@ -99,7 +106,7 @@ class GatedDeltaNet(JointProjections):
     With `batch.context` convolution and delta rule compute all tokens of this rank's heads, all else its tokens.
     """
 
-    tp: MeshGroup | None = None
+    is_recurrent = True
     joint_names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     output_name = "out_proj"
 
@@ -141,6 +148,38 @@ class GatedDeltaNet(JointProjections):
             self.A_log.uniform_(0.01, 16)
             if not self.A_log.is_meta:  # torch would import torch._dynamo and triton for it
                 self.A_log.log_()
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.A_log, lambda rates, generator: rates.uniform_(0.01, 16, generator=generator).log_())
+        draw(self.dt_bias, ones)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.num_value_heads, self.num_key_heads
+
+    def shards(self) -> Mapping[str, Shard]:
+        split = self.num_key_heads, f"{self.num_key_heads} key heads of linear attention"
+        qkv, *others = self.joint_names
+        return {
+            **dict.fromkeys((qkv, "conv1d.weight"), Shard("columns", *split, parts=self.sizes)),
+            **dict.fromkeys((*others, "A_log", "dt_bias"), Shard("columns", *split)),
+            self.output_name: Shard("rows", *split),
+        }
+
+    def set_tp(self, tp: MeshGroup) -> None:
+        super().set_tp(tp)
+        self.sizes = tuple(size // tp.size for size in self.sizes)
+        self.num_key_heads //= tp.size
+        self.num_value_heads //= tp.size
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        yield linears_part(self, self.joint_names, at)
+        kernels = use_triton(torch.empty(0, device=at.device))
+        yield FusionPart("delta rule", "Triton, chunks of tokens" if kernels else "PyTorch, token by token", kernels)
+
+    def saved_per_token(self, policy: str) -> int:
+        """The inputs of the convolution, of the delta rule and of the norm, z, and out_proj's input."""
+        return 2 * sum(self.sizes) + 3 * self.sizes[2]
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
         """For one token at a time: conv_size inputs of the convolution, and the matrix of each value head in fp32."""

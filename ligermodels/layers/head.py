@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from ligermodels.layers.base import Draw, Layer, Shard, draw_table
+from ligermodels.layers.embedding import vocabulary
 from ligermodels.layers.linear import is_untouched, obstacle, operands_of, warns
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup, local_shard
@@ -30,7 +32,7 @@ _SHARDED_OPTIONS = frozenset(inspect.signature(vocab_parallel_cross_entropy).par
 }  # fmt: skip
 
 
-class LMHead(nn.Module):
+class LMHead(Layer):
     """A linear head [vocab_size, hidden_size], with a weight of its own or tied to the table of the embedding.
 
     It is not an nn.Linear, which quantisers and PEFT's "all-linear" would take; the head of a model must be left out.
@@ -42,7 +44,6 @@ class LMHead(nn.Module):
         logits, or the loss; its gradient of x is a part of the sum.
     """
 
-    tp: MeshGroup | None = None
     _tied_to: nn.Module | None
     workspace_bytes: int | None = None
     """Default memory for a chunk of logits; None: chosen by `linear_cross_entropy`.
@@ -106,6 +107,16 @@ class LMHead(nn.Module):
         elif self.is_tied:
             copied._parameters["weight"] = nn.Parameter(self.weight.detach().clone(), self.weight.requires_grad)
         return copied
+
+    def init_weights(self, draw: Draw) -> None:
+        if not self.is_tied:
+            draw_table(self, draw)
+
+    def shards(self) -> Mapping[str, Shard]:
+        if self.is_tied:
+            return {}
+        rows = Shard("columns", self.out_features, vocabulary(self.out_features))
+        return {name: rows for name, _ in self.named_parameters(recurse=False)}
 
     def forward(
         self,

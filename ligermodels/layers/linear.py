@@ -19,6 +19,7 @@ from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.joint import make_joint
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.layers.base import Layer
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRAQuantizedLinear
 from ligermodels.layers.parallel import ShardedLinear
 from ligermodels.layers.quantized import QuantizedLinear
@@ -186,7 +187,7 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     return linears(x, operands).split([one.weight.shape[0] for one in operands], dim=-1)
 
 
-class JointProjections(nn.Module):
+class JointProjections(Layer):
     """A layer with several linear modules of one input, `joint_names`, whose weights are joint: side by side in memory.
 
     One matmul then computes all of them. The same holds for biases, and for the bits of QuantizedLinear. `.to()`,

@@ -1,6 +1,6 @@
 """Gated and plain MLPs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.gated_mlp import mlp_of
 from ligermodels.kernels.glu import glu
+from ligermodels.layers.base import FusionContext, FusionPart, Shard
+from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused
-from ligermodels.layers.parallel import MeshGroup
 
 
 class _FeedForward(JointProjections):
@@ -26,7 +27,6 @@ class _FeedForward(JointProjections):
 
     gated: ClassVar[bool]
     recompute = False
-    tp: MeshGroup | None = None
 
     def __init__(
         self, in_features: int, inner: int, out_features: int, activation: str, bias: bool, projections: Sequence[str]
@@ -56,6 +56,17 @@ class _FeedForward(JointProjections):
         h = (glu if self.gated else activate)(*apply_linears(self.joint_modules, x), activation=self.activation)
         return apply_linear(self.output_module, h)
 
+    @property
+    def intermediate_size(self) -> int:
+        return self.output_module.in_features
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        yield linears_part(self, self.joint_names, at, self.output_name)
+
+    def saved_per_token(self, policy: str) -> int:
+        """The outputs of the first modules. What they read is the norm's, or recomputed from it."""
+        return (1 + self.gated) * self.intermediate_size if policy == "none" else 0
+
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
 
@@ -79,6 +90,12 @@ class GatedMLP(_FeedForward):
         projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ):
         super().__init__(hidden_size, intermediate_size, hidden_size, activation, bias, projections)
+
+    def shards(self) -> Mapping[str, Shard]:
+        if len(self.joint_names) != 2:
+            return {name: Shard.refused("gate and up are one weight") for name in (*self.joint_names, self.output_name)}
+        split = self.intermediate_size, f"an intermediate size of {self.intermediate_size}"
+        return dict.fromkeys(self.joint_names, Shard("columns", *split)) | {self.output_name: Shard("rows", *split)}
 
 
 class MLP(_FeedForward):

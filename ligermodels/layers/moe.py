@@ -1,6 +1,6 @@
 """Mixture of experts: router, experts, and the load balancing loss."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,12 +12,14 @@ from ligermodels.kernels.experts import experts_of
 from ligermodels.kernels.linear import linears
 from ligermodels.kernels.moe import route
 from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard
+from ligermodels.layers.fusion import chosen, operand_kinds
 from ligermodels.layers.lora import Factor, scale_of
 from ligermodels.layers.parallel import MeshGroup, local_shard, replicated
 from ligermodels.layers.quantized import QuantizedLinear
 
 
-class Adaptable(nn.Module):
+class Adaptable(Layer):
     """A module whose weights, by the names in `adaptable`, can get an `ExpertsAdapter`."""
 
     adaptable: ClassVar[tuple[str, ...]]
@@ -52,8 +54,7 @@ class Experts(Adaptable):
     parallel); the caller then sums the outputs over the ranks.
     """
 
-    tp: MeshGroup | None = None
-    adaptable = ("gate_up_proj", "down_proj")
+    adaptable = stacked = ("gate_up_proj", "down_proj")
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
@@ -66,6 +67,21 @@ class Experts(Adaptable):
         for weight in (self.gate_up_proj, self.down_proj):
             bound = weight.shape[-1] ** -0.5  # as nn.Linear draws it
             nn.init.uniform_(weight, -bound, bound)
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.gate_up_proj)
+        draw(self.down_proj)
+
+    def shards(self) -> Mapping[str, Shard]:
+        inner = self.operand("down_proj").weight.shape[-1]
+        split = inner, f"an intermediate size of {inner}"
+        gate_up = Shard("columns", *split, parts=(inner, inner), dim=1)
+        return {"gate_up_proj": gate_up, "down_proj": Shard("rows", *split)}
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        operands = [self.operand(name) for name in self.stacked]
+        runs = {"experts": "one op, grouped matmuls", "grouped": "grouped matmuls"}[chosen(operands)]
+        yield FusionPart("experts", runs + operand_kinds(operands), True)
 
     def operand(self, name: str) -> LinearOperand:
         """The operand of "gate_up_proj" or "down_proj": a weight [E, out, in], and its adapter."""
@@ -130,13 +146,18 @@ class ExpertsAdapter(nn.Module):
 class Router(Adaptable):
     """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
 
-    tp: MeshGroup | None = None
     adaptable = ("weight",)
 
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
+
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.weight)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {"weight": REPLICATED}
 
     def operand(self, name: str) -> LinearOperand:
         """The operand of "weight", as that of one expert: [1, num_experts, hidden_size]."""
@@ -150,7 +171,7 @@ class Router(Adaptable):
         return linears(x, [LinearOperand(replicated(self.weight, self.tp), None, adapter)])
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """Sends each token through the top_k experts with the highest router scores.
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
@@ -163,7 +184,6 @@ class MoE(nn.Module):
     """
 
     recompute = False
-    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -180,6 +200,19 @@ class MoE(nn.Module):
         self.jitter_noise = jitter_noise
         self.gate = Router(hidden_size, num_experts)
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
+
+    def shards(self) -> Mapping[str, Shard]:
+        what = "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
+        return {"jitter_noise": Shard.refused(what)} if self.jitter_noise > 0 else {}
+
+    def saved_per_token(self, policy: str) -> int:
+        """gate and up of the chosen experts."""
+        return 2 * self.top_k * self.experts.operand("down_proj").weight.shape[-1] if policy == "none" else 0
+
+    def unread_bytes(self, rows: int) -> float:
+        """Bytes of the experts that a step of decoding `rows` rows is expected not to read."""
+        unused = (1 - self.top_k / len(self.gate.weight)) ** rows
+        return unused * sum(x.nbytes for x in (*self.experts.parameters(), *self.experts.buffers()))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:

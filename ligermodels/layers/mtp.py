@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.layers.base import REPLICATED, Layer, Shard
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.parallel import MeshGroup
 
 
-class MultiTokenPrediction(nn.Module):
+class MultiTokenPrediction(Layer):
     """forward(embeds, hidden [B, S, hidden_size], batch, cache=None) -> [B, S, hidden_size], after the norm.
 
     embeds: the embeddings of the next tokens. hidden: the states of the tokens. cache: the state of its one block.
@@ -29,8 +29,6 @@ class MultiTokenPrediction(nn.Module):
     loss_weight: of the loss that `CausalLM.forward` adds in training; 0: the layer does not run.
     tp: the ranks over which its block is sharded (tensor parallel); embeds and hidden are then a rank's shards.
     """
-
-    tp: MeshGroup | None = None
 
     def __init__(
         self, hidden_size: int, blocks: Iterable[nn.Module], norm: Mapping[str, Any], loss_weight: float = 0.1
@@ -42,6 +40,9 @@ class MultiTokenPrediction(nn.Module):
         self.norm = RMSNorm(hidden_size, **norm)
         self.pre_fc_norm_hidden = RMSNorm(hidden_size, **norm)
         self.pre_fc_norm_embedding = RMSNorm(hidden_size, **norm)
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {"fc": REPLICATED}  # on each rank's own tokens
 
     def forward(self, embeds: Tensor, hidden: Tensor, batch: Batch, cache: Any = None) -> Tensor:
         normed = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)

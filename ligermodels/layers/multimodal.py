@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import is_capturing
+from ligermodels.layers.base import Draw, Layer, draw_table
 from ligermodels.layers.batch import MovableInputs
 
 Grids = list[tuple[int, int, int]]
 """Frames, rows and columns of each image, in patches."""
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(Layer):
     """Patches of pixels [N, width] -> [N, size], by a convolution's weight [size, channels, *kernel] and bias [size].
 
     That is the shape in checkpoints; on patches that do not overlap the convolution is a matmul. width: channels *
@@ -44,6 +45,9 @@ class PatchEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo
             nn.init.normal_(self.weight, std=0.02)
+
+    def init_weights(self, draw: Draw) -> None:
+        draw_table(self, draw)
 
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.device != self.weight.device:

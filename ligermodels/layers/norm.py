@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm, with the residual add before them in the same kernel."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor, nn
 from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
-from ligermodels.layers.linear import is_untouched
-from ligermodels.layers.parallel import MeshGroup, replicated
+from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, zeros
+from ligermodels.layers.linear import is_untouched, obstacle
+from ligermodels.layers.parallel import replicated
 
 _NOT_GIVEN: Any = object()
 
@@ -26,7 +28,20 @@ def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
     return y
 
 
-class RMSNorm(nn.Module):
+class _Norm(Layer):
+    """What both norms answer."""
+
+    hidden_size: int
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        reason = None if at.gathered else obstacle(self, RMSNorm, LayerNorm)
+        yield FusionPart("residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason or "")
+
+    def saved_per_token(self, policy: str) -> int:
+        return self.hidden_size  # the new residual
+
+
+class RMSNorm(_Norm):
     """Normalises the residual stream after adding a layer's output to it; arguments in the order of torch.nn.RMSNorm.
 
     forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new residual is
@@ -37,8 +52,6 @@ class RMSNorm(nn.Module):
     after it. elementwise_affine=False: no weight. tp: the ranks of tensor parallel; each normalises its own tokens or
     heads.
     """
-
-    tp: MeshGroup | None = None
 
     def __init__(
         self,
@@ -61,6 +74,12 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.weight, lambda weight, _: weight.fill_(1.0 - self.offset))
+
+    def shards(self) -> Mapping[str, Shard]:
+        return {} if self.weight is None else {"weight": REPLICATED}
+
     def forward(self, x: Tensor, residual: Tensor | None = _NOT_GIVEN) -> Any:
         weight = replicated(self.weight, self.tp)
         if residual is None or residual is _NOT_GIVEN:
@@ -76,12 +95,12 @@ class RMSNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, cast_before_weight={self.cast_before_weight}"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """Layer normalisation of the residual stream: forward as in `RMSNorm`, arguments those of torch.nn.LayerNorm."""
 
     def __init__(self, size: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True):
         super().__init__()
-        self.size = size
+        self.hidden_size = size
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.empty(size)) if elementwise_affine and bias else None
@@ -93,6 +112,10 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def init_weights(self, draw: Draw) -> None:
+        draw(self.weight, ones)
+        draw(self.bias, zeros)
+
     def forward(self, x: Tensor, residual: Tensor | None = _NOT_GIVEN) -> Any:
         if residual is None or residual is _NOT_GIVEN:
             y = _without_stale_handle(self, layer_norm(x, self.weight, self.bias, eps=self.eps))
@@ -101,6 +124,5 @@ class LayerNorm(nn.Module):
         return _without_stale_handle(self, y), residual
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.size}, eps={self.eps}, elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
-        )
+        affine, bias = self.weight is not None, self.bias is not None
+        return f"{self.hidden_size}, eps={self.eps}, elementwise_affine={affine}, bias={bias}"

@@ -7,7 +7,7 @@ mixer gets the number of past tokens with the batch (`Batch.past`), in a capture
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class State:
     computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
     tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state,
     if it has `put(other, rows, into, length)`: row into[i] becomes row rows[i] of `other`, which has `length` tokens.
+    is_recurrent: a token that is read twice, or that is a pad, changes it.
     """
+
+    is_recurrent: ClassVar[bool] = False
 
     def __init__(self, *buffers: Tensor, computed: int = 0):
         self.buffers, self.computed = list(buffers), computed
@@ -53,6 +56,14 @@ class State:
         """Row i becomes the old row rows[i]."""
         with torch.inference_mode(False):
             self.buffers = [x.index_select(0, rows.to(x.device)) for x in self.buffers]
+
+    def snapshot(self) -> list[Tensor]:
+        """What `restore` puts back after a pass over the next token has been run for nothing."""
+        return [x.clone() for x in self.buffers] if self.is_recurrent else []
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        for x, was in zip(self.buffers, saved, strict=False):
+            x.copy_(was)
 
     def move(self, like: Tensor) -> None:
         """Gives an empty state the device of `like`, and its first `computed` buffers the dtype of `like`.
@@ -269,6 +280,8 @@ class RecurrentState(State):
     [B, N, ...]. `reserve` makes N the number of tokens of a pass, in a cache of one row. `crop` can then go back by up
     to N - 1 tokens, if the mixer wrote the state after each.
     """
+
+    is_recurrent = True
 
     def __init__(self, conv: Tensor, state: Tensor):
         super().__init__(conv, state, computed=1)

@@ -3,22 +3,10 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import (
-    Attention,
-    Embedding,
-    GatedDeltaNet,
-    GatedMLP,
-    GatedRMSNorm,
-    LMHead,
-    MoE,
-    MultiTokenPrediction,
-    RMSNorm,
-)
-from ligermodels.layers.gated_delta_net import CausalConv
-from ligermodels.layers.moe import Experts, Router
+from ligermodels.layers.base import Layer, Shard
 from ligermodels.layers.parallel import MeshGroup, ShardedLinear, to_dtensor
 
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 64)
@@ -37,7 +25,7 @@ def check_context(model: Any, size: int, tp: int) -> None:
 
     tp: the ranks over which the heads are split already.
     """
-    heads = list(dict.fromkeys(found for module in model.decoder.modules() if (found := _heads(module)) is not None))
+    heads = list(dict.fromkeys(layer.heads for layer in _layers(model.decoder.modules()) if layer.heads is not None))
 
     def fits(size: int, heads: Iterable[tuple[int, int]] = heads) -> bool:
         return all(_splits(queries // tp, keys // tp or 1, size) for queries, keys in heads)
@@ -50,13 +38,6 @@ def check_context(model: Any, size: int, tp: int) -> None:
             + (f" over tp={tp}" if tp > 1 else "")
             + (f"; cp may be {sizes}" if sizes else "; use dp_shard or tp instead of cp")
         )
-
-
-def _heads(module: nn.Module) -> tuple[int, int] | None:
-    """(heads, key heads) of a mixer. Those of a GatedDeltaNet that go over ranks are its value heads."""
-    if isinstance(module, Attention):
-        return module.num_heads, module.num_kv_heads
-    return (module.num_value_heads, module.num_key_heads) if isinstance(module, GatedDeltaNet) else None
 
 
 def _splits(heads: int, kv_heads: int, size: int) -> bool:
@@ -72,91 +53,64 @@ def _modules(model: Any) -> Iterator[nn.Module]:
         yield from model.mtp.modules()
 
 
+def _layers(modules: Iterable[nn.Module]) -> list[Layer]:
+    return [module for module in modules if isinstance(module, Layer)]
+
+
+def _find(layer: Layer, name: str) -> tuple[Any, str, nn.Module | Tensor | None]:
+    """(owner, its last name, what it is) of what `Layer.shards` names; None: it is not there."""
+    path, _, last = name.rpartition(".")
+    owner = layer.get_submodule(path)
+    module = owner._modules.get(last)
+    return owner, last, owner._parameters.get(last) if module is None else module
+
+
 def _problems(model: Any, size: int) -> Iterator[str]:
-    """What does not fit `size` ranks."""
-    handled = set()
-    for module in _modules(model):
-        if isinstance(module, Attention):
-            if len(module.joint_names) != 3:
-                yield "q, k and v are one weight"
-            elif not _splits(module.num_heads, module.num_kv_heads, size):
-                yield f"{module.num_heads} heads and {module.num_kv_heads} key heads"
-            handled |= set(module.joint_modules) | {module.output_module}
-        elif isinstance(module, GatedDeltaNet):
-            if module.num_key_heads % size:
-                yield f"{module.num_key_heads} key heads of linear attention"
-            handled |= {*module.joint_modules, module.output_module, module.conv1d, module.norm}
-        elif isinstance(module, GatedMLP):
-            if len(module.joint_names) != 2:
-                yield "gate and up are one weight"
-            elif module.output_module.in_features % size:
-                yield f"an intermediate size of {module.output_module.in_features}"
-            handled |= set(module.joint_modules) | {module.output_module}
-        elif isinstance(module, MultiTokenPrediction):
-            handled.add(module.fc)
-        elif isinstance(module, Experts):
-            if module.down_proj.shape[-1] % size:
-                yield f"an intermediate size of {module.down_proj.shape[-1]}"
-        elif isinstance(module, MoE):
-            if module.jitter_noise > 0:
-                yield "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
-        elif isinstance(module, Embedding | LMHead):
-            rows = module.num_embeddings if isinstance(module, Embedding) else module.out_features
-            if rows % size:
-                yield f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={size}) pads"
-        elif not isinstance(module, RMSNorm | Router) and module not in handled and list(module.parameters(False)):
+    """What does not fit `size` ranks, and parameters that no layer says how to share."""
+    named: set[int] = set()
+    modules = list(_modules(model))
+    for layer in _layers(modules):
+        for name, shard in layer.shards().items():
+            if not shard.fits(size):
+                yield shard.what.format(size=size)
+            owner, _, found = _find(layer, name)
+            if isinstance(found, nn.Module):
+                named |= {id(parameter) for parameter in found.parameters()}
+            elif found is not None:
+                named.add(id(found))
+            other = owner if found is None and shard.split != "refused" else found
+            if isinstance(other, nn.Module) and type(other) is not nn.Linear:
+                yield f"a {type(other).__module__}.{type(other).__name__} in place of a projection"
+    for module in modules:
+        if any(id(parameter) not in named for parameter in module.parameters(recurse=False)):
             yield f"a {type(module).__name__}"
-    for module in handled:
-        if type(module) not in (nn.Linear, CausalConv, GatedRMSNorm):
-            yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"
 
 
 def shard_tensors(model: Any, tp: MeshGroup) -> None:
     """Replaces the parameters of the text model and the head by DTensors over the ranks."""
-    for module in list(_modules(model)):
-        if isinstance(module, Attention):
-            q, k, v = module.joint_names
-            whole = module.num_kv_heads % tp.size == 0
-            _replace(module, q, tp, "columns")
-            for name in (k, v):
-                _replace(module, name, tp, "columns" if whole else "heads", module.head_dim)
-            _replace(module, module.output_name, tp, "rows")
-            module.num_heads //= tp.size
-            module.num_kv_heads = max(module.num_kv_heads // tp.size, 1)
-        elif isinstance(module, GatedDeltaNet):
-            qkv, *others = module.joint_names
-            _replace(module, qkv, tp, "columns", row_parts=module.sizes)
-            for name in others:
-                _replace(module, name, tp, "columns")
-            _replace(module, module.output_name, tp, "rows")
-            module.A_log, module.dt_bias = to_dtensor(module.A_log, tp, 0), to_dtensor(module.dt_bias, tp, 0)
-            module.conv1d.weight = to_dtensor(module.conv1d.weight, tp, None, module.sizes)
-            module.conv1d.tp, module.conv1d.row_parts = tp, module.sizes
-            module.norm.weight, module.norm.tp = to_dtensor(module.norm.weight, tp, None), tp
-            module.sizes = tuple(size // tp.size for size in module.sizes)
-            module.num_key_heads //= tp.size
-            module.num_value_heads //= tp.size
-        elif isinstance(module, GatedMLP):
-            for name in module.joint_names:
-                _replace(module, name, tp, "columns")
-            _replace(module, module.output_name, tp, "rows")
-        elif isinstance(module, MultiTokenPrediction):
-            _replace(module, "fc", tp, "heads", module.fc.out_features)  # one head: all of it, on this rank's tokens
-        elif isinstance(module, Experts):
-            gate_up = module.gate_up_proj.unflatten(1, (2, -1)).detach()
-            gate_up.requires_grad_(module.gate_up_proj.requires_grad)
-            module.gate_up_proj = to_dtensor(gate_up, tp, 2)
-            module.down_proj = to_dtensor(module.down_proj, tp, 2)
-        elif isinstance(module, RMSNorm | Router):
-            if module.weight is not None:
-                module.weight = to_dtensor(module.weight, tp, None)
-        elif isinstance(module, Embedding) or (isinstance(module, LMHead) and not module.is_tied):
-            for name, parameter in module.named_parameters(recurse=False):
-                module._parameters[name] = to_dtensor(parameter, tp, 0)
-        elif not isinstance(module, MoE | LMHead):
-            continue
-        module.tp = tp
+    for layer in _layers(list(_modules(model))):
+        for name, shard in layer.shards().items():
+            owner, last, found = _find(layer, name)
+            if isinstance(found, nn.Linear):
+                owner._modules[last] = _sharded_linear(found, shard, tp)
+            else:
+                owner._parameters[last] = _sharded(found, shard, tp)
+                if shard.dim is None and shard.parts is not None:
+                    owner.row_parts = shard.parts
+        layer.set_tp(tp)
 
 
-def _replace(layer: nn.Module, name: str, tp: MeshGroup, split: str, head_dim: int = 1, **options: Any) -> None:
-    layer._modules[name] = ShardedLinear(layer._modules[name], tp, split, head_dim, **options)  # type: ignore[arg-type]
+def _sharded_linear(linear: nn.Linear, shard: Shard, tp: MeshGroup) -> ShardedLinear:
+    if shard.split in ("heads", "replicated"):
+        split = "columns" if shard.split == "heads" and shard.count % tp.size == 0 else "heads"
+    else:
+        split = shard.split
+    return ShardedLinear(linear, tp, split, linear.out_features // shard.count, shard.parts)
+
+
+def _sharded(parameter: Any, shard: Shard, tp: MeshGroup) -> nn.Parameter:
+    if shard.dim is not None:
+        shape = (len(shard.parts or (0,)), -1)
+        parts = nn.Parameter(parameter.detach().unflatten(shard.dim, shape), parameter.requires_grad)
+        return to_dtensor(parts, tp, shard.dim + 1)
+    return to_dtensor(parameter, tp, {"columns": 0, "rows": parameter.dim() - 1}.get(shard.split), shard.parts)

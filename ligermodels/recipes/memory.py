@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.gated_delta_net import GatedDeltaNet
+from ligermodels.layers.base import saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.training.lora import ending, stacked_weights
@@ -63,12 +62,8 @@ class Sizes:
     def of(cls, model: Any, options: TrainOptions) -> "Sizes":
         """The sizes of a model, which may be on the meta device, or of its adapters."""
         config = model.config.get_text_config()
-        heads = config.num_attention_heads * config.head_dim
-        kv_heads = config.num_key_value_heads * config.head_dim
-        inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
         blocks = model.decoder.layers
-        mixers = sum(_saved_by_mixer(block, heads, kv_heads) for block in blocks)
-        outside = 2 * config.hidden_size + mixers // len(blocks)
+        saved = {p: sum(saved_per_token(block, p) for block in blocks) // len(blocks) for p in ("none", "mlp")}
         parameters = sum(p.numel() for p in model.parameters())
         return cls(
             parameters=parameters,
@@ -79,25 +74,8 @@ class Sizes:
             vocab=config.vocab_size,
             mlp=3 * config.intermediate_size * config.hidden_size,
             tied=bool(config.tie_word_embeddings),
-            saved={"none": outside + 2 * inner, "mlp": outside, "block": config.hidden_size},
+            saved={**saved, "block": config.hidden_size},
         )
-
-
-def _saved_by_mixer(block: nn.Module, heads: int, kv_heads: int) -> int:
-    """Elements that the mixer of a block saves per token. heads, kv_heads: dims of all heads of q, and of k.
-
-    Attention saves q, k and v, and its output, which o_proj reads; with norms of q and k also their inputs, and q and k
-    after the rotation; with a gate of its output the gate, its sigmoid and the product.
-    A Gated DeltaNet saves the inputs of its convolution, of the delta rule and of the norm, z, and out_proj's input.
-    """
-    attention = (heads + 2 * kv_heads) + heads
-    for module in block.modules():
-        if isinstance(module, GatedDeltaNet):
-            return 2 * sum(module.sizes) + 3 * module.sizes[2]
-        if isinstance(module, Attention):
-            normed = 2 * (heads + kv_heads) * (module.q_norm is not None)
-            return attention + normed + 3 * heads * module.output_gate
-    return attention
 
 
 def adapter_parameters(model: Any, options: TrainOptions) -> int:

@@ -23,7 +23,7 @@ from ligermodels.checkpoint import adapters, saving, weights
 from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
 from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import Experts, LMHead
+from ligermodels.layers import LMHead
 from ligermodels.layers.linear import obstacle
 from ligermodels.layers.lora import Adapted
 from ligermodels.layers.moe import Adaptable
@@ -406,7 +406,7 @@ def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
 def _linears(model: Any) -> dict[str, Any]:
     """{name: linear module}; quantised weights of experts, which `target_parameters` names, are none."""
     modules = dict(model.named_modules())
-    of_experts = {id(m) for one in modules.values() if isinstance(one, Experts) for m in one.modules()}
+    of_experts = {id(m) for one in modules.values() if isinstance(one, Adaptable) for m in one.modules()}
     return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | QuantizedLinear) and id(m) not in of_experts}
 
 

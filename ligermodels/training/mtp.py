@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from ligermodels.checkpoint import reading
+from ligermodels.checkpoint import reading, weights
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers import MultiTokenPrediction, RMSNorm
+from ligermodels.layers import MultiTokenPrediction
+from ligermodels.layers.base import init_weights
 
 PREFIX = "mtp."
 
@@ -25,15 +25,9 @@ def add_mtp(model: Any, *, loss_weight: float = 0.1, freeze: bool = False, seed:
     Raises InputError for a model that has no such layer, has it already, or is sharded or not loaded.
     """
     mtp = _empty(model, loss_weight)
-    draw = torch.Generator(next(mtp.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(next(mtp.parameters()).device).manual_seed(seed)
     with torch.no_grad():
-        for module in mtp.modules():
-            if isinstance(module, RMSNorm) and module.weight is not None:
-                module.weight.fill_(1.0 - module.offset)
-            elif isinstance(module, nn.Linear):
-                module.weight.normal_(0.0, model.config.initializer_range, generator=draw)
-                if module.bias is not None:
-                    module.bias.zero_()
+        init_weights(mtp, weights.Draw(generator, model.config.initializer_range))
     return _attach(model, mtp, freeze)
 
 

@@ -1,0 +1,173 @@
+"""What a layer says about itself, so that nothing outside of layers/ lists classes of layers.
+
+Initialisation, the fusion report, tensor and context parallel, the plan of memory and generation go over
+`model.modules()` and ask each `Layer`. A layer speaks for its own parameters and buffers, and for the torch.nn.Linear
+modules right under it; layers inside of it speak for themselves. Modules that are no Layer (blocks, towers, wrappers
+of other libraries) are passed over, and what stands in them is asked.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.layers.parallel import MeshGroup
+
+
+class Draw(Protocol):
+    """Writes random or constant values into parameters, whole or sharded: each rank gets its part of the whole."""
+
+    std: float
+    drawn: set[int]  # ids of parameters
+
+    def __call__(
+        self,
+        parameter: Tensor | None,
+        write: Callable[[Tensor, torch.Generator], object] | None = None,
+        row_parts: Sequence[int] | None = None,
+    ) -> None:
+        """write(values of the whole parameter, generator); default: normal with mean 0 and `std`. None: nothing."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How the ranks of tensor parallel share one linear module, or one parameter, of a layer.
+
+    split: "columns": its outputs are split (a parameter: its first dim), and the linears of an input are gathered over
+    the sequence before. "rows": its inputs are split (a parameter: its last dim), and outputs are summed. "heads": its
+    outputs are split where there are enough heads; with fewer heads than ranks it is replicated, and a rank computes
+    one. "replicated": each rank has all of it, and its gradient is a sum.
+    count: what is split comes in so many units, such as heads, which stay whole. what: what an error says does not fit,
+    with "{size}" for the number of ranks.
+    parts: rows of parts, such as q, k and v, each of which is split. dim: of a parameter, the dim that is split, where
+    it is another; its parts are then equal.
+    """
+
+    split: Literal["columns", "rows", "heads", "replicated", "refused"]
+    count: int = 1
+    what: str = ""
+    parts: tuple[int, ...] | None = None
+    dim: int | None = None
+
+    @classmethod
+    def refused(cls, what: str) -> Self:
+        """For a layer that no number of ranks can share. Its key may be the name of any attribute."""
+        return cls("refused", what=what)
+
+    def fits(self, size: int) -> bool:
+        return self.split == "replicated" or (
+            self.split != "refused" and (self.count % size == 0 or (self.split == "heads" and size % self.count == 0))
+        )
+
+
+REPLICATED = Shard("replicated")
+
+
+class FusionContext(NamedTuple):
+    """Where a report is of. gathered: FSDP2 gathers the layer's weights, as plain ones, before it runs."""
+
+    dtype: torch.dtype
+    device: torch.device
+    gathered: bool
+
+
+class FusionPart(NamedTuple):
+    """How one part of a layer runs: see `FusionRow` of arch/fusion.py, which has the layers' names too."""
+
+    part: str
+    runs: str
+    fused: bool
+    why: str = ""
+
+
+class Layer(nn.Module):
+    """A module with parameters or a state of its own, and the answers to what is asked of it; the defaults are none."""
+
+    tp: MeshGroup | None = None
+    """The ranks over which it is sharded (tensor parallel)."""
+    row_parts: tuple[int, ...] | None = None
+    """The `parts` of its own parameter `weight`, once it is sharded; checkpoint/weights.py reads them."""
+    is_recurrent: ClassVar[bool] = False
+    """It reads a mask of tokens, and takes no padding between them."""
+    stacked: ClassVar[tuple[str, ...]] = ()
+    """Names of its weights [E, out, in] that are quantised as matrices, see `Experts`."""
+
+    @property
+    def heads(self) -> tuple[int, int] | None:
+        """(heads, key heads) that context parallel exchanges for tokens; None: it does not."""
+        return None
+
+    def init_weights(self, draw: Draw) -> None:
+        """Draws its own parameters and buffers, not those of the modules inside of it."""
+
+    def shards(self) -> Mapping[str, Shard]:
+        """{name of a linear module or a parameter: how ranks share it}; read before `set_tp`. Names may have dots."""
+        return {}
+
+    def set_tp(self, tp: MeshGroup) -> None:
+        """Makes its numbers those of a rank; what `shards` names has been sharded already."""
+        self.tp = tp
+
+    def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
+        """How it runs in eager training."""
+        return ()
+
+    def saved_per_token(self, policy: str) -> int | None:
+        """Elements that it and all inside of it save for the backward; policy: as in training/recompute.py. None: what
+        the layers inside of it save."""
+        return None
+
+    def unread_bytes(self, rows: int) -> float:
+        """Bytes of its weights that a step of decoding `rows` rows is expected not to read."""
+        return 0.0
+
+
+def init_weights(root: nn.Module, draw: Draw) -> None:
+    """Draws all parameters in `root`: layers draw theirs, torch's linear modules and embeddings are drawn here, and
+    modules of others by their reset_parameters. Raises InputError for a parameter that nothing has drawn."""
+    foreign: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, Layer):
+            module.init_weights(draw)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            draw_table(module, draw)
+        elif callable(reset := getattr(type(module), "reset_parameters", None)):
+            reset(module)
+            foreign |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    left = [name for name, x in root.named_parameters() if id(x) not in draw.drawn and id(x) not in foreign]
+    if left:
+        raise InputError(f"{left[0]} and {len(left)} in all have no values: the layer's init_weights draws them")
+
+
+def draw_table(module: Any, draw: Draw) -> None:
+    """A weight from the normal distribution; a bias and the row of a pad token are 0."""
+    padding = getattr(module, "padding_idx", None)
+
+    def fill(weight: Tensor, generator: torch.Generator) -> None:
+        weight.normal_(0.0, draw.std, generator=generator)
+        if padding is not None:
+            weight[padding].zero_()
+
+    draw(module.weight, fill, getattr(module, "row_parts", None))
+    draw(getattr(module, "bias", None), zeros)
+
+
+def normal(std: float) -> Callable[[Tensor, torch.Generator], object]:
+    return lambda values, generator: values.normal_(0.0, std, generator=generator)
+
+
+def zeros(values: Tensor, generator: torch.Generator) -> None:
+    values.zero_()
+
+
+def ones(values: Tensor, generator: torch.Generator) -> None:
+    values.fill_(1.0)
+
+
+def saved_per_token(module: nn.Module, policy: str) -> int:
+    """Elements that `module` saves for the backward: the sum over the outermost layers in it that say."""
+    own = module.saved_per_token(policy) if isinstance(module, Layer) else None
+    return sum(saved_per_token(child, policy) for child in module.children()) if own is None else own

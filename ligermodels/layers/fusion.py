@@ -1,0 +1,68 @@
+"""What layers answer when `model.fusion_report()` asks how their linear modules run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligermodels.kernels.joint import joint
+from ligermodels.kernels.low_bit import LowBitWeight
+from ligermodels.kernels.operand import LinearOperand, choose
+from ligermodels.layers.base import FusionContext, FusionPart
+from ligermodels.layers.linear import obstacle, operands_of
+
+
+def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, output: str | None = None) -> FusionPart:
+    """That of linear modules which share an input, and for an MLP of the output module."""
+    names = [*inputs, *([] if output is None else [output])]
+    part = " | ".join(names)
+    modules: dict[str, Any] = {name: layer.get_submodule(name) for name in names}
+    modules = {name: one for name, one in modules.items() if not (at.gathered and hasattr(one.weight, "full_tensor"))}
+    reasons = {name: reason for name, one in modules.items() if (reason := obstacle(one)) is not None}
+    if not reasons:
+        operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
+        if "formula" in (chosen(operands[: len(inputs)]), chosen(operands[len(inputs) :])):
+            return FusionPart(part, "each by itself, by PyTorch", False, "autocast casts their input or weights")
+        why = _why_not_joint(layer, inputs, at.gathered)
+        one = "one op" if output else "one matmul"
+        each = f" of {' and '.join(inputs)}" if output else ""
+        return FusionPart(
+            part, (one if not why else f"one op, a matmul for each{each}") + operand_kinds(operands), True, why
+        )
+    joint_inputs = output and len(inputs) > 1 and not reasons.keys() & set(inputs)
+    runs = f"one op of {' | '.join(inputs)}" if joint_inputs else "each by itself" if len(names) > 1 else "by itself"
+    by_text: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        by_text.setdefault(text, []).append(name)
+    why = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
+    return FusionPart(part, runs, False, why)
+
+
+def operand_kinds(operands: Sequence[LinearOperand]) -> str:
+    """What the operands have: adapters, quantised weights."""
+    lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
+    return lora + ", weights dequantised" * any(isinstance(one.weight, LowBitWeight) for one in operands)
+
+
+def chosen(operands: Sequence[LinearOperand]) -> Any:
+    """The result of `choose` in training."""
+    if not operands:
+        return None
+    weight = operands[0].weight
+    dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
+    with torch.enable_grad():
+        return choose(operands, torch.empty(2, weight.shape[-1], dtype=dtype, device=weight.device).requires_grad_())
+
+
+def _why_not_joint(layer: Any, names: Sequence[str], gathered: bool) -> str:
+    """Why plain modules of one input are not one matmul; "" if they are."""
+    modules = [getattr(layer, name) for name in names]
+    if len(names) == 1 or all(getattr(m, "kind", "") == "nf4" for m in modules):  # joint once dequantised
+        return ""
+    if gathered:
+        return "FSDP gathers each weight by itself"
+    weights = [m.weight for m in modules]
+    if any(weight.is_meta for weight in weights) or joint(weights) is not None:  # loading makes them joint
+        return ""
+    return "their weights are not joint in memory"
