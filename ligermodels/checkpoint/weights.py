@@ -334,10 +334,11 @@ class Draw:
 def row_parts(model: nn.Module) -> dict[str, Sequence[int]]:
     """{name of a parameter: numbers of rows of its parts}, where tensor parallelism splits each of several parts.
 
-    Such a parameter [R, ...] is a DTensor [R/n, n, ...] over n ranks, see `layers.parallel.to_dtensor`.
+    Such a parameter [R, ...] is a DTensor [R/n, n, ...] over n ranks, see `layers.parallel.to_dtensor`. The attribute
+    `row_parts` of a module is that of its weight and of its bias.
     """
     found = ((name, getattr(module, "row_parts", None)) for name, module in model.named_modules())
-    return {plain_name(f"{name}.weight"): parts for name, parts in found if parts is not None}
+    return {plain_name(f"{name}.{one}"): parts for name, parts in found if parts for one in ("weight", "bias")}
 
 
 def export(

@@ -75,9 +75,9 @@ class Attention(JointProjections):
         self.causal = causal
         self.rope = rope
         self.output_gate = output_gate
-        rows = [num_heads * head_dim * (1 + output_gate), num_kv_heads * head_dim, num_kv_heads * head_dim]
         *self.joint_names, self.output_name = projections
-        for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
+        rows = self._rows if len(projections) == 4 else (sum(self._rows),)
+        for name, out_features in zip(self.joint_names, rows, strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
         self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
         self.q_norm = None if qk_norm is None else RMSNorm(head_dim, **qk_norm)
@@ -135,15 +135,14 @@ class Attention(JointProjections):
         return self.num_heads, self.num_kv_heads
 
     def shards(self) -> Mapping[str, Shard]:
-        if len(self.joint_names) != 3:
-            return dict.fromkeys((*self.joint_names, self.output_name), Shard.refused("q, k and v are one weight"))
-        what = f"{self.num_heads} heads and {self.num_kv_heads} key heads"
+        joint = len(self.joint_names) == 1
+        what = f"{self.num_heads} heads and {self.num_kv_heads} key heads" + " in one weight" * joint
+        output = {self.output_name: Shard("rows", self.num_heads, what)}
+        if joint:
+            return {self.joint_names[0]: Shard("columns", self.num_kv_heads, what, self._rows), **output}
         q, k, v = self.joint_names
         keys = Shard("heads", self.num_kv_heads, what)
-        return {
-            q: Shard("columns", self.num_heads, what), k: keys, v: keys,
-            self.output_name: Shard("rows", self.num_heads, what),
-        }  # fmt: skip
+        return {q: Shard("columns", self.num_heads, what), k: keys, v: keys, **output}
 
     def set_tp(self, tp: MeshGroup) -> None:
         super().set_tp(tp)
@@ -163,6 +162,12 @@ class Attention(JointProjections):
         normed = 2 * (queries + keys) * (self.q_norm is not None)
         return 2 * queries + 2 * keys + normed + 3 * queries * self.output_gate
 
+    @property
+    def _rows(self) -> tuple[int, int, int]:
+        """The numbers of outputs of q, with its gate, of k and of v; under tensor parallel a rank's."""
+        keys = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim * (1 + self.output_gate), keys, keys
+
     def _qkv(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Sequence[Any]:
         """q, k, v [B, S, heads, head_dim], rotated by the tables, if there are any, and the output gate or None."""
         inputs = self.joint_modules
@@ -177,9 +182,7 @@ class Attention(JointProjections):
                 # Only a fused output may be overwritten: a hook or an adapter may have kept that of a module.
                 options: Any = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, inplace=fused)
                 return *rope(qkv, *tables, **options), None
-            heads = self.num_heads * (1 + self.output_gate), self.num_kv_heads, self.num_kv_heads
-            rows = [count * self.head_dim for count in heads]
-            projected: Sequence[Tensor] = qkv.split(rows, dim=-1)
+            projected: Sequence[Tensor] = qkv.split(self._rows, dim=-1)
         else:
             projected = apply_linears(inputs, x)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)

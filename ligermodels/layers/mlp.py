@@ -92,10 +92,10 @@ class GatedMLP(_FeedForward):
         super().__init__(hidden_size, intermediate_size, hidden_size, activation, bias, projections)
 
     def shards(self) -> Mapping[str, Shard]:
-        if len(self.joint_names) != 2:
-            return {name: Shard.refused("gate and up are one weight") for name in (*self.joint_names, self.output_name)}
-        split = self.intermediate_size, f"an intermediate size of {self.intermediate_size}"
-        return dict.fromkeys(self.joint_names, Shard("columns", *split)) | {self.output_name: Shard("rows", *split)}
+        inner = self.intermediate_size
+        split = inner, f"an intermediate size of {inner}"
+        first = Shard("columns", *split, parts=None if len(self.joint_names) == 2 else (inner, inner))
+        return dict.fromkeys(self.joint_names, first) | {self.output_name: Shard("rows", *split)}
 
 
 class MLP(_FeedForward):

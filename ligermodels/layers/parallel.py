@@ -227,7 +227,7 @@ def _dtensor(local: Tensor, spec: Any) -> Any:
 
 def local_rows(parameter: Any, tp: MeshGroup | None) -> Any:
     """This rank's rows [R/n, ...] of a parameter that `to_dtensor` has sharded by `row_parts`."""
-    return parameter if tp is None else local_shard(parameter, tp).select(1, 0)
+    return parameter if tp is None or parameter is None else local_shard(parameter, tp).select(1, 0)
 
 
 def to_dtensor(
@@ -254,10 +254,10 @@ def to_dtensor(
 class ShardedLinear(nn.Linear):
     """This rank's part of a linear layer, whose weight is a DTensor over the ranks.
 
-    "columns": each rank computes some of the outputs; with `row_parts`, of each of these parts of them. "rows": each
-    rank reads some of the inputs, and the outputs are summed over ranks later; only the first rank adds the bias.
-    "heads": there are fewer heads than ranks; the weight is replicated, and this rank computes one head: `rows` rows
-    from row `first` on.
+    split: "columns": each rank computes some of the outputs; with `row_parts`, some of each part, such as q, k and v.
+    "rows": each rank reads some of the inputs, and the outputs are summed over ranks later; only the first rank adds
+    the bias. "heads": there are fewer heads than ranks, or one for all: weight and bias are replicated, and this rank
+    computes one head: `rows` rows from row `first` on. head_dim: the rows of a head.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class ShardedLinear(nn.Linear):
             self.first, self.rows = tp.rank * linear.out_features // head_dim // tp.size * head_dim, head_dim
         weight_dim, bias_dim = {"columns": (0, 0), "rows": (1, None), "heads": (None, None)}[split]
         self.weight = to_dtensor(linear.weight, tp, weight_dim, row_parts)
-        self.bias = None if linear.bias is None else to_dtensor(linear.bias, tp, bias_dim)
+        self.bias = None if linear.bias is None else to_dtensor(linear.bias, tp, bias_dim, row_parts)
 
     @property
     def may_be_joint(self) -> bool:
@@ -287,7 +287,7 @@ class ShardedLinear(nn.Linear):
     def parts(self) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that this rank computes with."""
         if self.row_parts is not None:
-            return local_rows(self.weight, self.tp), None
+            return local_rows(self.weight, self.tp), local_rows(self.bias, self.tp)
         if self.split == "columns":
             return local_shard(self.weight, self.tp), local_shard(self.bias, self.tp)
         if self.split == "rows":

@@ -27,6 +27,8 @@ SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, initializer_range=0.2,
 )  # fmt: skip
+EIGHT_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+"""Of Phi-3, whose key heads are in one weight with the others, so that four ranks need four."""
 TOWER = dict(
     model_type="mllama_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1,
     attention_heads=2, image_size=8, patch_size=4, intermediate_layers_indices=[0, 1], vision_output_dim=48,
@@ -41,7 +43,13 @@ FAMILIES = {
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
     ),
     "mixtral": dict(SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5),
-    "phi3": dict(SIZES, pad_token_id=0),
+    "phi3": dict(
+        SIZES | EIGHT_HEADS, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=dict(
+            rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2],
+            long_factor=[1.0, 2.0, 4.0],
+        ),
+    ),
+    "phi3_biased": dict(SIZES | EIGHT_HEADS, model_type="phi3", pad_token_id=0),
     "qwen3_5": dict(
         SIZES, model_type="qwen3_5_text", head_dim=8, linear_key_head_dim=16, linear_value_head_dim=8,
         linear_num_key_heads=4, linear_num_value_heads=8, full_attention_interval=2,
@@ -88,6 +96,9 @@ def make(family, trained="", **changes):
     model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu", seed=0)
     if family.endswith("mtp"):
         add_mtp(model, loss_weight=0.5)
+    if family == "phi3_biased":  # no family of the zoo has packed projections with biases
+        for linear in (module for module in model.decoder.modules() if isinstance(module, torch.nn.Linear)):
+            linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels.arch import ARCHS, load
+from ligermodels.arch import ARCHS, Phi3, load
+from ligermodels.arch.phi3 import Phi3Block
 from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, row_parts, same_bits, whole_tensor
 from ligermodels.errors import HubError, InputError, LigermodelsError
@@ -29,6 +30,7 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
     "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
                    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
+    "packed": dict(model_type="phi3"),  # and with biases, see PackedBlock
 }  # fmt: skip
 VISION = {  # more parameters that are drawn in ways of their own
     "towers": dict(model_type="mllama",
@@ -40,6 +42,16 @@ VISION = {  # more parameters that are drawn in ways of their own
                     vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32)),
 }  # fmt: skip
 IDS = torch.randint(98, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+class PackedBlock(Phi3Block):
+    """With biases of the packed projections, which no family of the zoo has."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        for owner, name in ((self.self_attn, "qkv_proj"), (self.mlp, "gate_up_proj")):
+            packed = getattr(owner, name)
+            setattr(owner, name, torch.nn.Linear(packed.in_features, packed.out_features))
 
 
 def random(family, **options):
@@ -97,7 +109,7 @@ def on_two_ranks(folder):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     load_and_save(folder, ["tied", "experts"], mesh)
-    load_and_save(folder, ["hybrid"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")))
+    load_and_save(folder, ["hybrid", "packed"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")))
 
     # After a forward pass, which leaves the last group gathered in bf16.
     model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
@@ -193,7 +205,8 @@ def fail(rank, model, folder):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(Phi3, "block_class", PackedBlock)
     for family in FAMILIES:
         write(family, tmp_path / family)
     return tmp_path
@@ -208,7 +221,7 @@ def on_four_ranks(folder):
     tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     load_and_save(folder, FAMILIES, tensor)
     load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
-    for family in ("tied", "hybrid"):
+    for family in ("tied", "hybrid", "packed"):
         with pytest.MonkeyPatch.context() as patched:
             asked = count_bytes(patched)
             model = load(folder / family, mesh=tensor)

@@ -21,7 +21,7 @@ an ulp. The roundings are as many and as large, and others."""
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
-WITHOUT_TP = ("phi3", "mllama", "qwen3_5_one_key_head")
+WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
@@ -54,6 +54,8 @@ QUICK = [
     gradients("llama_biased", "tp2"),
     gradients("qwen2", "cp2", recompute="mlp"),
     gradients("qwen3", "tp2"),
+    gradients("phi3", "tp2", recompute="mlp"),
+    gradients("phi3_biased", "tp2", kind="packed"),
     gradients("gemma2", "tp2", kind="restarting"),
     gradients("gemma2", "cp2", recompute="block"),
     gradients("mixtral", "fsdp2", recompute="block"),
@@ -138,7 +140,7 @@ REFUSED = [
     ("llama", "tp2", dict(THREE_HEADS, intermediate_size=45), r"intermediate size of 45\. tp may be 3$"),
     ("mixtral", "tp2", dict(intermediate_size=47), r"intermediate size of 47"),
     ("mixtral", "tp2", dict(router_jitter_noise=0.1), r"router_jitter_noise to 0"),
-    ("phi3", "tp2", {}, r"gate and up are one weight; q, k and v are one weight\. use dp_shard and cp"),
+    ("phi3", "tp2", dict(num_key_value_heads=1), r"tp=2: 8 heads and 1 key heads in one weight\. use dp_shard and cp"),
     ("mllama", "tp2", {}, r"a CrossBlock.*use dp_shard and cp instead of tp"),
     ("custom", "tp2", {}, r"no model of the zoo: of its mesh, cp and tp have to be 1"),
     ("llama", "fsdp", {}, r"dimensions \('fsdp',\); expected dp_shard"),
