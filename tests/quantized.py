@@ -1,4 +1,4 @@
-"""Models whose projections are of 4 bits."""
+"""Models whose projections or experts are of 4 bits."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ligermodels.layers import QuantizedLinear
+from ligermodels.layers.moe import Experts
 
 
 def quantized(model: Any) -> Any:
@@ -17,4 +18,14 @@ def quantized(model: Any) -> Any:
                 if type(child) is nn.Linear:
                     source = child.weight.float() if child.weight.dtype == torch.float64 else child.weight
                     setattr(parent, name, QuantizedLinear.from_weight(source, child.bias, kind="nf4"))
+    return model
+
+
+def with_quantized_experts(model: Any) -> Any:
+    """The model with experts of 4 bits, in place."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for name in module.stacked:
+                rows = getattr(module, name).detach().flatten(0, 1).chunk(module.parts(name))
+                module.set_quantized(name, [QuantizedLinear.from_weight(part, kind="nf4") for part in rows])
     return model

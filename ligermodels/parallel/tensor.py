@@ -1,4 +1,4 @@
-"""How tensor parallel splits each kind of layer over the ranks, and which sizes fit."""
+"""How tensor parallel splits what `Layer.shards` names over the ranks, which sizes fit, and what is refused."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ _SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 64)
 
 
 def check_tensor(model: Any, size: int) -> None:
-    """Raises InputError where the layers cannot be split over `size` ranks, saying which sizes fit."""
+    """Raises InputError where the layers cannot be split over `size` ranks, saying what does not fit, and what does."""
     if problems := sorted(set(_problems(model, size))):
         fits = [str(other) for other in _SIZES if not any(_problems(model, other))]
         advice = f"tp may be {', '.join(fits)}" if fits else "use dp_shard and cp instead of tp"
@@ -23,7 +23,7 @@ def check_tensor(model: Any, size: int) -> None:
 def check_context(model: Any, size: int, tp: int) -> None:
     """Raises InputError where the heads cannot be split over `size` ranks of context parallel, saying which sizes fit.
 
-    tp: the ranks over which the heads are split already.
+    tp: the number of ranks over which tensor parallel splits the heads.
     """
     heads = list(dict.fromkeys(layer.heads for layer in _layers(model.decoder.modules()) if layer.heads is not None))
 
@@ -32,7 +32,7 @@ def check_context(model: Any, size: int, tp: int) -> None:
 
     if not fits(size):
         sizes = ", ".join(str(other) for other in _SIZES if fits(other))
-        queries, keys = next(one for one in heads if not fits(size, [one]))
+        queries, keys = next(pair for pair in heads if not fits(size, [pair]))
         raise InputError(
             f"cp={size} does not fit {queries} heads and {keys} key heads"
             + (f" over tp={tp}" if tp > 1 else "")
@@ -46,70 +46,90 @@ def _splits(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def _modules(model: Any) -> Iterator[nn.Module]:
-    """The modules that tensor parallel splits: those of the text model, the head, and `mtp`."""
-    yield from model.decoder.modules()
-    yield model.lm_head
-    if model.mtp is not None:
-        yield from model.mtp.modules()
+    """All modules of the text model, of the head and of `mtp`, from outside to inside: what tensor parallel splits."""
+    for part in (model.decoder, model.lm_head, model.mtp):
+        if part is not None:
+            yield from part.modules()
 
 
 def _layers(modules: Iterable[nn.Module]) -> list[Layer]:
     return [module for module in modules if isinstance(module, Layer)]
 
 
-def _find(layer: Layer, name: str) -> tuple[Any, str, nn.Module | Tensor | None]:
-    """(owner, its last name, what it is) of what `Layer.shards` names; None: it is not there."""
+def _find(layer: Layer, name: str) -> tuple[nn.Module, str, nn.Module | Tensor | None]:
+    """What `Layer.shards` names: (the module that holds it, its name there, the module or parameter, or None)."""
     path, _, last = name.rpartition(".")
-    owner = layer.get_submodule(path)
-    module = owner._modules.get(last)
-    return owner, last, owner._parameters.get(last) if module is None else module
+    holder = layer.get_submodule(path)
+    module = holder._modules.get(last)
+    return holder, last, holder._parameters.get(last) if module is None else module
 
 
 def _problems(model: Any, size: int) -> Iterator[str]:
-    """What does not fit `size` ranks, and parameters that no layer says how to share."""
+    """What does not fit `size` ranks, what stands in place of a linear module, and what no layer says how to split."""
     named: set[int] = set()
     modules = list(_modules(model))
     for layer in _layers(modules):
         for name, shard in layer.shards().items():
             if not shard.fits(size):
                 yield shard.what.format(size=size)
-            owner, _, found = _find(layer, name)
-            if isinstance(found, nn.Module):
-                named |= {id(parameter) for parameter in found.parameters()}
-            elif found is not None:
-                named.add(id(found))
-            other = owner if found is None and shard.split != "refused" else found
-            if isinstance(other, nn.Module) and type(other) is not nn.Linear:
-                yield f"a {type(other).__module__}.{type(other).__name__} in place of a projection"
+            holder, _, target = _find(layer, name)
+            if isinstance(target, nn.Module):
+                named |= {id(parameter) for parameter in target.parameters()}
+                if type(target) is not nn.Linear:
+                    yield f"a {_class(target)} in place of a projection"
+            elif target is not None:
+                named.add(id(target))
+            elif shard.split != "refused":
+                yield f"{_class(layer)}.shards() names {name}, but a {_class(holder)} has no such parameter"
     for module in modules:
-        if any(id(parameter) not in named for parameter in module.parameters(recurse=False)):
-            yield f"a {type(module).__name__}"
+        parameters = _parameters_of(module)
+        if missing := [name for name, parameter in parameters.items() if id(parameter) not in named]:
+            if isinstance(module, Layer):
+                yield f"{_class(module)}.shards() does not name {', '.join(missing)}"
+            else:
+                yield f"a {_class(module)} has parameters, but no method shards()"
+        named |= {id(parameter) for parameter in parameters.values()}
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: parameter} of a module alone; for a layer also those of its linear modules, which it speaks for."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if isinstance(module, Layer):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                parameters |= child.named_parameters(name, recurse=False)
+    return parameters
+
+
+def _class(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def shard_tensors(model: Any, tp: MeshGroup) -> None:
     """Replaces the parameters of the text model and the head by DTensors over the ranks."""
     for layer in _layers(list(_modules(model))):
         for name, shard in layer.shards().items():
-            owner, last, found = _find(layer, name)
-            if isinstance(found, nn.Linear):
-                owner._modules[last] = _sharded_linear(found, shard, tp)
+            holder, last, target = _find(layer, name)
+            if isinstance(target, nn.Linear):
+                holder._modules[last] = _sharded_linear(target, shard, tp)
             else:
-                owner._parameters[last] = _sharded(found, shard, tp)
+                holder._parameters[last] = _sharded(target, shard, tp)
                 if shard.dim is None and shard.parts is not None:
-                    owner.row_parts = shard.parts
+                    holder.row_parts = shard.parts  # type: ignore[assignment]
         layer.set_tp(tp)
 
 
 def _sharded_linear(linear: nn.Linear, shard: Shard, tp: MeshGroup) -> ShardedLinear:
-    if shard.split in ("heads", "replicated"):
-        split = "columns" if shard.split == "heads" and shard.count % tp.size == 0 else "heads"
-    else:
-        split = shard.split
+    split = shard.split
+    if split == "replicated":  # one head, of all outputs
+        split = "heads"
+    elif split == "heads" and shard.count % tp.size == 0:
+        split = "columns"
     return ShardedLinear(linear, tp, split, linear.out_features // shard.count, shard.parts)
 
 
 def _sharded(parameter: Any, shard: Shard, tp: MeshGroup) -> nn.Parameter:
-    if shard.dim is not None:
+    if shard.dim is not None:  # its parts become a dim before the one that is split
         shape = (len(shard.parts or (0,)), -1)
         parts = nn.Parameter(parameter.detach().unflatten(shard.dim, shape), parameter.requires_grad)
         return to_dtensor(parts, tp, shard.dim + 1)

@@ -377,15 +377,17 @@ def generated(family, split):
 
 
 def adapted(split):
-    """PEFT's LoRA around the model, with the whole wrapper parallelized."""
+    """PEFT around the model, with the whole wrapper parallelized: LoRA, or under tp trained norms and head."""
     import peft  # an extra that only tests/tools have
 
     def made():
         torch.manual_seed(0)
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        return peft.get_peft_model(make("llama"), config)
+        if "tp" in split:
+            config = peft.LNTuningConfig(target_modules=["norm"], modules_to_save=["lm_head"])
+        return peft.get_peft_model(make("qwen2"), config)
 
-    model, inputs = made(), batch("llama", "plain")
+    model, inputs = made(), batch("qwen2", "plain")
     loss = model(**inputs).loss
     loss.backward()
     mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")

@@ -7,9 +7,16 @@ jobs of a group share their processes, since starting those takes longest.
 import re
 
 import pytest
+import torch
+from torch import nn
 
 from ligermodels.arch import ARCHS
-from tests.parallel.runs import FAMILIES, run
+from ligermodels.errors import InputError
+from ligermodels.layers.base import REPLICATED, Layer
+from ligermodels.parallel.tensor import check_tensor
+from ligermodels.training import add_lora
+from tests.parallel.runs import FAMILIES, make, run
+from tests.quantized import quantized, with_quantized_experts
 
 TOLERANCE = 2e-5
 """Of errors relative to a gradient's largest number: it is a sum of some hundred products that are rounded in another
@@ -141,7 +148,7 @@ REFUSED = [
     ("mixtral", "tp2", dict(intermediate_size=47), r"intermediate size of 47"),
     ("mixtral", "tp2", dict(router_jitter_noise=0.1), r"router_jitter_noise to 0"),
     ("phi3", "tp2", dict(num_key_value_heads=1), r"tp=2: 8 heads and 1 key heads in one weight\. use dp_shard and cp"),
-    ("mllama", "tp2", {}, r"a CrossBlock.*use dp_shard and cp instead of tp"),
+    ("mllama", "tp2", {}, r"CrossBlock\.shards\(\) does not name .*use dp_shard and cp instead of tp"),
     ("custom", "tp2", {}, r"no model of the zoo: of its mesh, cp and tp have to be 1"),
     ("llama", "fsdp", {}, r"dimensions \('fsdp',\); expected dp_shard"),
 ]
@@ -220,3 +227,65 @@ def test_what_cannot_be_honoured_is_refused(tmp_path):
         for said in found[job("calls_refused", split=split)[0]]:
             wrong = [(call, said.get(call)) for call, says in calls.items() if not re.search(says, said.get(call, ""))]
             assert not wrong, split
+
+
+class Scaled(Layer):
+    """A user's layer. named: what `shards` says."""
+
+    def __init__(self, **named):
+        super().__init__()
+        self.scale, self.proj, self.named = nn.Parameter(torch.ones(32)), nn.Linear(32, 32), named
+
+    def shards(self):
+        return super().shards() | self.named
+
+
+def with_mlp(mlp):
+    model = make("llama")
+    model.decoder.layers[1].mlp = mlp
+    return model
+
+
+def compiled_projection():
+    model = make("llama")
+    model.decoder.layers[0].mlp.down_proj = torch.compile(model.decoder.layers[0].mlp.down_proj)
+    return model
+
+
+NOT_SPLIT = {
+    "no answer": (lambda: with_mlp(Scaled()), r"Scaled\.shards\(\) does not name scale, proj\.weight, proj\.bias\. "),
+    "part of an answer": (
+        lambda: with_mlp(Scaled(scale=REPLICATED)),
+        r"Scaled\.shards\(\) does not name proj\.weight, proj\.bias\. use dp_shard and cp",
+    ),
+    "another name": (
+        lambda: with_mlp(Scaled(scale=REPLICATED, projection=REPLICATED)),
+        r"Scaled\.shards\(\) names projection, but a \S+\.Scaled has no such parameter",
+    ),
+    "inside of torch.compile": (lambda: with_mlp(torch.compile(Scaled())), r"tp=2: \S+\.Scaled\.shards\(\) does not"),
+    "of torch": (
+        lambda: with_mlp(nn.LayerNorm(32)),
+        r"a torch\.\S+\.LayerNorm has parameters, but no method shards\(\)",
+    ),
+    "a compiled projection": (compiled_projection, r"a torch\.\S+\.OptimizedModule in place of a projection"),
+    "4 bits": (lambda: quantized(make("phi3")), r"tp=2: a \S+\.QuantizedLinear in place of a projection\. use"),
+    "experts in 4 bits": (
+        lambda: with_quantized_experts(make("mixtral")),
+        r"tp=2: a \S+\.QuantizedLinear in place of a projection\. use",
+    ),
+    "adapters of experts": (
+        lambda: add_lora(make("mixtral"), targets=[], target_parameters=["experts.down_proj"]),
+        r"a ligermodels\.layers\.lora\.Factor has parameters, but no method shards\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SPLIT)
+def test_what_tensor_parallel_cannot_split_is_named(case):
+    made, says = NOT_SPLIT[case]
+    with pytest.raises(InputError, match=says):
+        check_tensor(made(), 2)
+
+
+def test_tensor_parallel_asks_a_compiled_layer():
+    check_tensor(with_mlp(torch.compile(make("llama").decoder.layers[0].mlp)), 2)

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import load_file
 
 from ligermodels import CheckpointError, InputError
-from ligermodels.layers import Experts, QuantizedLinear
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter
+from tests.quantized import with_quantized_experts
 from tests.training.test_lora import IDS, adapted, logits, make
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -63,12 +63,7 @@ def test_off_and_merged(names):
 
 def test_only_the_adapters_are_trained_also_over_4_bits():
     for bits in (16, 4):
-        model = make("mixtral")
-        for module in model.modules():
-            if bits == 4 and isinstance(module, Experts):
-                for name in ("gate_up_proj", "down_proj"):
-                    rows = getattr(module, name).detach().flatten(0, 1).chunk(module.parts(name))
-                    module.set_quantized(name, [QuantizedLinear.from_weight(part, kind="nf4") for part in rows])
+        model = make("mixtral") if bits == 16 else with_quantized_experts(make("mixtral"))
         plain = logits(model)
         add_lora(model, 4, targets=[], target_parameters=BOTH + ROUTER)
         assert torch.equal(logits(model), plain)  # B is zero
