@@ -337,8 +337,9 @@ def row_parts(model: nn.Module) -> dict[str, Sequence[int]]:
     Such a parameter [R, ...] is a DTensor [R/n, n, ...] over n ranks, see `layers.parallel.to_dtensor`. The attribute
     `row_parts` of a module is that of its weight and of its bias.
     """
-    found = ((name, getattr(module, "row_parts", None)) for name, module in model.named_modules())
-    return {plain_name(f"{name}.{one}"): parts for name, parts in found if parts for one in ("weight", "bias")}
+    found = ((path, getattr(module, "row_parts", None)) for path, module in model.named_modules())
+    names = ("weight", "bias")
+    return {plain_name(f"{path}.{name}"): parts for path, parts in found if parts for name in names}
 
 
 def export(
