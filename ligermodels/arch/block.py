@@ -16,10 +16,17 @@ _NOT_GIVEN: Any = object()
 
 
 class ResidualBlock(Layer):
-    """The base of all blocks, whose `forward` maps (x, residual, batch, cache) to (x, residual), or (x, residual, ...).
+    """The base of all blocks, whose `forward` maps (x, residual, batch, cache) to (x, residual).
+
+    carries: the block takes one more argument, the dict of what the blocks before it have added (`Decoder.first_carry`
+    begins it), which it must not change, and returns a third value, a dict of what it adds itself: tensors or tuples of
+    tensors by name. They have gradients, also where blocks are recomputed. "router_logits", a tuple of tensors
+    [tokens, experts], is for the balancing loss, and reaches no other block.
 
     Called without `residual`, as by code that runs a model block by block, the block returns x + residual alone.
     """
+
+    carries: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -74,7 +81,7 @@ class Block(ResidualBlock):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)
         x, residual = self.post_attention_layernorm(x, residual)
@@ -82,18 +89,20 @@ class Block(ResidualBlock):
 
 
 def attention(config: ModelConfig, layer: int, **options: Any) -> Attention:
-    """The attention of block `layer`, with the heads and the window of the config. options: those of `Attention`."""
-    return Attention(
-        config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        window=config.window(layer),
-        **options,
-    )
+    """The attention of block `layer`, with the heads, the window and the rope of the config.
+
+    options: those of `Attention`; they replace the config's.
+    """
+    sizes = config.layer(layer)
+    heads = dict(num_heads=sizes.num_attention_heads, num_kv_heads=sizes.num_key_value_heads, head_dim=sizes.head_dim)
+    reads = dict(window=config.window(layer), rope=config.rope(layer))
+    return Attention(sizes.hidden_size, **{**heads, **reads, **options})
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """The MLP of a block, with the size and the activation of the config. options: those of `GatedMLP`."""
-    activation = ACTIVATIONS[config.hidden_act]
-    return GatedMLP(config.hidden_size, config.intermediate_size, activation=activation, **options)
+    """The MLP of a block, with the size and the activation of the config, which may be that of a layer.
+
+    options: those of `GatedMLP`; they replace the config's.
+    """
+    sizes = dict(intermediate_size=config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+    return GatedMLP(config.hidden_size, **{**sizes, **options})

@@ -131,6 +131,8 @@ class ModelConfig(CheckedFields):
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
     """Whether this architecture reads `partial_rotary_factor`."""
+    rope_by_layer_type: ClassVar[bool] = False
+    """Whether this architecture's `rope_parameters` may be {layer type: settings of its rope}."""
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Names of rope types in this architecture's files -> ours."""
     unused: ClassVar[frozenset[str]] = frozenset()
@@ -230,7 +232,11 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling."""
+        """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling, or these by layer type."""
+        by_type = config.get("rope_parameters")
+        if cls.rope_by_layer_type and isinstance(by_type, Mapping) and by_type and by_type.keys() <= {*LAYER_TYPES}:
+            others = {key: config[key] for key in config.keys() - {"rope_scaling", "rope_theta"}}
+            return {name: cls._rope_from_hf({**others, "rope_parameters": rope}) for name, rope in by_type.items()}
         nested = []
         for name in ("rope_scaling", "rope_parameters"):
             value = {} if config.get(name) is None else config[name]
@@ -295,7 +301,10 @@ class ModelConfig(CheckedFields):
 
     def _check_rope(self) -> None:
         """The rope type and base; `layers.RotaryEmbedding` checks the numbers of a type when the model is built."""
-        rope = self.rope_parameters
+        for rope in self.ropes.values():
+            self._check_one_rope(rope)
+
+    def _check_one_rope(self, rope: Mapping[str, Any]) -> None:
         if rope.get("rope_type") not in ROPE_TYPES:
             found, supported = rope.get("rope_type"), ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self.model_type}: rope_type {found!r} is not supported; supported: {supported}")
@@ -321,15 +330,15 @@ class ModelConfig(CheckedFields):
     def to_hf(self) -> dict[str, Any]:
         """The contents of a config.json for both generations of transformers."""
         rope = self.rope_parameters
+        whole = {"architectures": [self.architecture], "model_type": self.model_type, **self.extra, **self.values()}
+        if "rope_type" not in rope:  # by layer type, which the newer generation alone has
+            return {**whole, "torch_dtype": self.dtype}
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         at_the_top = ["rope_theta", "partial_rotary_factor"]
         if rope["rope_type"] == "longrope":  # where transformers 4 looks for it
             at_the_top.append("original_max_position_embeddings")
         return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            **self.extra,
-            **self.values(),
+            **whole,
             "torch_dtype": self.dtype,
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
             **{key: rope[key] for key in at_the_top if key in rope},
@@ -347,10 +356,24 @@ class ModelConfig(CheckedFields):
         """Tokens that a query of block `layer` sees, itself included; None where it sees all before it."""
         return None
 
+    def layer(self, layer: int) -> Self:
+        """The config of block `layer`: this one, or a copy with other heads, head_dim or intermediate_size."""
+        return self
+
+    def rope(self, layer: int) -> str:
+        """The name of the rope that block `layer` reads, a key of `ropes`."""
+        return "full"
+
+    @property
+    def ropes(self) -> dict[str, dict[str, Any]]:
+        """The settings of each rope by name: "full", and where `rope_parameters` are by layer type "sliding" too."""
+        rope = self.rope_parameters
+        return {"full": rope} if "rope_type" in rope else {name.removesuffix("_attention"): rope[name] for name in rope}
+
     @property
     def per_layer_config(self) -> list[Self]:
-        """This config once a block, as transformers' caches read it."""
-        return [self] * self.num_hidden_layers
+        """The config of each block, as transformers' caches read it."""
+        return [self.layer(layer) for layer in range(self.num_hidden_layers)]
 
     def get_text_config(self, decoder: bool = True) -> Self:
         """The config of the language model, as transformers names it."""
@@ -476,6 +499,10 @@ class LayerTypesConfig(WindowConfig):
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+    def rope(self, layer: int) -> str:
+        name = self.layer_types[layer].removesuffix("_attention")
+        return name if name in self.ropes else "full"
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.block import ResidualBlock
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.hooks import is_plain, watched
+from ligermodels.arch.hooks import carries, is_plain, watched
 from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import ConfigError, InputError
@@ -83,10 +83,10 @@ class BaseModel(nn.Module):
 class Decoder(BaseModel):
     """Token ids to the last hidden state.
 
-    block: (config, layer) -> a `ResidualBlock`; that of a mixture of experts returns (x, residual, router_logits).
-    norm: keyword arguments of the final RMSNorm beside size and eps. embedding_scale: multiplies the embedding's rows.
-    extra_rows: rows of the embedding beyond `vocab_size`. position_axes: how many positions a token may have. ropes:
-    rotary embeddings by name, for attention that does not read the tables of the config, which are called "full".
+    block: (config, layer) -> a `ResidualBlock`. norm: keyword arguments of the final RMSNorm beside size and eps.
+    embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
+    position_axes: how many positions a token may have. ropes: rotary embeddings by name, for attention that reads none
+    of the config's.
     context, tp: the groups of ranks of context and tensor parallelism. Every rank gets all tokens, and returns the last
     hidden state of its part of the sequence.
     """
@@ -113,9 +113,7 @@ class Decoder(BaseModel):
         self.config = config
         self.position_axes = position_axes
         self.checkpointing = Checkpointing()
-        size, rope = config.hidden_size, dict(config.rope_parameters)
-        if position_axes == 1:  # the sections of M-RoPE make no difference: a token has one position
-            rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+        size = config.hidden_size
         self.embed_tokens = Embedding(
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
@@ -127,22 +125,39 @@ class Decoder(BaseModel):
                     "ligermodels.arch.block.ResidualBlock instead of nn.Module"
                 )
         self.norm = RMSNorm(size, eps=config.rms_norm_eps, **(norm or {}))
-        self.rotary_emb = RotaryEmbedding(
-            config.head_dim,
-            sections=rope.pop("mrope_section", None),
-            interleaved=rope.pop("mrope_interleaved", False),
-            theta=rope["rope_theta"],
-            scaling=rope,
-            max_position_embeddings=config.max_position_embeddings,
-            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
-        )
-        self.ropes = nn.ModuleDict(ropes or {})
+        head_dims = {config.rope(layer): config.layer(layer).head_dim for layer in range(config.num_hidden_layers)}
+        if config.ropes.keys() - head_dims.keys() or "full" not in config.ropes:
+            raise ConfigError(
+                f"{config.model_type}: rope_parameters has ropes of {', '.join(config.ropes)}, and the blocks read "
+                f"{', '.join(head_dims)}; each that is there must be read, and full must be there"
+            )
+        tables = {
+            name: self._rotary(settings, head_dims.get(name, config.head_dim))
+            for name, settings in config.ropes.items()
+        }
+        self.rotary_emb = tables.pop("full")
+        self.ropes = nn.ModuleDict({**tables, **(ropes or {})})
         for name, other in self.ropes.items():
             if other.rope_type in ("dynamic", "longrope"):
                 raise ConfigError(
                     f"rope {name!r} has rope_type={other.rope_type!r}, which chooses frequencies by the length of a "
                     'text: only the tables of the config ("full") can'
                 )
+
+    def _rotary(self, rope: Mapping[str, Any], head_dim: int) -> RotaryEmbedding:
+        """The tables of a rope's settings."""
+        rope = dict(rope)
+        if self.position_axes == 1:  # the sections of M-RoPE make no difference: a token has one position
+            rope = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+        return RotaryEmbedding(
+            head_dim,
+            sections=rope.pop("mrope_section", None),
+            interleaved=rope.pop("mrope_interleaved", False),
+            theta=rope["rope_theta"],
+            scaling=rope,
+            max_position_embeddings=self.config.max_position_embeddings,
+            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embed_tokens":
@@ -185,20 +200,25 @@ class Decoder(BaseModel):
             following = None if following is None else self.tp.scatter(following, 1)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
         router_logits: list[Tensor] | None = [] if output_router_logits else None
+        carry = self.first_carry(tokens, inputs, x)
         run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
         if cache is not None and inputs.step is None:
             cache.begin()
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            plain = isinstance(layer, ResidualBlock) and not is_touched(layer)
-            block: Any = layer if plain else watched(layer)
-            x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
+            is_block = isinstance(layer, ResidualBlock)
+            block: Any = layer if is_block and not is_touched(layer) else watched(layer)
+            more = (self.inputs_of(i, carry),) if (layer.carries if is_block else carries(layer)) else ()
+            x, residual, *added = run(i, block, x, residual, batch, None if cache is None else cache[i], *more)
+            if added:
+                routed = added[0].get("router_logits", ())
+                carry = carry | {name: value for name, value in added[0].items() if name != "router_logits"}
+                if router_logits is not None:
+                    router_logits += routed
             if deepstack is not None and i < len(deepstack.states):
                 states = self._own_tokens(deepstack.of_block(i, tokens_shape))
                 x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
-            if router_logits is not None:
-                router_logits += routed
         if isinstance(self.norm, RMSNorm) and is_plain(self.norm):
             x, _ = self.norm(x, residual)
         else:  # a user's hook, wrapper or norm takes and returns the hidden state
@@ -255,8 +275,17 @@ class Decoder(BaseModel):
         self, rows: int, max_length: int, device: torch.device | str, kind: str, whole: bool = False
     ) -> list[State]:
         options = dict(kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole)
-        mixers: Any = (next(m for m in layer.modules() if hasattr(m, "new_state")) for layer in self.layers)
-        return [mixer.new_state(rows, max_length, **options) for mixer in mixers]
+        mixers: Any = (next((m for m in layer.modules() if hasattr(m, "new_state")), None) for layer in self.layers)
+        states = (None if mixer is None else mixer.new_state(rows, max_length, **options) for mixer in mixers)
+        return [state or State() for state in states]
+
+    def first_carry(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> dict[str, Any]:
+        """What the first block gets that carries. tokens: ids or embeddings, packed; x: their embeddings, a rank's."""
+        return {}
+
+    def inputs_of(self, layer: int, carry: dict[str, Any]) -> dict[str, Any]:
+        """What block `layer` gets of all that was added before it."""
+        return carry
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -31,21 +31,27 @@ def is_plain(*modules: nn.Module) -> bool:
 def watched(layer: nn.Module) -> "nn.Module | Joined":
     """`layer`, or a `Joined` around it if a user's hook, wrapper or forward needs its hidden state."""
     is_block = isinstance(layer, ResidualBlock)
-    blocks = [layer] if is_block else [module for module in layer.modules() if isinstance(module, ResidualBlock)]
+    blocks = [module for module in ([layer] if is_block else layer.modules()) if isinstance(module, ResidualBlock)]
     if (is_block or _passes_on(type(layer))) and is_plain(layer, *blocks):
         return layer
     return Joined(layer, blocks)
 
 
+def carries(layer: nn.Module) -> bool:
+    """Whether a block in `layer` carries."""
+    return any(block.carries for block in layer.modules() if isinstance(block, ResidualBlock))
+
+
 class Joined:
     """A layer of a stack, and the blocks in it; called like a block, but returns (hidden_states, None, ...)."""
 
-    def __init__(self, layer: nn.Module, blocks: Sequence[nn.Module]):
+    def __init__(self, layer: nn.Module, blocks: Sequence[ResidualBlock]):
         self.layer, self.blocks = layer, blocks
         self.modules = layer.modules
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: Any, cache: Any = None) -> tuple[Any, ...]:
+    def __call__(self, x: Tensor, residual: Tensor | None, batch: Any, cache: Any = None, *carry: Any) -> Any:
         others: list[Any] = []
+        more = {"carry": carry[0]} if carry else {}
 
         def collect(block: nn.Module, args: Any, options: dict[str, Any]) -> Any:
             return args, {**options, "others": others}
@@ -53,7 +59,7 @@ class Joined:
         x = x if residual is None else x + residual
         handles = [block.register_forward_pre_hook(collect, with_kwargs=True) for block in self.blocks]
         try:
-            output = self.layer(x, batch=batch, cache=cache)
+            output = self.layer(x, batch=batch, cache=cache, **more)
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,7 +12,7 @@ Checked against: models/mixtral/modeling_mixtral.py of transformers 5.23.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,7 +51,9 @@ class MixtralConfig(RoutedConfig, WindowConfig):
 
 
 class MixtralBlock(Block):
-    """Attention and a mixture of gated MLPs, each on the normed residual stream. Also returns router logits."""
+    """Attention and a mixture of gated MLPs, each on the normed residual stream."""
+
+    carries = True
 
     def __init__(self, config: MixtralConfig, layer: int):
         experts = MoE(
@@ -65,13 +67,13 @@ class MixtralBlock(Block):
         super().__init__(config, attention(config, layer), experts)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None
-    ) -> tuple[Tensor, ...]:
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, carry: Any = None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)
         x, residual = self.post_attention_layernorm(x, residual)
         x, router_logits = self.mlp(x)
-        return x, residual, router_logits
+        return x, residual, {"router_logits": (router_logits,)}
 
 
 class Mixtral(CausalLM):

@@ -25,7 +25,7 @@ class MultiTokenPrediction(Layer):
     """forward(embeds, hidden [B, S, hidden_size], batch, cache=None) -> [B, S, hidden_size], after the norm.
 
     embeds: the embeddings of the next tokens. hidden: the states of the tokens. cache: the state of its one block.
-    blocks: modules that map (x, residual, batch, cache) to (x, residual). norm: keyword arguments of the RMSNorms.
+    blocks: a `ResidualBlock` or several; what they add to a carry is dropped. norm: keyword arguments of the RMSNorms.
     loss_weight: of the loss that `CausalLM.forward` adds in training; 0: the layer does not run.
     tp: the ranks over which its block is sharded (tensor parallel); embeds and hidden are then a rank's shards.
     """
@@ -48,5 +48,5 @@ class MultiTokenPrediction(Layer):
         normed = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)
         x, residual = self.fc(torch.cat(normed, -1)), None
         for layer in self.layers:
-            x, residual = layer(x, residual, batch, cache)
+            x, residual, *_ = layer(x, residual, batch, cache, *([{}] if layer.carries else []))
         return self.norm(x, residual)[0]

@@ -28,9 +28,9 @@ class State:
 
     Buffers are made under `torch.inference_mode(False)`, as `new_cache` does: others are not writable out of the mode.
     computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
-    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state,
-    if it has `put(other, rows, into, length)`: row into[i] becomes row rows[i] of `other`, which has `length` tokens.
-    is_recurrent: a token that is read twice, or that is a pad, changes it.
+    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
+    Without buffers it is the state of a layer that stores nothing. is_recurrent: a token that is read twice, or that is
+    a pad, changes it.
     """
 
     is_recurrent: ClassVar[bool] = False
@@ -41,6 +41,10 @@ class State:
     @property
     def rows(self) -> int:
         return len(self.buffers[0])
+
+    def put(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
+        """Row into[i] becomes row rows[i] of `other`, which has `length` tokens."""
+        assert not self.buffers, "a state with buffers copies them"
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
         """Allocates for `length` tokens, written `tokens` at a time. Up to that length no tensor moves."""

@@ -1,16 +1,19 @@
-"""Layers that differ from each other in one stack: rotary tables, windows, heads and their sizes."""
+"""Layers that differ from each other in one stack: rotary tables, windows, heads and their sizes, states, what they
+pass on."""
+
+import copy
 
 import pytest
 import torch
 import transformers
 
 import ligermodels
-from ligermodels.arch.block import Block, gated_mlp
+from ligermodels.arch.block import Block, ResidualBlock, attention, gated_mlp
 from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.gemma2 import NORM, Gemma2Block
+from ligermodels.arch.gemma2 import Gemma2Block
 from ligermodels.errors import ConfigError
 from ligermodels.generation import generate_many
-from ligermodels.layers import Attention, RotaryEmbedding
+from ligermodels.layers import Attention, Embedding, RMSNorm, RotaryEmbedding
 from tests.arch.suite import LOGITS, relative, rope, tiny_config
 from tests.generation.models import VOCAB, llama, padded, prompt
 
@@ -21,22 +24,19 @@ SIZES = tiny_config(
 )  # fmt: skip
 
 
+class Gemma3Config(ligermodels.Gemma2.config_class):
+    rope_by_layer_type = True
+
+
 class Gemma3Block(Gemma2Block):
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        heads = dict(num_heads=config.num_attention_heads, num_kv_heads=config.num_key_value_heads, head_dim=8)
-        local = config.layer_types[layer] == "sliding_attention"
-        self.self_attn = Attention(
-            config.hidden_size, **heads, scale=config.query_pre_attn_scalar**-0.5,
-            qk_norm=dict(eps=config.rms_norm_eps), window=config.window(layer), rope="local" if local else "full",
-        )  # fmt: skip
+        norm = dict(eps=config.rms_norm_eps)
+        self.self_attn = attention(config, layer, scale=config.query_pre_attn_scalar**-0.5, qk_norm=norm)
 
 
 class Gemma3(ligermodels.Gemma2):
-    @classmethod
-    def make_model(cls, config):
-        ropes = {"local": RotaryEmbedding(config.head_dim, theta=500.0)}
-        return Decoder(config, Gemma3Block, norm=NORM, embedding_scale=config.hidden_size**0.5, ropes=ropes)
+    config_class, block_class = Gemma3Config, Gemma3Block
 
 
 def gemma3():
@@ -46,10 +46,10 @@ def gemma3():
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in theirs.requires_grad_(False).eval().parameters():
         parameter.normal_(std=0.3)
-    own = {**SIZES, "model_type": "gemma2", "rope_parameters": SIZES["rope_parameters"]["full_attention"]}
-    ours = Gemma3.from_config(
-        {**own, "attn_logit_softcapping": None, "final_logit_softcapping": None, "rms_norm_eps": 1e-5}, seed=0
-    )
+    own = {**SIZES, "model_type": "gemma2", "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    ours = Gemma3.from_config(own, seed=0)
+    again = Gemma3Config.from_hf(ours.config.to_hf())
+    assert again.ropes == ours.config.ropes == {n.split("_")[0]: r for n, r in SIZES["rope_parameters"].items()}
     weights = {name: w + name.endswith(("q_norm.weight", "k_norm.weight")) for name, w in theirs.state_dict().items()}
     ours.load_state_dict(weights, strict=False)
     return theirs, ours.requires_grad_(False).eval()
@@ -109,3 +109,111 @@ def test_only_the_tables_of_the_config_may_change_with_the_length():
     dynamic = RotaryEmbedding(8, scaling=dict(rope_type="dynamic", factor=2.0), max_position_embeddings=16)
     with pytest.raises(ConfigError, match="rope 'local' has rope_type='dynamic'"):
         Decoder(llama().config, ligermodels.Llama.block_class, ropes={"local": dynamic})
+
+
+def test_ropes_by_layer_type_are_read_by_architectures_that_have_them():
+    config = {**llama().config.to_hf(), "rope_scaling": None, "rope_parameters": SIZES["rope_parameters"]}
+    with pytest.raises(ConfigError, match="has no full_attention, sliding_attention"):
+        ligermodels.Llama.from_config(config, device="meta")
+    config = Gemma3Config.from_hf({**SIZES, "model_type": "gemma2", "layer_types": ["full_attention"] * 4})
+    with pytest.raises(ConfigError, match="has ropes of sliding, full, and the blocks read full"):
+        Decoder(config, Gemma3Block)
+
+
+class Small(ligermodels.Llama.config_class):
+    """Layers 0 and 2 have attention, of other sizes; layer 1 is an MLP alone."""
+
+    def layer(self, layer):
+        config = copy.copy(self)
+        config.head_dim, config.num_key_value_heads, config.intermediate_size = (8, 2, 24) if layer else (8, 1, 48)
+        return config
+
+
+class Giver(Block):
+    """Adds its input, with a part of its own, to what it got."""
+
+    carries = True
+
+    def __init__(self, config, layer):
+        super().__init__(config, attention(config, layer), gated_mlp(config.layer(layer)))
+
+    def forward(self, x, residual, batch, cache=None, carry=None):
+        x, residual = super().forward(x, residual, batch, cache)
+        x = x * (1 + carry["own"].tanh())
+        return x, residual, {"given": (x, residual)}
+
+
+class Reader(ResidualBlock):
+    """An MLP as a block, without a state: reads what the block before has added."""
+
+    carries = True
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.norm, self.mlp = RMSNorm(config.hidden_size), gated_mlp(config.layer(layer), intermediate_size=40)
+
+    def forward(self, x, residual, batch, cache=None, carry=None):
+        x, residual = self.norm(x, residual)
+        assert cache is None or not cache.buffers
+        return self.mlp(x) + carry["given"][0] * carry["own"].sigmoid() + carry["given"][1], residual, {}
+
+
+class CarryingDecoder(Decoder):
+    def __init__(self, config):
+        super().__init__(config, lambda config, layer: (Reader if layer == 1 else Giver)(config, layer))
+        self.table = Embedding(config.vocab_size, 3 * config.hidden_size)
+
+    def first_carry(self, tokens, inputs, x):
+        return {"own": self.table(tokens).chunk(3, -1)}
+
+    def inputs_of(self, layer, carry):
+        return carry | {"own": carry["own"][layer]}
+
+
+class Carrying(ligermodels.Llama):
+    config_class = Small
+
+    @classmethod
+    def make_model(cls, config):
+        return CarryingDecoder(config)
+
+
+@pytest.fixture
+def carrying():
+    model = Carrying.from_config({**llama().config.to_hf(), "num_hidden_layers": 3, "head_dim": 8}, seed=0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def test_what_blocks_pass_on_and_a_block_without_a_state(carrying):
+    ids = prompt(2, 7)
+    with torch.no_grad():
+        whole = carrying(ids).logits
+        out = carrying(ids[:, :4], use_cache=True)
+        rest = carrying(ids[:, 4:], past_key_values=out.past_key_values).logits
+        torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole)
+        packed = carrying(ids.reshape(1, -1), cu_seqlens=torch.tensor([0, 7, 14], dtype=torch.int32)).logits
+        torch.testing.assert_close(packed.view_as(whole), whole)
+        carrying.model.layers[1].register_forward_hook(lambda block, inputs, output: output * 1.0)
+        torch.testing.assert_close(carrying(ids).logits, whole)
+    found = carrying.generate(ids, max_new_tokens=12)
+    expected = ids
+    for _ in range(12):
+        expected = torch.cat([expected, carrying(expected, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, expected)
+    many = generate_many(carrying, list(ids), max_new_tokens=12)
+    assert torch.equal(torch.stack(many), found[:, 7:])
+
+
+@pytest.mark.parametrize("policy", ["mlp", "block"])
+def test_what_blocks_pass_on_has_gradients_where_blocks_are_recomputed(carrying, policy):
+    ids, gradients = prompt(2, 7), []
+    for recompute in ("none", policy):
+        carrying.train()._set_checkpointing(recompute)
+        carrying.zero_grad()
+        carrying(ids, labels=ids).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in carrying.named_parameters()})
+    assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
