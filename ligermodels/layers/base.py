@@ -6,7 +6,7 @@ modules right under it; layers inside of it speak for themselves. Modules that a
 of other libraries) are passed over, and what stands in them is asked.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.parallel import MeshGroup
+
+Write = Callable[[Tensor, torch.Generator | None], object]
+"""write(values of a whole parameter, generator) fills the values; the generator None is torch's default one."""
 
 
 class Draw(Protocol):
@@ -26,10 +29,32 @@ class Draw(Protocol):
     def __call__(
         self,
         parameter: Tensor | None,
-        write: Callable[[Tensor, torch.Generator], object] | None = None,
+        write: Write | None = None,
         row_parts: Sequence[int] | None = None,
     ) -> None:
-        """write(values of the whole parameter, generator); default: normal with mean 0 and `std`. None: nothing."""
+        """write: by default the weights of a matrix, in a model normal with mean 0 and `std`. A parameter that is None
+        is passed over. row_parts: see `Layer.row_parts`."""
+
+
+class _DrawAlone:
+    """Draws for a layer that stands alone, as torch's layers do: matrices as nn.Linear's, by the default generator."""
+
+    std = 0.02
+
+    def __init__(self) -> None:
+        self.drawn: set[int] = set()
+
+    @torch.no_grad()
+    def __call__(
+        self, parameter: Tensor | None, write: Write | None = None, row_parts: Sequence[int] | None = None
+    ) -> None:
+        if parameter is None or parameter.is_meta:  # on the meta device normal_ and log_ would import torch._dynamo
+            return
+        if write is None:
+            bound = parameter.shape[-1] ** -0.5
+            parameter.uniform_(-bound, bound)
+        else:
+            write(parameter, None)
 
 
 @dataclass(frozen=True)
@@ -103,6 +128,10 @@ class Layer(nn.Module):
     def init_weights(self, draw: Draw) -> None:
         """Draws its own parameters and buffers, not those of the modules inside of it."""
 
+    def reset_parameters(self) -> None:
+        """`init_weights` for a layer that stands alone, under the name that torch's layers have."""
+        self.init_weights(_DrawAlone())
+
     def shards(self) -> Mapping[str, Shard]:
         """{name of a linear module or a parameter: how ranks share it}; read before `set_tp`. Names may have dots."""
         return {}
@@ -116,8 +145,11 @@ class Layer(nn.Module):
         return ()
 
     def saved_per_token(self, policy: str) -> int | None:
-        """Elements that it and all inside of it save for the backward; policy: as in training/recompute.py. None: what
-        the layers inside of it save."""
+        """Elements in 16 bits that it and all inside of it save for the backward. None: what the layers inside of it
+        save. policy: "none" or "mlp", as in training/recompute.py.
+
+        What is in 32 bits is left out: a number or two a row of a norm, a head or a chosen expert, below 1 % of all at
+        the sizes of real models."""
         return None
 
     def unread_bytes(self, rows: int) -> float:
@@ -146,7 +178,7 @@ def draw_table(module: Any, draw: Draw) -> None:
     """A weight from the normal distribution; a bias and the row of a pad token are 0."""
     padding = getattr(module, "padding_idx", None)
 
-    def fill(weight: Tensor, generator: torch.Generator) -> None:
+    def fill(weight: Tensor, generator: torch.Generator | None) -> None:
         weight.normal_(0.0, draw.std, generator=generator)
         if padding is not None:
             weight[padding].zero_()
@@ -155,19 +187,31 @@ def draw_table(module: Any, draw: Draw) -> None:
     draw(getattr(module, "bias", None), zeros)
 
 
-def normal(std: float) -> Callable[[Tensor, torch.Generator], object]:
+def normal(std: float) -> Write:
     return lambda values, generator: values.normal_(0.0, std, generator=generator)
 
 
-def zeros(values: Tensor, generator: torch.Generator) -> None:
+def zeros(values: Tensor, generator: torch.Generator | None) -> None:
     values.zero_()
 
 
-def ones(values: Tensor, generator: torch.Generator) -> None:
+def ones(values: Tensor, generator: torch.Generator | None) -> None:
     values.fill_(1.0)
 
 
 def saved_per_token(module: nn.Module, policy: str) -> int:
     """Elements that `module` saves for the backward: the sum over the outermost layers in it that say."""
-    own = module.saved_per_token(policy) if isinstance(module, Layer) else None
-    return sum(saved_per_token(child, policy) for child in module.children()) if own is None else own
+    answer = module.saved_per_token(policy) if isinstance(module, Layer) else None
+    return sum(saved_per_token(child, policy) for child in module.children()) if answer is None else answer
+
+
+def not_counted(module: nn.Module) -> Iterator[str]:
+    """Classes in `module` with parameters, or linear modules, of which `saved_per_token` counts nothing: no layer says
+    what they save."""
+    if isinstance(module, Layer) and module.saved_per_token("none") is not None:
+        return
+    children = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    if len(children) < len([*module.children()]) or any(True for _ in module.parameters(recurse=False)):
+        yield type(module).__name__
+    for child in children:
+        yield from not_counted(child)

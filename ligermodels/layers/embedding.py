@@ -34,11 +34,6 @@ class Embedding(Layer, nn.Embedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx)
         self.embed_scale = embed_scale
 
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo, which takes a second
-            nn.init.normal_(self.weight, std=0.02)
-            self._fill_padding_idx_with_zero()
-
     def init_weights(self, draw: Draw) -> None:
         draw_table(self, draw)
 

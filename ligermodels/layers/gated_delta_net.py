@@ -43,9 +43,6 @@ class GatedRMSNorm(Layer):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size))
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight, ones)
 
@@ -69,9 +66,6 @@ class CausalConv(Layer):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, size))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=5**0.5)  # torch.nn.Conv1d's own
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight, row_parts=self.row_parts)
@@ -142,13 +136,6 @@ class GatedDeltaNet(JointProjections):
         self.reset_parameters()
         self.join_weights()
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.dt_bias)
-        with torch.no_grad():
-            self.A_log.uniform_(0.01, 16)
-            if not self.A_log.is_meta:  # torch would import torch._dynamo and triton for it
-                self.A_log.log_()
-
     def init_weights(self, draw: Draw) -> None:
         draw(self.A_log, lambda rates, generator: rates.uniform_(0.01, 16, generator=generator).log_())
         draw(self.dt_bias, ones)
@@ -178,8 +165,9 @@ class GatedDeltaNet(JointProjections):
         yield FusionPart("delta rule", "Triton, chunks of tokens" if kernels else "PyTorch, token by token", kernels)
 
     def saved_per_token(self, policy: str) -> int:
-        """The inputs of the convolution, of the delta rule and of the norm, z, and out_proj's input."""
-        return 2 * sum(self.sizes) + 3 * self.sizes[2]
+        """The inputs of the convolution, of the delta rule and of the norm, z, and out_proj's input; a, b and beta of
+        each value head."""
+        return 2 * sum(self.sizes) + 3 * self.sizes[2] + 3 * self.num_value_heads
 
     def new_state(self, rows: int, max_length: int, *, dtype: torch.dtype, device: Any, **_: Any) -> RecurrentState:
         """For one token at a time: conv_size inputs of the convolution, and the matrix of each value head in fp32."""

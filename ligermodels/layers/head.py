@@ -19,7 +19,7 @@ from ligermodels.kernels.linear import matmul
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from ligermodels.layers.base import Draw, Layer, Shard, draw_table
+from ligermodels.layers.base import Draw, Layer, Shard, zeros
 from ligermodels.layers.embedding import vocabulary
 from ligermodels.layers.linear import is_untouched, obstacle, operands_of, warns
 from ligermodels.layers.losses import check_count
@@ -66,9 +66,8 @@ class LMHead(Layer):
         own = None if tied_to is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self._parameters["weight"] = own
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
-        if own is not None:
-            nn.init.uniform_(own, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
         self.tie(tied_to)
+        self.reset_parameters()
 
     def tie(self, tied_to: nn.Module | None) -> None:
         """Replaces the head's own weight by the table of `tied_to.embed_tokens`; None changes nothing."""
@@ -110,7 +109,8 @@ class LMHead(Layer):
 
     def init_weights(self, draw: Draw) -> None:
         if not self.is_tied:
-            draw_table(self, draw)
+            draw(self.weight)
+            draw(self.bias, zeros)
 
     def shards(self) -> Mapping[str, Shard]:
         if self.is_tied:

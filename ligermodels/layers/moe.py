@@ -63,11 +63,6 @@ class Experts(Adaptable):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        for weight in (self.gate_up_proj, self.down_proj):
-            bound = weight.shape[-1] ** -0.5  # as nn.Linear draws it
-            nn.init.uniform_(weight, -bound, bound)
-
     def init_weights(self, draw: Draw) -> None:
         draw(self.gate_up_proj)
         draw(self.down_proj)
@@ -151,7 +146,7 @@ class Router(Adaptable):
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
-        nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
+        self.reset_parameters()
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight)

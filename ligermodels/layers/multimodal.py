@@ -42,10 +42,6 @@ class PatchEmbedding(Layer):
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        if not self.weight.is_meta:  # on the meta device normal_ would import torch._dynamo
-            nn.init.normal_(self.weight, std=0.02)
-
     def init_weights(self, draw: Draw) -> None:
         draw_table(self, draw)
 

@@ -70,10 +70,6 @@ class RMSNorm(_Norm):
         self.weight = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.constant_(self.weight, 1.0 - self.offset)
-
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight, lambda weight, _: weight.fill_(1.0 - self.offset))
 
@@ -105,12 +101,6 @@ class LayerNorm(_Norm):
         self.weight = nn.Parameter(torch.empty(size)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.empty(size)) if elementwise_affine and bias else None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def init_weights(self, draw: Draw) -> None:
         draw(self.weight, ones)

@@ -1,0 +1,119 @@
+"""What layers/base.py asks of a layer, of all layers of the package, in tiny models of every family."""
+
+import functools
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch import nn
+
+import ligermodels
+from ligermodels.arch import ARCHS
+from ligermodels.errors import InputError
+from ligermodels.layers import Embedding, Experts, LMHead, Router
+from ligermodels.layers.base import Layer
+from ligermodels.parallel.tensor import check_tensor
+from ligermodels.training import add_mtp
+from tests.arch import llama_vision, qwen2_vl, qwen3_vl
+from tests.tiny import FAMILIES, TINY
+
+CONFIGS = {name: {"model_type": name, **TINY, **changes} for name, changes in FAMILIES.items()}
+CONFIGS |= {"mllama": llama_vision.tiny(), "qwen2_vl": qwen2_vl.tiny()}
+CONFIGS |= {"qwen3_vl": qwen3_vl.qwen3_vl(), "qwen3_5": qwen3_vl.qwen3_5()}
+
+
+@functools.cache
+def model_of(name):
+    model = ARCHS[name].from_config(ARCHS[name].config_class.from_hf(CONFIGS[name]), dtype=torch.float32)
+    if name == "qwen3_5_text":
+        add_mtp(model)
+    return model
+
+
+@functools.cache
+def layers():
+    """(class, family, a layer of that class) of all classes of the package whose layers have parameters."""
+    for module in pkgutil.walk_packages(ligermodels.__path__, "ligermodels."):
+        if not module.name.endswith("__main__") and not module.name.startswith("ligermodels.integrations."):
+            importlib.import_module(module.name)
+
+    def below(cls):
+        return {cls}.union(*(below(child) for child in cls.__subclasses__()))
+
+    met = [(type(module), name, module) for name in CONFIGS for module in model_of(name).modules()]
+    classes = {cls for cls in below(Layer) - {Layer} if cls.__module__.startswith("ligermodels.")}
+    unseen = {cls for cls in classes - {cls for cls, *_ in met} if not cls.__subclasses__()}
+    assert not unseen, f"no tiny model has {unseen}: add one that does to CONFIGS"
+    return list({cls: (cls, *found) for cls, *found in met if cls in classes and parameters(found[1])}.values())
+
+
+def parameters(module):
+    return list(module.parameters(recurse=False))
+
+
+def refusal(name):
+    """What tensor parallel says of a model, "" if it takes it."""
+    try:
+        check_tensor(model_of(name), 2)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_every_family_and_every_layer_is_met():
+    assert CONFIGS.keys() == ARCHS.keys()
+    assert {Experts, Router, LMHead, Embedding} < {cls for cls, *_ in layers()}
+
+
+def test_a_layer_draws_each_of_its_parameters(monkeypatch):
+    """Without its init_weights the parameter is named: nothing else draws it."""
+    for cls, name, _ in layers():
+        with monkeypatch.context() as without:
+            without.setattr(cls, "init_weights", Layer.init_weights)
+            with pytest.raises(InputError, match="have no values: the layer's init_weights draws them") as error:
+                model_of(name).init_weights()
+        path, _, last = str(error.value).partition(" ")[0].rpartition(".")
+        layer = model_of(name).get_submodule(path)
+        assert isinstance(layer, cls) and last in layer._parameters
+
+
+@torch.no_grad()
+def test_a_layer_that_stands_alone_is_drawn_by_the_generator_of_torch():
+    """Matrices as nn.Linear draws them, a table with std 0.02."""
+
+    def drawn(layer):
+        for parameter in parameters(layer):
+            parameter.fill_(float("nan"))
+        torch.manual_seed(1)
+        layer.reset_parameters()
+        return torch.cat([parameter.flatten() for parameter in parameters(layer)])
+
+    for _, _, layer in layers():
+        assert drawn(layer).isfinite().all() and torch.equal(drawn(layer), drawn(layer)), layer
+    for layer in (Experts(100, 100, num_experts=2), Router(100, 64), LMHead(100, 64)):
+        assert 0.095 < drawn(layer).abs().max() <= 0.1
+    assert 0.018 < Embedding(100, 64).weight.std() < 0.022
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensor_parallel_meets_no_parameter_that_is_neither_shared_nor_refused(name, monkeypatch):
+    """What `shards` names is there, and consists of the units and parts that it says."""
+    parts, named = (model_of(name).decoder, model_of(name).lm_head, model_of(name).mtp), set()
+    modules = [module for part in parts if part is not None for module in part.modules()]
+    for layer in (module for module in modules if isinstance(module, Layer)):
+        for key, shard in layer.shards().items():
+            path, _, last = key.rpartition(".")
+            part = getattr(layer.get_submodule(path), last)
+            named |= {id(x) for x in (part.parameters() if isinstance(part, nn.Module) else [part])}
+            if shard.split not in ("refused", "replicated"):
+                dim = shard.dim if shard.dim is not None else -1 if shard.split == "rows" else 0
+                rows = getattr(part, "weight", part).shape[dim]
+                assert rows % shard.count == 0 and (shard.parts is None or rows == sum(shard.parts))
+            assert shard.split != "refused" or shard.what in refusal(name)
+    for module in modules:
+        assert {id(x) for x in parameters(module)} <= named or f"a {type(module).__name__}" in refusal(name)
+    for cls in {cls for cls, family, layer in layers() if family == name and layer.shards()}:
+        with monkeypatch.context() as without:
+            without.setattr(cls, "shards", Layer.shards)
+            assert f"a {cls.__name__}" in refusal(name)
