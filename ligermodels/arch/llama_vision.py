@@ -29,7 +29,7 @@ from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
-from ligermodels.layers.base import Draw, zeros
+from ligermodels.layers.base import Draw, saved_per_token, zeros
 from ligermodels.layers.state import ImageKeyValues
 
 EXTRA_ROWS = 8
@@ -107,6 +107,11 @@ class CrossBlock(ResidualBlock):
     def init_weights(self, draw: Draw) -> None:
         draw(self.cross_attn_attn_gate, zeros)
         draw(self.cross_attn_mlp_gate, zeros)
+
+    def saved_per_token(self, policy: str) -> int:
+        """What the layers inside of it save, and the two outputs that the gates multiply."""
+        inside = sum(saved_per_token(child, policy) for child in self.children())
+        return inside + 2 * self.input_layernorm.hidden_size
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: ImageKeyValues | None = None

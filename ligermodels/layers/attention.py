@@ -156,11 +156,11 @@ class Attention(JointProjections):
         yield FusionPart("scores", name, not name.startswith("attention_reference"), why)
 
     def saved_per_token(self, policy: str) -> int:
-        """q, k, v, and the output, which o_proj reads; with norms of q and k also their inputs, and q and k after the
-        rotation; with a gate of the output the gate, its sigmoid and the product."""
+        """q, k, v, and the output, which o_proj reads; with norms of q and k also their inputs; with a gate of the
+        output the gate, and the product, which o_proj then reads."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        normed = 2 * (queries + keys) * (self.q_norm is not None)
-        return 2 * queries + 2 * keys + normed + 3 * queries * self.output_gate
+        normed = (queries + keys) * (self.q_norm is not None)
+        return 2 * queries + 2 * keys + normed + 2 * queries * self.output_gate
 
     @property
     def _rows(self) -> tuple[int, int, int]:

@@ -92,7 +92,7 @@ REPLICATED = Shard("replicated")
 
 
 class FusionContext(NamedTuple):
-    """Where a report is of. gathered: FSDP2 gathers the layer's weights, as plain ones, before it runs."""
+    """Of the model that is asked. gathered: FSDP2 gathers the layer's weights, as plain ones, before it runs."""
 
     dtype: torch.dtype
     device: torch.device
@@ -137,7 +137,7 @@ class Layer(nn.Module):
         return {}
 
     def set_tp(self, tp: MeshGroup) -> None:
-        """Makes its numbers those of a rank; what `shards` names has been sharded already."""
+        """Makes its numbers, such as that of its heads, those of a rank. What `shards` names is sharded already."""
         self.tp = tp
 
     def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
@@ -169,9 +169,12 @@ def init_weights(root: nn.Module, draw: Draw) -> None:
         elif callable(reset := getattr(type(module), "reset_parameters", None)):
             reset(module)
             foreign |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    left = [name for name, x in root.named_parameters() if id(x) not in draw.drawn and id(x) not in foreign]
-    if left:
-        raise InputError(f"{left[0]} and {len(left)} in all have no values: the layer's init_weights draws them")
+    undrawn = [name for name, x in root.named_parameters() if id(x) not in draw.drawn and id(x) not in foreign]
+    if undrawn:
+        raise InputError(
+            f"{undrawn[0]} has no values, nor have {len(undrawn) - 1} other parameters: nothing has drawn them; let "
+            "the init_weights of their layers do it"
+        )
 
 
 def draw_table(module: Any, draw: Draw) -> None:

@@ -71,7 +71,8 @@ class CrossAttention(JointProjections):
         yield linears_part(self, self.joint_names, at)
 
     def saved_per_token(self, policy: str) -> int:
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        """q before and after its norm, and the output. Keys and values are of images, not of tokens."""
+        return 3 * self.num_heads * self.head_dim
 
     def _keys_and_values(self, states: Tensor | None, cache: ImageKeyValues | None) -> tuple[Tensor, Tensor]:
         """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""

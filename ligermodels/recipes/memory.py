@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.layers.base import saved_per_token
+from ligermodels.layers.base import not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.training.lora import ending, stacked_weights
@@ -44,6 +44,7 @@ class Sizes:
 
     mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. frozen: elements of another model
     and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights.
+    not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
     """
 
     parameters: int
@@ -57,6 +58,7 @@ class Sizes:
     tied: bool = False
     frozen: int = 0
     heads: int = 0
+    not_counted: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any, options: TrainOptions) -> "Sizes":
@@ -75,6 +77,7 @@ class Sizes:
             mlp=3 * config.intermediate_size * config.hidden_size,
             tied=bool(config.tie_word_embeddings),
             saved={**saved, "block": config.hidden_size},
+            not_counted=tuple(sorted({name for block in blocks for name in not_counted(block)})),
         )
 
 

@@ -129,6 +129,7 @@ def make_plan(
     several = f", on {p.size} processes" * (p.size > 1)
     memory = ", ".join(f"{name} {gib(size)}" for name, size in need.items() if size)
     memory += f"; {'the GPU has free' if on_gpu else 'the machine has'} {gib(free)}"
+    memory += f"; not counted: {', '.join(sizes.not_counted)}" if sizes.not_counted else ""
     plan = {
         "model": f"{o.model}: {name}, {sizes.parameters:,} parameters",
         "trained": trained,

@@ -71,7 +71,7 @@ def test_a_layer_draws_each_of_its_parameters(monkeypatch):
     for cls, name, _ in layers():
         with monkeypatch.context() as without:
             without.setattr(cls, "init_weights", Layer.init_weights)
-            with pytest.raises(InputError, match="have no values: the layer's init_weights draws them") as error:
+            with pytest.raises(InputError, match="nothing has drawn them; let the init_weights of") as error:
                 model_of(name).init_weights()
         path, _, last = str(error.value).partition(" ")[0].rpartition(".")
         layer = model_of(name).get_submodule(path)

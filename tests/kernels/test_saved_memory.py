@@ -1,0 +1,59 @@
+"""What layers say that they save for the backward, beside what autograd saves; the kernels run as on a GPU."""
+
+import pytest
+import torch
+
+from ligermodels.arch import ARCHS
+from ligermodels.kernels._triton import INTERPRET
+from ligermodels.layers.base import saved_per_token
+from tests.tiny import FAMILIES, TINY
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="counts on the CPU")
+TOKENS = 16
+# Numbers in 32 bits a token, which the plan leaves out. A norm has one a row, and attention one a head.
+NORMS, HEADS, KEY_HEADS = 2, 4, 2
+ROUTED = 4 * 2  # of each chosen expert: its weight and number, and the place of its row, there and back
+CASES = {
+    "llama": NORMS + HEADS,
+    "gemma2": 2 * NORMS + HEADS,
+    "qwen3": NORMS + HEADS + HEADS + KEY_HEADS,
+    "mixtral": NORMS + HEADS + ROUTED,
+    "full_attention": NORMS + HEADS + HEADS + KEY_HEADS,
+    "linear_attention": NORMS + 2 * HEADS,  # the decay of a head, and its norm
+}
+
+
+def saved(family, policy, blocks, **changes):
+    """(elements in 16 bits, in 32 bits) that a training forward saves, each memory once."""
+    arch = ARCHS[family]
+    config = {**TINY, **FAMILIES[family], "model_type": family, "num_hidden_layers": blocks, **changes}
+    model = arch.from_config(arch.config_class.from_hf(config), dtype=torch.bfloat16).train()
+    model.gradient_checkpointing_enable({"recompute": policy})
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept, ids = {}, torch.randint(3, 90, (1, TOKENS))
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size(), tensor.element_size(), tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids)
+    return model, *(sum(count for count, size, _ in kept.values() if size == width) for width in (2, 4))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("policy", ["none", "mlp"])
+def test_a_block_saves_what_its_layers_say(case, policy):
+    """The difference of three and two blocks."""
+    family = case if case in ARCHS else "qwen3_5_text"
+    changes = [{"layer_types": [case] * n} if family != case else {} for n in (3, 2)]
+    if family == "mixtral":
+        changes = [{"output_router_logits": False}] * 2  # the balancing loss is not of a block
+    (model, *more), (_, *fewer) = (
+        saved(family, policy, n, **change) for n, change in zip((3, 2), changes, strict=True)
+    )
+    halves, words = ((a - b) / TOKENS for a, b in zip(more, fewer, strict=True))
+    assert halves == saved_per_token(model.decoder.layers[-1], policy)
+    assert words // 1 == CASES[case]  # the rows of each expert are counted, too: 5 numbers for all tokens
