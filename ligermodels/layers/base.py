@@ -114,7 +114,7 @@ class Layer(nn.Module):
     tp: MeshGroup | None = None
     """The ranks over which it is sharded (tensor parallel)."""
     row_parts: tuple[int, ...] | None = None
-    """The `parts` of its own parameter `weight`, once it is sharded; checkpoint/weights.py reads them."""
+    """The `parts` of its own `weight` and `bias`, once they are sharded; checkpoint/weights.py reads them."""
     is_recurrent: ClassVar[bool] = False
     """It reads a mask of tokens, and takes no padding between them."""
     stacked: ClassVar[tuple[str, ...]] = ()
