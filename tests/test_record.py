@@ -23,7 +23,8 @@ def test_a_run_that_is_cut_short_says_what_it_did_not_reach_and_the_next_begins_
     lines = ["import os, signal, time"]
     for name in "abcd":
         lines += [f"def test_{name}():", f"    open({str(tmp_path / 'order')!r}, 'a').write('{name}')"]
-    lines += ["def test_limit():", "    os.kill(os.getppid(), signal.SIGTERM)", "    time.sleep(60)"]
+    lines += ["def test_limit():", "    time.sleep(2)  # until what came out of the others is noted"]
+    lines += ["    os.kill(os.getppid(), signal.SIGTERM)", "    time.sleep(60)"]
     lines += ["def test_last(): assert False"]
     (tmp_path / "test_it.py").write_text("\n".join(lines))
     before = {"not reached": ["test_it.py::test_d"], "seconds": {"test_it.py::test_c": 9.0}}

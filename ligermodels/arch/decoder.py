@@ -20,6 +20,7 @@ from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers.base import Layer
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.linear import is_touched
@@ -219,7 +220,7 @@ class Decoder(BaseModel):
             if deepstack is not None and i < len(deepstack.states):
                 states = self._own_tokens(deepstack.of_block(i, tokens_shape))
                 x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
-        if isinstance(self.norm, RMSNorm) and is_plain(self.norm):
+        if isinstance(self.norm, Layer) and is_plain(self.norm):
             x, _ = self.norm(x, residual)
         else:  # a user's hook, wrapper or norm takes and returns the hidden state
             x = self.norm(x if residual is None else x + residual)

@@ -42,7 +42,9 @@ def layers():
         return {cls}.union(*(below(child) for child in cls.__subclasses__()))
 
     met = [(type(module), name, module) for name in CONFIGS for module in model_of(name).modules()]
-    classes = {cls for cls in below(Layer) - {Layer} if cls.__module__.startswith("ligermodels.")}
+    classes = {
+        cls for cls in below(Layer) - {Layer} if cls.__module__.startswith(("ligermodels.layers", "ligermodels.arch"))
+    }
     unseen = {cls for cls in classes - {cls for cls, *_ in met} if not cls.__subclasses__()}
     assert not unseen, f"no tiny model has {unseen}: add one that does to CONFIGS"
     return list({cls: (cls, *found) for cls, *found in met if cls in classes and parameters(found[1])}.values())
@@ -100,8 +102,8 @@ def test_a_layer_that_stands_alone_is_drawn_by_the_generator_of_torch():
 def test_tensor_parallel_meets_no_parameter_that_is_neither_shared_nor_refused(name, monkeypatch):
     """What `shards` names is there, and consists of the units and parts that it says."""
     parts, named = (model_of(name).decoder, model_of(name).lm_head, model_of(name).mtp), set()
-    modules = [module for part in parts if part is not None for module in part.modules()]
-    for layer in (module for module in modules if isinstance(module, Layer)):
+    modules = [pair for part in parts if part is not None for pair in part.named_modules()]
+    for layer in (module for _, module in modules if isinstance(module, Layer)):
         for key, shard in layer.shards().items():
             path, _, last = key.rpartition(".")
             part = getattr(layer.get_submodule(path), last)
@@ -111,9 +113,10 @@ def test_tensor_parallel_meets_no_parameter_that_is_neither_shared_nor_refused(n
                 rows = getattr(part, "weight", part).shape[dim]
                 assert rows % shard.count == 0 and (shard.parts is None or rows == sum(shard.parts))
             assert shard.split != "refused" or shard.what in refusal(name)
-    for module in modules:
-        assert {id(x) for x in parameters(module)} <= named or f"a {type(module).__name__}" in refusal(name)
+    for path, module in modules:  # a linear module is named by the layer that it is in
+        what = f"{path.rpartition('.')[2]}.weight" if isinstance(module, nn.Linear) else type(module).__name__
+        assert {id(x) for x in parameters(module)} <= named or what in refusal(name)
     for cls in {cls for cls, family, layer in layers() if family == name and layer.shards()}:
         with monkeypatch.context() as without:
             without.setattr(cls, "shards", Layer.shards)
-            assert f"a {cls.__name__}" in refusal(name)
+            assert f"{cls.__name__}.shards() does not name" in refusal(name)
