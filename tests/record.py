@@ -42,7 +42,7 @@ def slowest_first(items: list[pytest.Item], path: str, processes: int) -> None:
 
 
 class Record:
-    """A plugin that writes the record when the run ends, also if it is interrupted or told to terminate."""
+    """A plugin that writes the record when the run ends, also after Ctrl-C or SIGTERM."""
 
     def __init__(self, path: str):
         self._path, self._selected, self._reached = path, [], set()

@@ -30,7 +30,7 @@ from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 MANY_TOKENS = 2**20
-"""Up to so many tokens, nobody computes in advance whether a cache fits the memory."""
+"""Caches of up to this number of tokens are allocated without comparing their size with the memory first."""
 
 
 class BaseModel(nn.Module):

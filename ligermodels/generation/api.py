@@ -77,13 +77,12 @@ def generate(
         min_new_tokens: minimum number of new tokens before a stop id is allowed. min_length: the same, with the prompt
             and its padding, where min_new_tokens is not set.
         do_sample: True draws the next token; False, the default, takes the likeliest (greedy).
-        temperature: divides the logits; default 1.
+        temperature: divides the logits; default 1. seed: draws use their own generator; None: torch's global one.
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
         top_p: draw among the likeliest tokens, as few as reach a total probability of top_p.
         min_p: draw among tokens at least min_p times as likely as the likeliest.
-        seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, also if greedy.
-        no_repeat_ngram_size: no n-gram of so many tokens comes twice in a row, prompt and padding included.
+        no_repeat_ngram_size: no n-gram of this size is repeated within a row, prompt and padding included.
         suppress_tokens: ids that are never chosen. begin_suppress_tokens: ids that are not chosen first.
         renormalize_logits: the logits, which are returned as scores, become log probabilities after all processing.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
