@@ -65,7 +65,7 @@ class Shard:
     the sequence before. "rows": its inputs are split (a parameter: its last dim), and outputs are summed. "heads": its
     outputs are split where there are enough heads; with fewer heads than ranks it is replicated, and a rank computes
     one. "replicated": each rank has all of it, and its gradient is a sum.
-    count: the number of units, such as heads, each of which stays on one rank. what: names the layer's size in the error
+    count: the number of units, such as heads, each of which stays on one rank. what: the size that the error names
     where it does not fit, with "{size}" for the number of ranks.
     parts: rows of parts, such as q, k and v, each of which is split. dim: of a parameter, the dim that is split, where
     it is another; its parts are then equal.

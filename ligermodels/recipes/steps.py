@@ -71,9 +71,8 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
         return batch
 
     def moves(key: str, x: Any) -> bool:
-        return (
-            isinstance(x, Tensor) and x.device.type == "cpu" and "_grid_" not in key
-        )  # the host reads sizes of images
+        # The host reads the sizes of images.
+        return isinstance(x, Tensor) and x.device.type == "cpu" and "_grid_" not in key
 
     return {key: x.pin_memory().to(device, non_blocking=True) if moves(key, x) else x for key, x in batch.items()}
 
@@ -88,9 +87,8 @@ def check_ids(batch: Batch, vocab_size: int) -> Batch:
 
 
 def shard_batches(batches: Sequence[Sequence[Any]], recipe: Any, processes: Processes) -> list[Batch]:
-    """This rank's share of the batches of examples, collated. All ranks get the same number, some one without examples.
-
-    For the model's forward is one of all ranks.
+    """This rank's share of the batches of examples, collated. All ranks get the same number, since they run each
+    forward together; the last of some has no examples.
     """
     rank, ranks = processes.batch_rank, processes.batch_ranks
     own = [*batches[rank::ranks]]
