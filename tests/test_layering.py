@@ -98,3 +98,13 @@ def test_one_architecture_does_not_import_another():
         for module in _imports(PACKAGE / "arch" / f"{name}.py"):
             others = archs - {name, WRAPS.get(name)}
             assert module not in {f"ligermodels.arch.{other}" for other in others}, f"arch/{name}.py imports {module}"
+
+
+def test_what_a_checkpoint_holds_is_asked_of_named_weights_alone():
+    """It yields persistent buffers too; whoever walks over the parameters forgets them."""
+    files = [
+        *(PACKAGE / "checkpoint").rglob("*.py"),
+        *(PACKAGE / "arch" / name for name in ("placement.py", "pretrained.py")),
+    ]
+    calls = {path.name: count for path in files if (count := path.read_text().count("named_parameters"))}
+    assert calls == {"weights.py": 1}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.checkpoint.weights import Reader
+from ligermodels.checkpoint.weights import Reader, named_weights
 from ligermodels.errors import InputError
 
 _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -59,13 +59,19 @@ def plan(
             low_zero = device_map == "balanced_low_0"
             max_memory = accelerate.utils.get_balanced_memory(model, max_memory, low_zero=low_zero, **options)
         found = dict(accelerate.infer_auto_device_map(model, max_memory=max_memory, **options))
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in named_weights(model)]
     if missing := [name for name in names if _place(found, name) is None]:
         raise InputError(f"device_map has no device for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
     if unknown := found.keys() - {name for name, _ in model.named_modules()} - set(names):
         raise InputError(f"device_map names {sorted(unknown)[0]!r}, which the model does not have")
     _accelerate(device_map)  # before anything is read: `dispatch` needs it
     found = dict(_disjoint(model, found))
+    moves = {*found.values()} - {"cpu", "disk"}
+    if still := [name for name in names if name in found and (moves or found[name] == "disk")]:
+        raise InputError(
+            f"device_map splits {still[0].rpartition('.')[0] or 'the model'}, which has weights of its own, such as "
+            f"{still[0]}, and accelerate moves whole modules: give it one device"
+        )
     if model.tied_weights and "" not in found:
         found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
     return found
@@ -84,8 +90,8 @@ def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
 
 
 def on_disk(model: nn.Module, plan: Plan) -> set[str]:
-    """The parameters that `plan` leaves on the disk."""
-    return {name for name, _ in model.named_parameters() if _place(plan, name) == "disk"}
+    """The weights that `plan` leaves on the disk."""
+    return {name for name, _ in named_weights(model) if _place(plan, name) == "disk"}
 
 
 def dispatch(model: nn.Module, plan: Plan, checkpoint: Reader | None) -> None:
@@ -98,15 +104,15 @@ def dispatch(model: nn.Module, plan: Plan, checkpoint: Reader | None) -> None:
     options: dict[str, Any] = {}
     if checkpoint is not None:
         options = dict(state_dict=_Offloaded(model, plan, checkpoint), offload_index={})
-    accelerate.dispatch_model(model, dict(plan), skip_keys="past_key_values", **options)
+    accelerate.dispatch_model(model, dict(plan), skip_keys="past_key_values", offload_buffers=True, **options)
 
 
 class _Offloaded(Mapping[str, Tensor]):
     """The weights that accelerate's hooks fetch: from memory for modules on the CPU, from files for those on disk."""
 
     def __init__(self, model: nn.Module, plan: Plan, checkpoint: Reader):
-        self._in_memory = {n: p.detach() for n, p in model.named_parameters() if _place(plan, n) == "cpu"}
-        self._dtypes = {n: p.dtype for n, p in model.named_parameters() if _place(plan, n) == "disk"}
+        self._in_memory = {n: w.detach() for n, w in named_weights(model) if _place(plan, n) == "cpu"}
+        self._dtypes = {n: w.dtype for n, w in named_weights(model) if _place(plan, n) == "disk"}
         self._checkpoint = checkpoint
 
     def __getitem__(self, name: str) -> Tensor:
@@ -140,8 +146,8 @@ def _disjoint(module: nn.Module, plan: Plan, name: str = "") -> Iterator[tuple[s
         return
     for child, inside in module.named_children():
         yield from _disjoint(inside, plan, prefix + child)
-    for child, _ in module.named_parameters(recurse=False):
-        if (place := _place(plan, prefix + child)) is not None:
+    for child, _ in named_weights(module):
+        if "." not in child and (place := _place(plan, prefix + child)) is not None:
             yield prefix + child, place
 
 

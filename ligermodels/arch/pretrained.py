@@ -238,7 +238,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter. A sharded parameter gets its rows of what one process would draw.
+        """Draws every parameter and persistent buffer. A sharded one gets its rows of what one process would draw.
 
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
@@ -267,7 +267,7 @@ class Pretrained(nn.Module):
         tokenizer and template files of the checkpoint that this model came from, unless the folder has a tokenizer
         already. It is written beside `folder` and renamed when complete: an interruption leaves the old contents.
 
-        state_dict: {name of a parameter: tensor} to save in place of the model's own weights, as
+        state_dict: {name of a parameter or buffer: tensor} to save in place of the model's own weights, as
             accelerator.get_state_dict(model) gives them.
         is_main_process: False writes nothing. By default every process writes.
         Sharded weights (FSDP2, tensor parallelism): every rank of the mesh calls this. Parameters are gathered one by
@@ -290,7 +290,7 @@ class Pretrained(nn.Module):
             reshard(self)
             if any(parameter.is_meta for parameter in self.parameters()):
                 state_dict = placement.offloaded_state(self)
-        given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)
+        given = dict(weights.named_weights(self)) if state_dict is None else dict(state_dict)
         writes, processes = is_main_process is not False, Processes.of_tensors(given.values())
         if is_main_process is None and not any(hasattr(tensor, "full_tensor") for tensor in given.values()):
             writes = not any(hasattr(p, "full_tensor") for p in self.parameters()) or torch.distributed.get_rank() == 0
@@ -316,7 +316,7 @@ class Pretrained(nn.Module):
     ) -> tuple[weights.Exported, dict[str, Any], Mapping[str, str] | None]:
         """(tensors, other files, metadata of the safetensors) that `save_pretrained` writes to `target`.
 
-        given: the parameters, or with `is_state` the caller's state_dict. Raises CheckpointError.
+        given: the weights, or with `is_state` the caller's state_dict. Raises CheckpointError.
         """
         if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()):
             raise CheckpointError(
@@ -332,7 +332,8 @@ class Pretrained(nn.Module):
         beside = {name: x for name, x in given.items() if weights.plain_name(name).startswith("mtp.")}
         given = {name: x for name, x in given.items() if name not in beside}
         if self.mtp is not None:
-            layer = {f"mtp.{name}": p.shape for name, p in empty_mtp(self, self.mtp.loss_weight).named_parameters()}
+            empty = empty_mtp(self, self.mtp.loss_weight)
+            layer = {f"mtp.{name}": tensor.shape for name, tensor in weights.named_weights(empty)}
             found = {weights.plain_name(name): x.shape for name, x in beside.items()}
             if differ := sorted(name for name in {*layer, *found} if layer.get(name) != found.get(name)):
                 raise CheckpointError(
@@ -341,7 +342,7 @@ class Pretrained(nn.Module):
                     "or a state_dict without it."
                 )
         values, metadata = config.to_hf(), None
-        # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
+        # Shapes by config.json: the weights of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
             tensors = weights.export(shapes, self.names_on_disk, given, weights.row_parts(self))

@@ -94,7 +94,7 @@ def sizes(model: nn.Module, quantizer: Quantizer | None) -> dict[str, Any]:
     if quantizer is None:
         return {}
     chosen = quantised_names(model, quantizer)
-    plain = {name: p.dtype for name, p in model.named_parameters() if not chosen & {name, name.rpartition(".")[0]}}
+    plain = {name: p.dtype for name, p in weights.named_weights(model) if not chosen & {name, name.rpartition(".")[0]}}
     return {"dtype": quantizer.element, "special_dtypes": plain}
 
 
@@ -205,7 +205,7 @@ def load(
 def _matrices(ours: weights.Renamed, name: str, target: nn.Linear | Stacked) -> Iterator[list[Tensor]]:
     """[weight], or [weight, bias], of each matrix of a target, read under our names."""
     if not isinstance(target, Stacked):
-        yield [ours.read(f"{name}.{key}").to(target.weight.dtype) for key, _ in target.named_parameters()]
+        yield [ours.read(f"{name}.{key}").to(target.weight.dtype) for key, _ in weights.named_weights(target)]
         return
     for whole in ours.read_boxes(name):
         for matrix in whole.flatten(0, -2).split(target.matrix.out_features):
@@ -241,7 +241,7 @@ def export(
     places: dict[str, list[str]] = {}
     for box in weights.regions(shapes, names.table):
         places.setdefault(box.param.removesuffix(".weight"), []).append(box.source)
-    state = {name: tensor for name, tensor in model.named_parameters() if name.rpartition(".")[0] not in chosen}
+    state = {name: tensor for name, tensor in weights.named_weights(model) if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
     quantized: dict[str, Any] = {}
     for name, module in chosen.items():

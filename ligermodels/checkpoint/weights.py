@@ -1,6 +1,8 @@
-"""The table of a model's names on disk; loading parameters and exporting them.
+"""The table of a model's names on disk; loading weights and exporting them.
 
-A parameter has the same name on disk, unless the table of its architecture has another:
+The weights are what `named_weights` yields: parameters, and buffers that are persistent, such as a scale that is not
+trained. A buffer is checked, loaded, drawn, moved and saved as a parameter is; FSDP2 and tensor parallelism leave it
+whole on each rank. A weight has the same name on disk, unless the table of its architecture has another:
 
     {"model.layers.{i}.mlp.gate.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
      "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "w1.weight", EXPERT + "w3.weight"),  # EXPERT has {i}, {e}
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ligermodels.checkpoint import transfer
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
 
 Table = Mapping[str, str | tuple[str, ...]]
 """{pattern of our names: names on disk}. With an empty table, all names are the same on disk."""
@@ -98,6 +100,15 @@ def plain_name(name: str) -> str:
     return plain or name
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of all that a checkpoint holds: the parameters, then the persistent buffers."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
 def to_halves(weight: Tensor, heads: int) -> Tensor:
     """Permutes rows [heads * D, ...] of q or k from a rotation of neighbouring rows to a rotation of halves."""
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
@@ -116,7 +127,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
     parts = row_parts(model)
-    for name, param in model.named_parameters():
+    for name, param in named_weights(model):
         plain = plain_name(name)
         shape = _shape(param, parts.get(plain))
         hits = ((match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(plain)))
@@ -143,7 +154,7 @@ def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], whe
     Raises CheckpointError with the names that do not fit and a likely cause.
     """
     rows = row_parts(model)
-    wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in model.named_parameters()}
+    wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
     expected = {box.source: _box_shape(wholes[box.param], box.index) for box in regions(model, names.table)}
     copies = {name: wholes[ours] for name, ours in names.tied.items()}
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
@@ -192,18 +203,18 @@ def load(
     adopt: bool = False,
     leave: Container[str] = (),
 ) -> None:
-    """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
+    """Allocates the weights of `model`, all on the meta device, on `device`, and reads their values.
 
-    dtype: of all parameters, by default each one's own.
+    dtype: of all weights, by default each one's own.
     progress: show a bar over bytes on stderr if that is a terminal.
-    adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself. Nothing else may use
+    adopt: on the CPU, a tensor of the weight's dtype and shape becomes the weight itself. Nothing else may use
         its memory, as with a mapped safetensors file. So without a GPU, one copy of the weights is in memory.
-    leave: parameters that stay on the meta device.
+    leave: weights that stay on the meta device.
     `check` and `check_tied` run first. A reader with `locate` is copied to a GPU through transfer.py. Otherwise one
     tensor at a time is copied, in file order, so host memory beyond the model stays below the largest tensor. Only the
     local part of a sharded parameter (DTensor) is filled, and only that part of a mapped file is read. Weights with NaN
-    or infinity are loaded, with one warning that names them. A module with buffers must rebuild them in its `_apply`.
-    Raises CheckpointError.
+    or infinity are loaded, with one warning that names them.
+    Raises CheckpointError, and the error of `allocate`.
     """
     names = names.found(model, reader.headers)
     check(model, names, reader.headers, reader.source)
@@ -211,7 +222,7 @@ def load(
     boxes = {region.source: region for region in regions(model, names.table) if region.param not in leave}
     adopted: dict[str, Tensor] = {}
     if adopt and torch.device(device).type == "cpu":
-        params = dict(model.named_parameters())
+        params = dict(named_weights(model))
         for name, box in boxes.items():
             param = params[box.param]
             if box.index or _is_sharded(param) or reader.headers[name].dtype != (dtype or param.dtype):
@@ -219,7 +230,7 @@ def load(
             if (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
     allocate(model, device, dtype, adopted, leave)
-    params = dict(model.named_parameters())
+    params = dict(named_weights(model))
     order = [name for name in reader.headers if name in boxes]
     extremes: dict[str, list[Tensor]] = {}
     with torch.no_grad():
@@ -264,16 +275,21 @@ def allocate(
     adopted: Mapping[str, Tensor] | None = None,
     leave: Container[str] = (),
 ) -> None:
-    """Gives the parameters of `model`, all on the meta device, memory on `device` with arbitrary contents.
+    """Gives the weights of `model`, all on the meta device, memory on `device` with arbitrary contents.
 
-    adopted: {parameter: a tensor whose memory it gets}. leave: parameters that stay on meta. A DTensor gets memory for
-    its local part. torch's to_empty would import sympy, which takes a while.
+    adopted: {weight: a tensor whose memory it gets}. leave: weights that stay on meta. A DTensor gets memory for its
+    local part. torch's to_empty would import sympy, which takes a while.
+    Raises InputError for a module whose buffers no checkpoint holds, unless an `_apply` of its own computes them.
     """
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
-        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
-        assert rebuilds, f"{name} has buffers but no _apply of its own"
-    for name, param in model.named_parameters():
+        lost = [key for key in module._non_persistent_buffers_set if module._buffers[key] is not None]
+        if lost and type(module)._apply is nn.Module._apply:
+            raise InputError(
+                f"{name}.{lost[0]} is a buffer that no checkpoint holds, and nothing computes it again on its device: "
+                f"make it persistent, or give {type(module).__name__} an _apply that does"
+            )
+    for name, param in named_weights(model):
         assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
         if dtype not in (None, param.dtype):
             param.data = param.data.to(dtype)
@@ -308,7 +324,7 @@ def fill(param: Tensor, draw: Callable[[Tensor], object], rows: Sequence[int] | 
 
 
 class Draw:
-    """Draws parameters, as `layers.base.Draw` says. std: of weights."""
+    """Draws weights, as `layers.base.Draw` says. std: of weights."""
 
     def __init__(self, generator: torch.Generator, std: float):
         self.generator, self.std, self.drawn = generator, std, set[int]()
@@ -348,15 +364,15 @@ def export(
     state_dict: Mapping[str, Tensor] | None = None,
     rows: Mapping[str, Sequence[int]] | None = None,
 ) -> "Exported":
-    """The weights of `model` under their names on disk, each a view of its parameter.
+    """The weights of `model` under their names on disk, each a view of the one in memory.
 
-    state_dict: {name of a parameter: tensor}, saved instead of the model's own; names may have a wrapper's prefixes.
+    state_dict: {name of a weight: tensor}, saved instead of the model's own; names may have a wrapper's prefixes.
         The model then gives names and shapes only and may be on the meta device. A tied copy in it is dropped.
     rows: the `row_parts` of the parameters in it.
     Raises CheckpointError for names or shapes that are not the model's, for a tied copy that differs, and for weights
     that are quantised or have no local memory.
     """
-    params = model.named_parameters() if state_dict is None else state_dict.items()
+    params = named_weights(model) if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in params}
     for name, ours in names.tied.items():
         copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
@@ -392,7 +408,7 @@ class Exported:
         self._gathered: tuple[Any, Tensor] | None = None
 
     def add(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]) -> None:
-        """Adds tensors that are none of the model's parameters."""
+        """Adds tensors that are none of the model's weights."""
         self.boxes = {**self.boxes, **boxes}
         self.headers |= {name: TensorInfo(x.dtype, _box_shape(_shape(x), index)) for name, (x, index) in boxes.items()}
 
@@ -423,7 +439,7 @@ class Renamed:
         for region in regions(model, stored):
             self._stored.setdefault(region.param, []).append(region)
         self._wanted = {region.source: region for region in regions(model, wanted)}
-        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._shapes = {name: param.shape for name, param in named_weights(model)}
 
     @functools.cached_property
     def headers(self) -> Mapping[str, TensorInfo]:
@@ -567,8 +583,8 @@ def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[in
 
 
 def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor], rows: Mapping[str, Sequence[int]]) -> None:
-    """Raises CheckpointError if `tensors`, by name, are not the parameters of `model` in plain floats."""
-    params = ((plain_name(name), param) for name, param in model.named_parameters())
+    """Raises CheckpointError if `tensors`, by name, are not the weights of `model` in plain floats."""
+    params = ((plain_name(name), param) for name, param in named_weights(model))
     expected = {name: _shape(param, rows.get(name)) for name, param in params}
     adapters = [name for name in tensors if re.search(r"\.lora_|\.base_layer\.|\.modules_to_save\.", name)]
     extra = adapters or [name for name in tensors if name not in expected]

@@ -158,8 +158,9 @@ class Layer(nn.Module):
 
 
 def init_weights(root: nn.Module, draw: Draw) -> None:
-    """Draws all parameters in `root`: layers draw theirs, torch's linear modules and embeddings are drawn here, and
-    modules of others by their reset_parameters. Raises InputError for a parameter that nothing has drawn."""
+    """Draws all parameters and persistent buffers in `root`: layers draw theirs, torch's linear modules and embeddings
+    are drawn here, and modules of others by their reset_parameters. Raises InputError for one that nothing has drawn.
+    """
     foreign: set[int] = set()
     for module in root.modules():
         if isinstance(module, Layer):
@@ -168,11 +169,12 @@ def init_weights(root: nn.Module, draw: Draw) -> None:
             draw_table(module, draw)
         elif callable(reset := getattr(type(module), "reset_parameters", None)):
             reset(module)
-            foreign |= {id(parameter) for parameter in module.parameters(recurse=False)}
-    undrawn = [name for name, x in root.named_parameters() if id(x) not in draw.drawn and id(x) not in foreign]
+            foreign |= {id(x) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
+    drawn, state = draw.drawn | foreign, root.state_dict(keep_vars=True)
+    undrawn = [name for name, x in state.items() if id(x) not in drawn]
     if undrawn:
         raise InputError(
-            f"{undrawn[0]} has no values, nor have {len(undrawn) - 1} other parameters: nothing has drawn them; let "
+            f"{undrawn[0]} has no values, nor have {len(undrawn) - 1} others: nothing has drawn them; let "
             "the init_weights of their layers do it"
         )
 

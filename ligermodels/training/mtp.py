@@ -43,7 +43,7 @@ def load_mtp(
     if folder is None and model.source_folder is None:
         raise InputError("load_mtp: the model came from no folder; give one that has mtp.*, or call add_mtp")
     with reading.open_checkpoint(source) as reader, torch.no_grad():
-        wanted = {PREFIX + name: parameter for name, parameter in mtp.named_parameters()}
+        wanted = {PREFIX + name: weight for name, weight in weights.named_weights(mtp)}
         found = {name: info.shape for name, info in reader.headers.items() if name.startswith(PREFIX)}
         if wrong := sorted(
             n for n in wanted.keys() | found.keys() if n not in wanted or found.get(n) != wanted[n].shape
@@ -52,8 +52,8 @@ def load_mtp(
             has = f"{one} is {list(found[one])}" if one in found else f"it has no {one}"
             expects = f"{list(wanted[one].shape)}" if one in wanted else "no such tensor"
             raise CheckpointError(f"{source}: {has}, and the layer of this model {expects}; {len(wrong)} differ")
-        for name, parameter in wanted.items():
-            parameter.copy_(reader.read(name))
+        for name, weight in wanted.items():
+            weight.copy_(reader.read(name))
     return _attach(model, mtp, freeze)
 
 

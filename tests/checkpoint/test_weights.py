@@ -1,0 +1,238 @@
+"""The weight table: buffers are its rows as parameters are."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+
+import ligermodels
+from ligermodels import CheckpointError, InputError
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.checkpoint.weights import named_weights
+from ligermodels.layers.base import Layer
+from ligermodels.parallel.checkpoints import Checkpoints
+from ligermodels.training import load_mtp
+from tests.checkpoint.fixtures import CONFIG, WEIGHTS
+from tests.conversion.layouts import EXTRA, SIZES, same, stored
+from tests.parallel.ranks import on_ranks
+from tests.parallel.test_loading import assert_same_files
+
+IDS = torch.arange(16).reshape(2, 8)
+LAYER = "model.layers.0."
+
+
+class Scale(Layer):
+    """x times a number for each channel, which is not trained."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("channels", torch.empty(size))
+
+    def init_weights(self, draw):
+        draw(self.channels)
+
+    def forward(self, x):
+        return x * (1 + self.channels)
+
+
+class ScaledBlock(Block):
+    """A block that is scaled by buffers: of a layer in it, and of its own."""
+
+    def __init__(self, config, layer):
+        super().__init__(config, attention(config, layer), gated_mlp(config))
+        self.scale = Scale(config.hidden_size)
+        self.register_buffer("layer_scalar", torch.empty(()))
+
+    def init_weights(self, draw):
+        draw(self.layer_scalar, lambda values, generator: values.fill_(0.75))
+
+    def forward(self, x, residual, batch, cache=None):
+        x, residual = super().forward(x, residual, batch, cache)
+        return self.scale(x) * self.layer_scalar, residual
+
+
+class Scaled(ligermodels.Llama):
+    block_class = ScaledBlock
+    DISK_NAMES = {"model.layers.{i}.scale.channels": "model.layers.{i}.channel_scale"}
+
+
+BUFFERS = {LAYER + "channel_scale": (16,), LAYER + "layer_scalar": ()}
+
+
+def make(arch=Scaled, **options):
+    return arch.from_config({**CONFIG, "initializer_range": 0.2}, **{"seed": 0, "device": "cpu", **options})
+
+
+def load(folder, arch=Scaled, **options):
+    return arch.from_hub(folder, progress=False, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of all the models here; saved from a load, whose config has all fields."""
+    root = tmp_path_factory.mktemp("weights")
+    for arch in ARCHS:
+        made = make(arch).save_pretrained(root / f"made-{arch.__name__}")
+        load(made, arch).save_pretrained(root / arch.__name__)
+    return root
+
+
+ARCHS = (Scaled,)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_loaded_is_saved_with_the_same_bytes(folder, tmp_path, arch):
+    source = folder / arch.__name__
+    model = load(source, arch)
+    assert same(dict(named_weights(model)), dict(named_weights(make(arch))))
+    assert_same_files(model.save_pretrained(tmp_path / "whole"), source)
+    shards = model.save_pretrained(tmp_path / "shards", max_shard_size="1KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2 and same(stored(shards), stored(source))
+    assert_same_files(load(shards, arch).save_pretrained(tmp_path / "again"), source)
+    state = {f"module.{name}": x for name, x in copy.deepcopy(model).state_dict().items()}
+    empty = arch.from_config(model.config, device="meta")
+    assert_same_files(empty.save_pretrained(tmp_path / "state", state_dict=state), source)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "places",
+    [{"": "disk"}, {"": "cpu", "model.layers": "disk"}, {"": "cpu", LAYER + "mlp": "disk"}],
+    ids=["all", "blocks", "mlp"],
+)
+def test_weights_on_the_disk_are_read_at_each_use(folder, tmp_path, arch, places):
+    pytest.importorskip("accelerate")
+    source = folder / arch.__name__
+    model, plain = load(source, arch, device_map=places), load(source, arch)
+    for name, weight in named_weights(model):
+        last = max((place for place in places if name.startswith(place)), key=len)
+        assert weight.is_meta == (places[last] == "disk"), name
+    assert torch.equal(logits(model), logits(plain)) and torch.equal(logits(copy.deepcopy(model)), logits(plain))
+    assert_same_files(model.save_pretrained(tmp_path / "saved"), source)
+
+
+@pytest.mark.parametrize("places", [{"": "disk", LAYER + "mlp": "cpu"}, {"": "cpu", LAYER + "layer_scalar": "disk"}])
+def test_a_split_block_cannot_have_its_own_weights_on_the_disk(folder, places):
+    pytest.importorskip("accelerate")
+    with pytest.raises(InputError, match=r"splits model.layers.0, which has .* such as model.layers.0.layer_scalar"):
+        load(folder / "Scaled", device_map=places)
+
+
+def test_buffers_are_drawn_cast_copied_and_mapped_as_parameters_are(folder):
+    model = make(dtype=torch.bfloat16)
+    buffers = dict(model.named_buffers())
+    assert {x.dtype for x in buffers.values()} == {torch.bfloat16} and len(buffers) == 2
+    block = model.model.layers[0]
+    assert block.layer_scalar == 0.75 and 0.05 < block.scale.channels.std() < 0.4
+    assert not torch.equal(block.scale.channels, make(dtype=torch.bfloat16, seed=1).model.layers[0].scale.channels)
+    again = copy.deepcopy(model).to(torch.float64)
+    assert again.model.layers[0].scale.channels.equal(block.scale.channels.double())
+    loaded = load(folder / "Scaled", dtype=torch.float64)
+    assert {x.dtype for _, x in named_weights(loaded)} == {torch.float64}
+    mapped = load(folder / "Scaled")
+    assert not [name for name, x in named_weights(mapped) if x.untyped_storage().resizable()], "they were copied"
+    assert {name: tuple(load_file(folder / "Scaled" / WEIGHTS)[name].shape) for name in BUFFERS} == BUFFERS
+
+
+def test_a_buffer_that_nothing_draws_or_fills_is_refused():
+    class Undrawn(Scaled):
+        class block_class(ScaledBlock):
+            init_weights = Layer.init_weights
+
+    with pytest.raises(InputError, match=r"model\.layers\.0\.layer_scalar has no values, nor have 0 others"):
+        make(Undrawn)
+
+    class Temporary(Scaled):
+        class block_class(ScaledBlock):
+            def __init__(self, config, layer):
+                super().__init__(config, layer)
+                self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+    with pytest.raises(InputError, match=r"layers\.0\.angles is a buffer that no checkpoint holds.*persistent"):
+        make(Temporary)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_buffers_of_a_quantised_model(folder, tmp_path, kind):
+    source = folder / "Scaled"
+    model = load(source, quantization_config=kind)
+    block = model.model.layers[0]
+    assert same({LAYER + "channel_scale": block.scale.channels, LAYER + "layer_scalar": block.layer_scalar},
+                {name: stored(source)[name] for name in BUFFERS})  # fmt: skip
+    if kind == "int8":
+        return
+    saved = model.save_pretrained(tmp_path / "saved")
+    assert {name: tuple(stored(saved)[name].shape) for name in BUFFERS} == BUFFERS
+    again = load(saved, quantization_config=kind)
+    assert torch.equal(logits(again), logits(model))
+    assert_same_files(again.save_pretrained(tmp_path / "again"), saved)
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda state: state.pop(LAYER + "channel_scale"), r"missing \(1 of 14\): model.layers.0.channel_scale"),
+    (lambda state: state.update({LAYER + "layer_scalar": torch.ones(2)}), r"layer_scalar is \[2\], the model has \[\]"),
+    (lambda state: state.update({LAYER + "layer_scalar": torch.ones((), dtype=torch.int64)}), "is torch.int64"),
+])  # fmt: skip
+def test_buffers_are_checked_from_headers(folder, tmp_path, change, message):
+    state = stored(folder / "Scaled")
+    change(state)
+    (tmp_path / "config.json").write_bytes((folder / "Scaled" / "config.json").read_bytes())
+    save_file(state, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path)
+
+
+def on_two_ranks(folder, root):
+    for arch in ARCHS:
+        for shape in ((2, 1), (1, 2)):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+            mesh = mesh if shape[1] > 1 else mesh["dp_shard"]
+            source = folder / arch.__name__
+            model, plain = load(source, arch, mesh=mesh), load(source, arch)
+            whole = dict(plain.named_buffers())
+            assert all(type(x) is torch.Tensor and same({"": x}, {"": whole[n]}) for n, x in model.named_buffers())
+            torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
+            saved = root / f"{arch.__name__}-{shape[0]}"
+            assert_same_files(model.save_pretrained(saved, max_shard_size="1MB"), source)
+            drawn = make(arch, mesh=mesh, device=None, seed=0)
+            assert same(dict(drawn.named_buffers()), dict(make(arch).named_buffers()))
+            dist.barrier()
+
+
+def test_a_sharded_model_saves_the_bytes_of_the_whole_one(folder, tmp_path):
+    on_ranks(tmp_path, lambda: on_two_ranks(folder, tmp_path))
+
+
+def test_checkpoints_of_a_run_have_the_buffers(tmp_path):
+    model, other = make(), make(seed=1)
+    with Checkpoints(tmp_path, model, torch.optim.SGD(model.parameters())) as checkpoints:
+        checkpoints.save(3)
+    with Checkpoints(tmp_path, other, torch.optim.SGD(other.parameters())) as checkpoints:
+        assert checkpoints.load() == 3
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_buffers_of_the_layer_for_multi_token_prediction(tmp_path, monkeypatch):
+    make_mtp = ligermodels.Qwen3_5.make_mtp
+
+    def scaled(config):
+        mtp = make_mtp(config)
+        mtp.scale = Scale(3)
+        return mtp
+
+    monkeypatch.setattr(ligermodels.Qwen3_5, "make_mtp", staticmethod(scaled))
+    config = {**SIZES, **EXTRA["qwen3_5_text"], "model_type": "qwen3_5_text"}
+    model = ligermodels.Qwen3_5.from_config(config, seed=0, device="cpu", mtp_loss_weight=0.1)
+    saved = model.save_pretrained(tmp_path / "saved")
+    loaded = ligermodels.load(saved, progress=False)
+    load_mtp(loaded)
+    assert loaded.mtp.scale.channels.any() and same(loaded.state_dict(), model.state_dict())
+    assert same(stored(loaded.save_pretrained(tmp_path / "again")), stored(saved))
