@@ -38,7 +38,7 @@ class Pretrained(nn.Module):
 
     config_class: ClassVar[type[ModelConfig]]
     DISK_NAMES: ClassVar[weights.Table] = {}
-    """Our parameter names -> the names on disk, where they differ; see weights.py."""
+    """Our names of weights -> the names on disk, where they or the order of rows differ; see weights.py."""
     ALSO_READ: ClassVar[tuple[weights.Table, ...]] = ()
     """Tables of other layouts that can be loaded; models are saved by `DISK_NAMES`."""
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)

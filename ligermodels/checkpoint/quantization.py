@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,6 +240,8 @@ def export(
     chosen = {name: module for name in targets if quantizer.is_quantized(module := _at(model, name))}
     places: dict[str, list[str]] = {}
     for box in weights.regions(shapes, names.table):
+        if chosen.keys() & {box.param, box.param.rpartition(".")[0]}:
+            _check_order(box, "the model")
         places.setdefault(box.param.removesuffix(".weight"), []).append(box.source)
     state = {name: tensor for name, tensor in weights.named_weights(model) if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
@@ -259,8 +261,9 @@ def export(
     if len(metadata) > 1:  # torchao's, which names the plain tensors too
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in state}
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
-    plain = weights.export(shapes, names, state)
-    return weights.Exported({**plain.boxes, **quantized}), metadata
+    tensors = weights.export(shapes, names, state)
+    tensors.add(quantized)
+    return tensors, metadata
 
 
 def _at(model: nn.Module, name: str) -> Any:
@@ -281,8 +284,17 @@ def _split(name: str, module: Any, target: Stacked, sources: Sequence[str]) -> l
     return [QuantizedLinear(one) for one in module.operand.split(target.parts)]
 
 
+def _check_order(box: weights.Region, where: str) -> None:
+    """Raises CheckpointError for what is quantised and in another order on disk: quantised rows cannot be moved."""
+    if box.is_rearranged:
+        raise CheckpointError(
+            f"{where}: {box.param} is quantised, and {box.source} has another order on disk, for which there is no "
+            "quantised format: leave it plain, by its name in skip_modules"
+        )
+
+
 def _saved_parts(
-    boxes: Iterable[weights.Region], chosen: Mapping[str, nn.Linear | Stacked], reader: Any
+    boxes: Sequence[weights.Region], chosen: Mapping[str, nn.Linear | Stacked], reader: Any
 ) -> dict[str, list[dict[str, str]]]:
     """{what is quantised on disk: [{part: name on disk}] of each of its matrices}. Raises CheckpointError."""
     sources: dict[str, list[str]] = {}
@@ -309,6 +321,9 @@ def _saved_parts(
                 + ('; pass quantization_config="nf4"' if "bitsandbytes__nf4" in " ".join(found[0]) else "")
             )
         saved[name] = found
+    for box in boxes:
+        if saved.keys() & {box.param, box.param.rpartition(".")[0]}:
+            _check_order(box, reader.source)
     return saved
 
 

@@ -9,10 +9,14 @@ whole on each rank. A weight has the same name on disk, unless the table of its 
      "model.visual.{rest}": "visual.{rest}"}
 
 `{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is the rest of the name. Keys match whole names; the first
-that matches counts. Sources with `{e}` are stacked on dim 0. A tuple splits the rows into equal parts, in order.
+that matches counts. Sources with `{e}` are stacked on dim 0. A tuple splits the rows into equal parts, in order. Names
+of tensors with another order of rows, or with the last two dims swapped, are in a `Rearranged`:
 
-The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box, saving
-reads it. So there is no inverse to get wrong, and what was loaded is saved with the same bits.
+    {EXPERTS + "gate_up_proj": Rearranged(  # ours is [E, 2 I, H]: all of gate, then up; on disk [E, H, 2 I]: in turn
+        EXPERTS + "gate_up_proj", order=lambda rows, config: to_halves(rows, 1), dim=1, transposed=True)}
+
+The table is read as regions: "this box of our weight is that tensor on disk". Loading copies into the box, saving reads
+it, both by one order of the rows. So there is no inverse to get wrong, and what was loaded is saved with the same bits.
 """
 
 import contextlib
@@ -31,11 +35,29 @@ from tqdm import tqdm
 from ligermodels.checkpoint import transfer
 from ligermodels.errors import CheckpointError, InputError
 
-Table = Mapping[str, str | tuple[str, ...]]
+
+@dataclass(frozen=True)
+class Rearranged:
+    """Names on disk, as in a table, of tensors that are stored in another order; each is rearranged by itself.
+
+    order: (a tensor of rows on disk, the config of the model) -> the same rows in our order, such as
+        `lambda rows, config: to_halves(rows, config.num_attention_heads)`. It is called with the numbers of the rows.
+    dim: of the rows, in our box: 1 for those of stacked experts.
+    transposed: on disk, the last two dims are swapped.
+    """
+
+    names: str | tuple[str, ...]
+    order: Callable[[Tensor, Any], Tensor] | None = None
+    dim: int = 0
+    transposed: bool = False
+
+
+Table = Mapping[str, str | tuple[str, ...] | Rearranged]
 """{pattern of our names: names on disk}. With an empty table, all names are the same on disk."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{w}": "(?P<w>weight|bias)", "{rest}": "(?P<rest>.+)"}
+_Steps = Generator[tuple[int, list[str]], None, None]
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
@@ -87,11 +109,41 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Region:
-    """Box `index` of our parameter `param` is the tensor `source` on disk; `()` is the whole parameter."""
+    """Box `index` of our weight `param` is the tensor `source` on disk; `()` is the whole weight.
+
+    order: row i of the box, along `dim`, is row order[i] on disk. transposed: on disk, the last two dims are swapped.
+    """
 
     param: str
     index: tuple[int | slice, ...]
     source: str
+    order: Tensor | None = field(default=None, compare=False)
+    dim: int = 0
+    transposed: bool = False
+
+    @property
+    def is_rearranged(self) -> bool:
+        return self.order is not None or self.transposed
+
+    def shape(self, whole: Iterable[int]) -> tuple[int, ...]:
+        """The shape on disk. whole: that of the weight."""
+        shape = _box_shape(whole, self.index)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
+
+    def from_disk(self, stored: Tensor, part: tuple[slice, ...] = ()) -> Tensor:
+        """Part `part` of the box, by default all of it. stored: the tensor on disk; no other rows of it are read."""
+        box = stored.transpose(-2, -1) if self.transposed else stored
+        if self.order is None:
+            return box[part]
+        rows = self.order[part[self.dim]] if part else self.order
+        others = tuple(slice(None) if dim == self.dim else at for dim, at in enumerate(part))
+        return box[others].index_select(self.dim, rows.to(box.device))
+
+    def to_disk(self, box: Tensor) -> Tensor:
+        """The tensor on disk, from the box."""
+        if self.order is not None:
+            box = box.index_select(self.dim, self.order.argsort().to(box.device))
+        return box.transpose(-2, -1) if self.transposed else box
 
 
 def plain_name(name: str) -> str:
@@ -120,20 +172,23 @@ def to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 
 def regions(model: nn.Module, table: Table) -> list[Region]:
-    """The regions that tile every parameter of `model`, which may be on the meta device.
+    """The regions that tile every weight of `model`, which may be on the meta device.
 
-    Raises ValueError if two regions name one tensor, or a parameter cannot be split into its sources.
+    Raises ValueError if two regions name one tensor, a weight cannot be split into its sources, or an order is none of
+    its rows.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
-    parts = row_parts(model)
+    parts, config = row_parts(model), getattr(model, "config", None)
+    order_of = functools.cache(functools.partial(_order, config=config))
     for name, param in named_weights(model):
         plain = plain_name(name)
         shape = _shape(param, parts.get(plain))
         hits = ((match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(plain)))
         match, theirs = next(hits, (None, plain))
         groups = match.groupdict() if match else {}
-        sources = (theirs,) if isinstance(theirs, str) else theirs
+        row = theirs if isinstance(theirs, Rearranged) else Rearranged(theirs)
+        sources = (row.names,) if isinstance(row.names, str) else row.names
         stacked = "{e}" in sources[0]
         rows, left = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
         if left:
@@ -142,10 +197,26 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
             for k, source in enumerate(sources):
                 index: tuple[int | slice, ...] = () if expert is None else (expert,)
                 index += (slice(k * rows, (k + 1) * rows),) if rows else ()
-                region = Region(name, index, source.format(**groups, e=expert) if match else plain)
+                on_disk = source.format(**groups, e=expert) if match else plain
+                plainly = row.order is None and not row.transposed
+                order = None if plainly else order_of(row, name, _box_shape(shape, index))
+                region = Region(name, index, on_disk, order, row.dim, row.transposed)
                 if found.setdefault(region.source, region) is not region:
                     raise ValueError(f"the names on disk put {region.source} in two places")
     return list(found.values())
+
+
+def _order(row: Rearranged, name: str, shape: tuple[int, ...], config: Any) -> Tensor | None:
+    """The order of the rows of a box of `shape`. Raises ValueError for one that does not fit the box."""
+    if len(shape) < max(row.dim + 1, 2 * row.transposed):
+        raise ValueError(f"{name}: a box {list(shape)} of it has too few dims for {row}")
+    if row.order is None:
+        return None
+    rows = torch.arange(shape[row.dim], device="cpu")
+    order = row.order(rows, config)
+    if not (order.shape == rows.shape and order.sort().values.equal(rows)):
+        raise ValueError(f"{name}: the order of {row.names} in the table is no permutation of its {len(rows)} rows")
+    return order
 
 
 def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], where: str = "the checkpoint") -> None:
@@ -155,7 +226,7 @@ def check(model: nn.Module, names: Names, headers: Mapping[str, TensorInfo], whe
     """
     rows = row_parts(model)
     wholes = {name: _shape(param, rows.get(plain_name(name))) for name, param in named_weights(model)}
-    expected = {box.source: _box_shape(wholes[box.param], box.index) for box in regions(model, names.table)}
+    expected = {box.source: box.shape(wholes[box.param]) for box in regions(model, names.table)}
     copies = {name: wholes[ours] for name, ours in names.tied.items()}
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
@@ -224,8 +295,8 @@ def load(
     if adopt and torch.device(device).type == "cpu":
         params = dict(named_weights(model))
         for name, box in boxes.items():
-            param = params[box.param]
-            if box.index or _is_sharded(param) or reader.headers[name].dtype != (dtype or param.dtype):
+            param, is_part = params[box.param], bool(box.index or box.is_rearranged)
+            if is_part or _is_sharded(param) or reader.headers[name].dtype != (dtype or param.dtype):
                 continue
             if (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
@@ -241,12 +312,16 @@ def load(
         place = next((memory.device for found in parts.values() for memory, _ in found), torch.device("cpu"))
         locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
         if locate is not None and transfer.serves(place):
-            wanted = [transfer.Part(name, locate(name), at, to) for name in order for to, at in parts[name]]
+            # The buffers move boxes as they are on disk; what is in another order there is copied by the host.
+            parts_of_host = {name: parts[name] for name in order if boxes[name].is_rearranged}
+            through = [name for name in order if name not in parts_of_host]
+            wanted = [transfer.Part(name, locate(name), at, to) for name in through for to, at in parts[name]]
             blocks = transfer.plan(wanted, transfer.SETTINGS)
             total, steps = sum(block.nbytes for block in blocks), transfer.run(blocks, place, transfer.SETTINGS)
         else:
-            total = sum(reader.headers[name].nbytes for name in order)
-            steps = _copy(reader, parts, {name for name in order if boxes[name].param in adopted})
+            parts_of_host, total, steps = parts, 0, None
+        total += sum(reader.headers[name].nbytes for name in parts_of_host)
+        steps = _in_turn(steps, _copy(reader, boxes, parts_of_host, adopted))
         disable = None if progress else True  # None: unless stderr is a terminal
         bar = tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable)
         with bar, contextlib.closing(steps):
@@ -258,14 +333,24 @@ def load(
 
 
 def _copy(
-    reader: Reader, parts: Mapping[str, list[tuple[Tensor, tuple[slice, ...]]]], adopted: Container[str]
-) -> Generator[tuple[int, list[str]], None, None]:
-    """Fills {name on disk: [(memory, its box in the tensor)]}; yields (bytes, [name]) for each tensor."""
+    reader: Reader,
+    boxes: Mapping[str, Region],
+    parts: Mapping[str, list[tuple[Tensor, tuple[slice, ...]]]],
+    adopted: Container[str],
+) -> _Steps:
+    """Fills {name on disk: [(memory, its part of the box)]}, but the weights `adopted`; yields (bytes, [name]) for each
+    tensor."""
     for name, targets in parts.items():
-        for memory, index in targets:
-            if name not in adopted:
-                memory.copy_(reader.read(name)[index])
+        for memory, part in targets:
+            if boxes[name].param not in adopted:
+                memory.copy_(boxes[name].from_disk(reader.read(name), part))
         yield reader.headers[name].nbytes, [name]
+
+
+def _in_turn(*steps: _Steps | None) -> _Steps:
+    for some in steps:
+        if some is not None:
+            yield from some
 
 
 def allocate(
@@ -382,7 +467,8 @@ def export(
     _check_saveable(model, tensors, rows)
     found = [(r, plain_name(r.param)) for r in regions(model, names.table)]
     boxes = {region.source: (tensors[name], region.index) for region, name in found}
-    return Exported(boxes, {region.source: rows[name] for region, name in found if name in rows})
+    of_parts = {region.source: rows[name] for region, name in found if name in rows}
+    return Exported(boxes, of_parts, {region.source: region for region, _ in found if region.is_rearranged})
 
 
 class Exported:
@@ -390,7 +476,7 @@ class Exported:
 
     boxes: {name: (tensor, index of the part with this name)}. A sharded tensor (DTensor) is gathered when it is read,
     so every rank has to read all of them in the same order. The last one is cached for its next box. rows: {name:
-    `row_parts` of its tensor}.
+    `row_parts` of its tensor}. rearranged: {name: its region}, of those that are in another order on disk.
     """
 
     source = "the model"
@@ -399,12 +485,13 @@ class Exported:
         self,
         boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]],
         rows: Mapping[str, Sequence[int]] | None = None,
+        rearranged: Mapping[str, Region] | None = None,
     ):
-        self.boxes, self._rows = boxes, rows or {}
-        self.headers = {
-            name: TensorInfo(x.dtype, _box_shape(_shape(x, self._rows.get(name)), index))
-            for name, (x, index) in boxes.items()
-        }
+        self.boxes, self._rows, self._rearranged = boxes, rows or {}, rearranged or {}
+        self.headers: dict[str, TensorInfo] = {}
+        for name, (x, index) in boxes.items():
+            region = self._rearranged.get(name, Region(name, index, name))
+            self.headers[name] = TensorInfo(x.dtype, region.shape(_shape(x, self._rows.get(name))))
         self._gathered: tuple[Any, Tensor] | None = None
 
     def add(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]) -> None:
@@ -415,12 +502,13 @@ class Exported:
     def read(self, name: str) -> Tensor:
         tensor: Any
         tensor, index = self.boxes[name]
-        if not _is_sharded(tensor):
-            return tensor[index]
-        if self._gathered is None or self._gathered[0] is not tensor:
-            self._gathered = None
-            self._gathered = tensor, whole_tensor(tensor, self._rows.get(name))
-        return self._gathered[1][index]
+        if _is_sharded(tensor):
+            if self._gathered is None or self._gathered[0] is not tensor:
+                self._gathered = None
+                self._gathered = tensor, whole_tensor(tensor, self._rows.get(name))
+            tensor = self._gathered[1]
+        region = self._rearranged.get(name)
+        return tensor[index] if region is None else region.to_disk(tensor[index])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.headers)
@@ -452,23 +540,23 @@ class Renamed:
         return [box for box in boxes if box.index == self._wanted[name].index] or boxes
 
     def read_boxes(self, name: str) -> Iterator[Tensor]:
-        """The tensors on disk that `name` is read from, one by one, in the order of its rows."""
-        return (self._reader.read(box.source) for box in self.boxes(name))
+        """The boxes that `name` consists of, one by one, in the order of its rows."""
+        return (box.from_disk(self._reader.read(box.source)) for box in self.boxes(name))
 
     def read(self, name: str) -> Tensor:
         """A tensor that is a part of one on disk, or joined from several, takes the memory of all of it."""
         region, boxes = self._wanted[name], self.boxes(name)
         if len(boxes) == 1:
-            tensor = self._reader.read(boxes[0].source)
-            return tensor if boxes[0].index == region.index else tensor[region.index]
+            (tensor,) = self.read_boxes(name)
+            return region.to_disk(tensor if boxes[0].index == region.index else tensor[region.index])
         whole = torch.empty(self._shapes[region.param], dtype=self._info(name).dtype)
-        for box in boxes:
-            whole[box.index].copy_(self._reader.read(box.source))
-        return whole[region.index]
+        for box, tensor in zip(boxes, self.read_boxes(name), strict=True):
+            whole[box.index].copy_(tensor)
+        return region.to_disk(whole[region.index])
 
     def _info(self, name: str) -> TensorInfo:
         dtypes = [self._reader.headers[box.source].dtype for box in self.boxes(name)]
-        shape = _box_shape(self._shapes[self._wanted[name].param], self._wanted[name].index)
+        shape = self._wanted[name].shape(self._shapes[self._wanted[name].param])
         return TensorInfo(functools.reduce(torch.promote_types, dtypes), shape)
 
 

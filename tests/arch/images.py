@@ -93,7 +93,7 @@ class ImageSuite(Tiny):
             output.loss.backward()
             grads = {name: parameter.grad for name, parameter in model.named_parameters()}
             if model is ours:
-                grads = {region.source: grads[region.param][region.index] for region in regions}
+                grads = {region.source: region.to_disk(grads[region.param][region.index]) for region in regions}
             else:
                 grads = self.named_on_disk(grads)
             flat = torch.cat([grads[name].double().cpu().flatten() for name in sorted(grads)])

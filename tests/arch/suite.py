@@ -123,7 +123,7 @@ def check_gradients(hf, model, named_on_disk, allowed=GRADIENTS):
         if expected is None or not expected.any():
             assert grad is None or not grad[region.index].any(), region.source
         else:
-            found = relative(grad[region.index], expected)
+            found = relative(region.to_disk(grad[region.index]), expected)
             cancels = 10 if expected.numel() == 1 else 1  # a gate's is one sum of terms of both signs
             assert found < allowed * cancels, f"{region.source}: relative error {found:.1e}"
 
@@ -581,7 +581,7 @@ class Suite(Tiny):
         regions = weights.regions(ours, self.arch.DISK_NAMES)
 
         def cut(tensors):
-            return {region.source: tensors[region.param][region.index] for region in regions}
+            return {region.source: region.to_disk(tensors[region.param][region.index]) for region in regions}
 
         def results(model, batch, named):
             """Logits, and all gradients in one vector in the order of the names on disk."""

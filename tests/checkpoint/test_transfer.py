@@ -24,9 +24,17 @@ from ligermodels.checkpoint.transfer import Part, Settings
 from ligermodels.checkpoint.weights import FLOATS, same_bits
 from ligermodels.errors import CheckpointError, HubError
 from tests.checkpoint.fixtures import join, split
-from tests.conversion.layouts import a_checkpoint
+from tests.conversion.layouts import a_checkpoint, same
 from tests.conversion.layouts import stored as stored_tensors
 
+EXPERTS = "model.layers.{i}.mlp.experts."
+STACKED = {
+    EXPERTS + "gate_up_proj": weights.Rearranged(
+        EXPERTS + "gate_up_proj", lambda rows, config: weights.to_halves(rows, 1), dim=1, transposed=True
+    ),
+    EXPERTS + "down_proj": weights.Rearranged(EXPERTS + "down_proj", transposed=True),
+}
+"""gpt-oss' experts: rows of gate and up in turn, and transposed."""
 SMALL = Settings(threads=3, buffers=2, buffer_bytes=1000)
 
 
@@ -114,6 +122,19 @@ def test_a_model_has_the_bits_that_safetensors_reads(
         assert same_bits(box.cpu(), read[name].to(dtype)) or stored != dtype, name
         torch.testing.assert_close(box.cpu(), read[name].to(dtype), rtol=0, atol=0, equal_nan=True)
         assert box.device.type == torch.device(through).type
+
+
+def test_what_is_in_another_order_on_disk_is_loaded_beside_the_ring(tmp_path, through, monkeypatch):
+    monkeypatch.setattr(ligermodels.Mixtral, "DISK_NAMES", STACKED)
+    read = a_checkpoint(tmp_path / "x", "mixtral", shards=3, finite=True)
+    model = ligermodels.load(tmp_path / "x", device=through, progress=False)
+    written = dict(weights.export(model, model.names_on_disk))
+    assert {box.device.type for box in written.values()} == {torch.device(through).type}
+    assert same({name: box.cpu() for name, box in written.items()}, read)
+    experts = "model.layers.1.mlp.experts."
+    gate_up = model.model.layers[1].mlp.experts.gate_up_proj.cpu()
+    assert torch.equal(gate_up[:, :24], read[experts + "gate_up_proj"][:, :, 0::2].transpose(1, 2))
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj.cpu(), read[experts + "down_proj"].transpose(1, 2))
 
 
 def placed(generator: random.Random, device: torch.device) -> tuple[tuple[int, ...], tuple[slice, ...], Tensor]:

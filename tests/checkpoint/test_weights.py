@@ -1,6 +1,8 @@
-"""The weight table: buffers are its rows as parameters are."""
+"""The weight table: buffers are its rows as parameters are; rows in another order on disk, or transposed."""
 
 import copy
+import itertools
+import shutil
 
 import pytest
 import torch
@@ -11,7 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import ligermodels
 from ligermodels import CheckpointError, InputError
 from ligermodels.arch.block import Block, attention, gated_mlp
-from ligermodels.checkpoint.weights import named_weights
+from ligermodels.checkpoint.reading import open_checkpoint
+from ligermodels.checkpoint.weights import (
+    Names,
+    Rearranged,
+    Region,
+    Renamed,
+    export,
+    named_weights,
+    regions,
+    to_halves,
+)
+from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.layers.base import Layer
 from ligermodels.parallel.checkpoints import Checkpoints
 from ligermodels.training import load_mtp
@@ -59,11 +72,77 @@ class Scaled(ligermodels.Llama):
     DISK_NAMES = {"model.layers.{i}.scale.channels": "model.layers.{i}.channel_scale"}
 
 
+def rope_of_pairs(rows, config):
+    """Of each head the first half of the rows, which rotates, in pairs on disk and in halves here (GLM-4, DeepSeek)."""
+    rotated, rest = rows.unflatten(0, (-1, 2, config.head_dim // 2)).unbind(1)
+    return torch.cat([to_halves(rotated.flatten(), len(rotated)).view_as(rotated), rest], 1).flatten()
+
+
+def by_part(rows, config):
+    """On disk the queries, the key and the value of a key head lie together; here all queries, all keys, all values."""
+    queries = config.num_attention_heads // config.num_key_value_heads
+    groups = rows.view(config.num_key_value_heads, queries + 2, config.head_dim)
+    return torch.cat([part.flatten() for part in groups.split([queries, 1, 1], 1)])
+
+
+def in_turn(rows, config):
+    """On disk one row of gate and one of up in turn; here all of gate, then all of up (gpt-oss)."""
+    return to_halves(rows, 1)
+
+
+class Turned(ligermodels.Llama):
+    """Rows of q and k, and of their biases, and a matrix that is transposed."""
+
+    DISK_NAMES = {
+        "model.layers.{i}.self_attn.q_proj.{w}": Rearranged("model.layers.{i}.self_attn.q.{w}", rope_of_pairs),
+        "model.layers.{i}.self_attn.k_proj.{w}": Rearranged("model.layers.{i}.self_attn.k.{w}", rope_of_pairs),
+        "model.layers.{i}.mlp.down_proj.weight": Rearranged("model.layers.{i}.mlp.down_proj", transposed=True),
+    }
+
+
+class Packed(ligermodels.Phi3):
+    """Packed projections, which tensor parallelism splits in each of their parts; one is transposed as well."""
+
+    DISK_NAMES = {
+        "model.layers.{i}.self_attn.qkv_proj.weight": Rearranged("model.layers.{i}.self_attn.qkv", by_part),
+        "model.layers.{i}.mlp.gate_up_proj.weight": Rearranged(
+            "model.layers.{i}.mlp.gate_up", in_turn, transposed=True
+        ),
+    }
+
+
+EXPERTS = "model.layers.{i}.mlp.experts."
+
+
+class Stacked(ligermodels.Mixtral):
+    """gpt-oss' experts."""
+
+    DISK_NAMES = {
+        EXPERTS + "gate_up_proj": Rearranged(EXPERTS + "gate_up_proj", in_turn, dim=1, transposed=True),
+        EXPERTS + "down_proj": Rearranged(EXPERTS + "down_proj", transposed=True),
+    }
+    ALSO_READ = (ligermodels.Mixtral.DISK_NAMES,)
+
+
+class OneByOne(ligermodels.Mixtral):
+    """One tensor for each expert and part, backwards, or transposed."""
+
+    DISK_NAMES = {
+        EXPERTS + "gate_up_proj": Rearranged(
+            (EXPERTS + "{e}.w1", EXPERTS + "{e}.w3"), lambda rows, config: rows.flip(0), transposed=True
+        ),
+        EXPERTS + "down_proj": Rearranged(EXPERTS + "{e}.w2", lambda rows, config: rows.roll(1)),
+    }
+
+
 BUFFERS = {LAYER + "channel_scale": (16,), LAYER + "layer_scalar": ()}
 
 
 def make(arch=Scaled, **options):
-    return arch.from_config({**CONFIG, "initializer_range": 0.2}, **{"seed": 0, "device": "cpu", **options})
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_bias=True, num_local_experts=3)
+    values = {**CONFIG, **sizes, "initializer_range": 0.2, "pad_token_id": None}
+    values = {name: value for name, value in values.items() if name in arch.config_class.field_names()}
+    return arch.from_config(values, **{"seed": 0, "device": "cpu", **options})
 
 
 def load(folder, arch=Scaled, **options):
@@ -85,7 +164,7 @@ def folder(tmp_path_factory):
     return root
 
 
-ARCHS = (Scaled,)
+ARCHS = (Scaled, Turned, Packed, Stacked, OneByOne)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -100,6 +179,101 @@ def test_what_is_loaded_is_saved_with_the_same_bytes(folder, tmp_path, arch):
     state = {f"module.{name}": x for name, x in copy.deepcopy(model).state_dict().items()}
     empty = arch.from_config(model.config, device="meta")
     assert_same_files(empty.save_pretrained(tmp_path / "state", state_dict=state), source)
+
+
+def interleaved(rows):
+    """Rows [all of gate, all of up] -> one of each in turn."""
+    out = torch.empty_like(rows)
+    out[0::2], out[1::2] = rows.chunk(2)
+    return out
+
+
+def test_what_is_on_disk(folder):
+    """Against orders that are written out by hand."""
+    model, disk = make(Turned).model.layers[0], stored(folder / "Turned")
+    pairs = [0, 2, 1, 3, 4, 5, 6, 7]  # of our rows: halves (0, 1) and (2, 3), then four that do not rotate
+    for ours, theirs in (("q_proj.weight", "q.weight"), ("q_proj.bias", "q.bias"), ("k_proj.weight", "k.weight")):
+        heads = model.self_attn.get_parameter(ours).unflatten(0, (-1, 8))
+        assert torch.equal(disk[f"{LAYER}self_attn.{theirs}"], heads[:, pairs].flatten(0, 1))
+    assert torch.equal(disk[f"{LAYER}mlp.down_proj"], model.mlp.down_proj.weight.T)
+
+    model, disk = make(Packed).model.layers[0], stored(folder / "Packed")
+    q, k, v = model.self_attn.qkv_proj.weight.split([32, 16, 16])
+    groups = [q[:16], k[:8], v[:8], q[16:], k[8:], v[8:]]
+    assert torch.equal(disk[f"{LAYER}self_attn.qkv"], torch.cat(groups))
+    assert torch.equal(disk[f"{LAYER}mlp.gate_up"], interleaved(model.mlp.gate_up_proj.weight).T)
+
+    experts, disk = make(Stacked).model.layers[0].mlp.experts, stored(folder / "Stacked")
+    wanted = torch.stack([interleaved(one).T for one in experts.gate_up_proj])
+    assert torch.equal(disk[f"{LAYER}mlp.experts.gate_up_proj"], wanted)
+    assert torch.equal(disk[f"{LAYER}mlp.experts.down_proj"], experts.down_proj.transpose(1, 2))
+
+    experts, disk = make(OneByOne).model.layers[0].mlp.experts, stored(folder / "OneByOne")
+    for e in range(3):
+        gate, up = experts.gate_up_proj[e].chunk(2)
+        rolled = torch.cat([experts.down_proj[e][1:], experts.down_proj[e][:1]])
+        for name, wanted in (("w1", gate.flip(0).T), ("w3", up.flip(0).T), ("w2", rolled)):
+            assert torch.equal(disk[f"{LAYER}mlp.experts.{e}.{name}"], wanted)
+
+
+class Biased(torch.nn.Module):
+    """gpt-oss' bias of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.tensor([[0.0, 2.0, 1.0, 3.0], [10.0, 12.0, 11.0, 13.0]]))
+
+
+def test_rows_of_vectors_in_a_stack():
+    names = Names({"bias": Rearranged("b", in_turn, dim=1)})
+    assert export(Biased(), names).read("b").tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+
+
+@pytest.mark.parametrize("row, message", [
+    (Rearranged("b", lambda rows, config: rows * 0, dim=1), "order of b in the table is no permutation of its 4 rows"),
+    (Rearranged("b", lambda rows, config: rows[:1]), "order of b in the table is no permutation of its 2 rows"),
+    (Rearranged("b", in_turn, dim=2), r"a box \[2, 4\] of it has too few dims"),
+    (Rearranged("{e}", transposed=True), r"a box \[4\] of it has too few dims"),
+])  # fmt: skip
+def test_what_is_no_order_of_the_rows_is_refused_when_the_table_is_read(row, message):
+    with pytest.raises(ValueError, match=message):
+        regions(Biased(), {"bias": row})
+
+
+def test_other_layouts_are_read_and_converted(folder, tmp_path):
+    """A file with the experts one by one loads as the stacked one; a view of one under the names of the other, and of
+    what is rearranged on both sides."""
+    plain = ligermodels.Mixtral.from_config(load(folder / "Stacked", Stacked).config, seed=0, device="cpu")
+    plain.save_pretrained(tmp_path / "plain")
+    assert_same_files(load(tmp_path / "plain", Stacked).save_pretrained(tmp_path / "saved"), folder / "Stacked")
+    for stored_by, wanted in itertools.product((Stacked, OneByOne, ligermodels.Mixtral), repeat=2):
+        source = tmp_path / "plain" if stored_by is ligermodels.Mixtral else folder / stored_by.__name__
+        with open_checkpoint(source) as reader:
+            view = Renamed(plain, reader, stored_by.DISK_NAMES, wanted.DISK_NAMES)
+            found = {name: view.read(name) for name in view.headers}
+            assert {name: (x.dtype, tuple(x.shape)) for name, x in found.items()} == {
+                name: (info.dtype, info.shape) for name, info in view.headers.items()
+            }
+        assert same(found, dict(export(plain, Names(wanted.DISK_NAMES))))
+
+
+def test_a_shape_that_is_not_transposed_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "Turned", tmp_path / "x")
+    name = LAYER + "mlp.down_proj"
+    save_file({**stored(tmp_path / "x"), name: stored(tmp_path / "x")[name].T.contiguous()}, tmp_path / "x" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"mlp.down_proj is \[16, 24\], the model has \[24, 16\]"):
+        load(tmp_path / "x", Turned)
+
+
+def test_rearranged_weights_are_quantised_but_not_saved(folder, tmp_path):
+    model = load(folder / "Turned", Turned, quantization_config="nf4")
+    q = make(Turned).model.layers[0].self_attn.q_proj.weight.detach()
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.operand.dequantize(), quantize_nf4(q).dequantize())
+    with pytest.raises(CheckpointError, match=r"q_proj.weight is quantised, and .*q.weight has another order on disk"):
+        model.save_pretrained(tmp_path / "saved")
+    experts = load(folder / "Stacked", Stacked, quantization_config="int8").model.layers[0].mlp.experts
+    wanted = make(Stacked).model.layers[0].mlp.experts.gate_up_proj
+    assert torch.allclose(experts.gate_up_proj.operand.dequantize().view_as(wanted), wanted, atol=0.01)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -190,18 +364,29 @@ def test_buffers_are_checked_from_headers(folder, tmp_path, change, message):
         load(tmp_path)
 
 
+def recorded(patched):
+    """A list that gets what is read of each tensor on disk."""
+    read, from_disk = [], Region.from_disk
+    patched.setattr(Region, "from_disk", lambda *given: (read.append(from_disk(*given)), read[-1])[1])
+    return read
+
+
 def on_two_ranks(folder, root):
     for arch in ARCHS:
         for shape in ((2, 1), (1, 2)):
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
             mesh = mesh if shape[1] > 1 else mesh["dp_shard"]
             source = folder / arch.__name__
-            model, plain = load(source, arch, mesh=mesh), load(source, arch)
+            with pytest.MonkeyPatch.context() as patched:
+                read = recorded(patched)
+                model = load(source, arch, mesh=mesh)
+            plain = load(source, arch)
             whole = dict(plain.named_buffers())
             assert all(type(x) is torch.Tensor and same({"": x}, {"": whole[n]}) for n, x in model.named_buffers())
             torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-5)
             saved = root / f"{arch.__name__}-{shape[0]}"
             assert_same_files(model.save_pretrained(saved, max_shard_size="1MB"), source)
+            assert sum(x.nbytes for x in read) == sum(x.to_local().nbytes for x in model.parameters())  # its rows
             drawn = make(arch, mesh=mesh, device=None, seed=0)
             assert same(dict(drawn.named_buffers()), dict(make(arch).named_buffers()))
             dist.barrier()

@@ -70,7 +70,7 @@ def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, sha
     params = dict(model.named_parameters())
     tensors = {}
     for region in weights.regions(model, arch.DISK_NAMES):
-        shape = params[region.param][region.index].shape
+        shape = region.shape(params[region.param].shape)
         bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
         tensors[region.source] = torch.randn(shape, dtype=dtype) if finite else bits.view(dtype).reshape(shape)
     names = draw.sample(sorted(tensors), len(tensors))
