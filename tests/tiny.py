@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.layers import Router
+from ligermodels.layers.base import REPLICATED, Layer, zeros
+from ligermodels.layers.parallel import replicated
+
 TEXT = Path(__file__).parent.parent / "LICENSE"
 BATCH, LENGTH = 4, 48
 LEARNING_RATE = 1e-3
@@ -131,3 +135,35 @@ def losses(
 
 def torch_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+
+
+class Offsets(Layer):
+    """A number for each expert, which a router adds to its logits."""
+
+    keep_fp32 = True
+
+    def __init__(self, num_experts: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_experts))
+
+    def init_weights(self, draw: Any) -> None:
+        draw(self.weight, zeros)
+
+    def shards(self) -> Any:
+        return {"weight": REPLICATED}
+
+    def forward(self) -> Tensor:
+        return replicated(self.weight, self.tp)
+
+
+class ExactRouter(Router):
+    """A router in fp32, or in fp64, whatever the dtype of the model; put in the place of `layers.moe.Router`."""
+
+    keep_fp32 = True
+
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__(hidden_size, num_experts)
+        self.offsets = Offsets(num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)) + self.offsets()

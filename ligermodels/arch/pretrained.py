@@ -25,7 +25,7 @@ from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, config_of
 from ligermodels.layers import LMHead
-from ligermodels.layers.base import init_weights
+from ligermodels.layers.base import fp32_names, init_weights
 from ligermodels.processes import Processes
 from ligermodels.training.files import reshard
 from ligermodels.training.mtp import empty_mtp
@@ -171,11 +171,12 @@ class Pretrained(nn.Module):
             if mesh is not None and quantizer is not None:
                 raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
-            if config is not None and dtype == "auto":
-                dtype = _dtype_of(opened.headers) or dtype
             if mtp_loss_weight is not None and quantizer is not None:
                 raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
             model = cls._on_meta(made, dtype, activation_checkpointing, mtp_loss_weight)
+            if config is not None and dtype == "auto" and (stored := model._dtype_of(opened.headers)):
+                model.config.dtype = str(stored).removeprefix("torch.")
+                model.to(stored)
             model.carried = tuple(name for name in opened.headers if cls.carries(name))
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
@@ -409,6 +410,17 @@ class Pretrained(nn.Module):
     def names_on_disk(self) -> weights.Names:
         return weights.Names(self.DISK_NAMES, self.ALSO_READ, (*self.IGNORE, *self.CARRIED), self.tied_weights)
 
+    def names_in_fp32(self, table: weights.Table) -> set[str]:
+        """The names on disk, by this table, of the weights that stay in fp32 when the model is cast to 16 bits."""
+        names = fp32_names(self)
+        return {region.source for region in weights.regions(self, table) if region.param in names} if names else set()
+
+    def _dtype_of(self, headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:
+        """The dtype that represents every weight of a checkpoint exactly, beside those that stay in fp32."""
+        exact = self.names_in_fp32(self.names_on_disk.found(self, headers).table)
+        floats = {info.dtype for name, info in headers.items() if name not in exact} & set(weights.FLOATS)
+        return functools.reduce(torch.promote_types, floats) if floats else None
+
     @classmethod
     def carries(cls, name: str) -> bool:
         """Whether a tensor of this name is not loaded, and copied when the model is saved."""
@@ -469,9 +481,3 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
         return json.loads(config.to_json_string())
     path = Path(config).expanduser()
     return read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
-
-
-def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:
-    """The dtype that represents every weight exactly."""
-    floats = {info.dtype for info in headers.values()} & set(weights.FLOATS)
-    return functools.reduce(torch.promote_types, floats) if floats else None

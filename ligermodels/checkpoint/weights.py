@@ -366,10 +366,12 @@ def allocate(
     local part. torch's to_empty would import sympy, which takes a while.
     Raises InputError for a module whose buffers no checkpoint holds, unless an `_apply` of its own computes them.
     """
+    from ligermodels.layers.base import Layer  # takes half a second, and is loaded where there is a model
+
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
         lost = [key for key in module._non_persistent_buffers_set if module._buffers[key] is not None]
-        if lost and type(module)._apply is nn.Module._apply:
+        if lost and type(module)._apply in (nn.Module._apply, Layer._apply):
             raise InputError(
                 f"{name}.{lost[0]} is a buffer that no checkpoint holds, and nothing computes it again on its device: "
                 f"make it persistent, or give {type(module).__name__} an _apply that does"

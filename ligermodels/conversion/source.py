@@ -35,7 +35,8 @@ class Source:
 
 
 class View(Source):
-    """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given.
+    """`origin` under the names that Hugging Face has on disk, cast to `dtype` if one is given; to 16 bits without the
+    weights of layers with `keep_fp32`, which stay as they are stored.
 
     text_only: of a model that reads images, its text, where the zoo has a class for that.
     model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
@@ -55,7 +56,11 @@ class View(Source):
         headers = dict(self._renamed.headers)
         self._carried = [name for name in origin.headers if self.model.carries(name)]
         headers |= {name: origin.headers[name] for name in self._carried}
-        self.headers = {name: TensorInfo(dtype or info.dtype, info.shape) for name, info in headers.items()}
+        exact = self.model.names_in_fp32(self.model.DISK_NAMES) if dtype in (torch.bfloat16, torch.float16) else ()
+        self.headers = {
+            name: TensorInfo(info.dtype if dtype is None or name in exact else dtype, info.shape)
+            for name, info in headers.items()
+        }
         if dtype is not None:
             name = str(dtype).removeprefix("torch.")
             self.config = {**origin.config, "dtype": name, "torch_dtype": name}

@@ -119,6 +119,14 @@ class Layer(nn.Module):
     """It reads a mask of tokens, and takes no padding between them."""
     stacked: ClassVar[tuple[str, ...]] = ()
     """Names of its weights [E, out, in] that are quantised as matrices, see `Experts`."""
+    keep_fp32: ClassVar[bool] = False
+    """Its own parameters and buffers, not those of modules inside of it, stay in fp32 where the model is in 16 bits:
+    cast, loaded, saved, and under FSDP2, of which the layer is then a unit.
+
+    Its forward says what it computes in, such as `F.linear(x.float(), self.weight)`: x comes in the model's dtype, and
+    torch.autocast casts the inputs of F.linear here as elsewhere. Other modules get what it holds by calling it, which
+    is when FSDP2 gathers the parameters; a forward may just return them. So one fp32 parameter of a larger layer is a
+    small layer of its own."""
 
     @property
     def heads(self) -> tuple[int, int] | None:
@@ -127,6 +135,20 @@ class Layer(nn.Module):
 
     def init_weights(self, draw: Draw) -> None:
         """Draws its own parameters and buffers, not those of the modules inside of it."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """As in nn.Module, but with `keep_fp32` a cast to 16 bits leaves its own tensors in fp32, with their bits."""
+        if not self.keep_fp32:
+            return super()._apply(fn, recurse)
+
+        def without_cast(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            is_short = made.is_floating_point() and made.itemsize < 4
+            return tensor.to(made.device, torch.float32) if is_short else made
+
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return super()._apply(without_cast, recurse=False)
 
     def reset_parameters(self) -> None:
         """`init_weights` for a layer that stands alone, under the name that torch's layers have."""
@@ -155,6 +177,20 @@ class Layer(nn.Module):
     def unread_bytes(self, rows: int) -> float:
         """Bytes of its weights that a step of decoding `rows` rows is expected not to read."""
         return 0.0
+
+
+def fp32_layers(root: nn.Module) -> dict[str, Layer]:
+    """{name: layer} of those in `root` with `keep_fp32`."""
+    return {name: layer for name, layer in root.named_modules() if isinstance(layer, Layer) and layer.keep_fp32}
+
+
+def fp32_names(root: nn.Module) -> set[str]:
+    """The names of the parameters and buffers in `root` that stay in fp32."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, layer in fp32_layers(root).items()
+        for name in (*layer._parameters, *layer._buffers)
+    }
 
 
 def init_weights(root: nn.Module, draw: Draw) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
+from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.layers.linear import JointProjections
 from ligermodels.parallel.mesh import Parallel
 from ligermodels.parallel.tensor import check_context, check_tensor, shard_tensors
@@ -37,17 +38,19 @@ def parallelize(
     gradients that one process would compute over all batches. FSDP sums gradients and does not divide them.
 
     param_dtype: in which layers compute, such as torch.bfloat16 beside fp32 parameters; None: the parameters' own.
-    reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: as in torch's `fully_shard`, for the
-    blocks; final norm and head, and a tied embedding with them, stay whole between forward and backward.
+    reduce_dtype: in which gradients are summed over ranks. Neither is for layers with `keep_fp32`, which are in fp32.
+    reshard_after_forward: as in torch's `fully_shard`, for the blocks; final norm and head, a tied embedding with them,
+    and layers with `keep_fp32` stay whole between forward and backward.
 
     model: one of the zoo, also inside of an adapter's wrapper such as PEFT's. Other modules can be sharded by FSDP
     alone; their loss has to be a sum over the rank's batch divided by the number of labels of all ranks.
 
-    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits, and for a
-    model that is sharded already.
+    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits, for a model
+    that is sharded already, and for a layer with `keep_fp32` that cannot be a unit of FSDP2.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise InputError(f"{type(model).__name__} is sharded already; parallelize a model once, when it is made")
+    _check_fp32(model)
     parallel = Parallel(mesh)
     zoo: Any = next((module for module in model.modules() if hasattr(type(module), "parallel")), None)
     if zoo is None and parallel.shards > 1:
@@ -75,9 +78,30 @@ def parallelize(
     return model
 
 
+def _check_fp32(model: nn.Module) -> None:
+    """Raises InputError for a layer that FSDP2 could not gather in fp32."""
+    for name, layer in fp32_layers(model).items():
+        kind = type(layer).__name__
+        if layer._parameters and type(layer).forward is nn.Module.forward:
+            raise InputError(
+                f"{name} keeps its parameters in fp32, but a {kind} has no forward, and FSDP2 gathers them when it is "
+                "called: give it one that returns them, and call it"
+            )
+        others = {parameter.dtype for parameter in layer.parameters() if parameter.requires_grad} - {torch.float32}
+        if any(dtype.itemsize < 4 for dtype in others):
+            raise InputError(
+                f"{name} keeps its parameters in fp32, and modules inside of it have others in {others}: FSDP2 shards "
+                f"the layer as one, so take these modules out of {kind}"
+            )
+
+
 def _is_split_by_tp(model: nn.Module, param_dtype: torch.dtype | None) -> bool:
     """Whether tensor parallel has split all parameters, which have the dtype that is computed with."""
-    return all(isinstance(p, DTensor) and param_dtype in (None, p.dtype) for p in model.parameters())
+    kept = fp32_names(model)
+    return all(
+        isinstance(p, DTensor) and (param_dtype in (None, p.dtype) or name in kept)
+        for name, p in model.named_parameters()
+    )
 
 
 def _shard_data(
@@ -88,11 +112,17 @@ def _shard_data(
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool | int,
 ) -> None:
-    """FSDP2 over a group for each block, one for final norm and head, and one for the rest."""
+    """FSDP2 over a group for each layer with `keep_fp32`, one for each block, one for final norm and head, and one for
+    the rest."""
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in reversed(fp32_layers(model).values()):  # those inside of others first
+        if layer._parameters:  # whole until the backward: they are small, and its forward may return them
+            fully_shard(layer, mesh=parallel.fsdp, mp_policy=exact, reshard_after_forward=False)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
     for block in _blocks(model):
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if zoo is not None and isinstance(zoo.lm_head, LMHead):
         decoder, last = zoo.decoder, [zoo.decoder.norm, zoo.lm_head]
         if zoo.lm_head.is_tied:

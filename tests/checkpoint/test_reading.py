@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels.checkpoint.files import lenient_json
 from ligermodels.checkpoint.reading import SafetensorsReader, open_checkpoint
-from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.errors import CheckpointError
+from ligermodels.layers import moe
+from ligermodels.layers.base import fp32_names
+from ligermodels.training import add_lora, merge_lora
 from tests.checkpoint.fixtures import (
     EMBEDDING,
     INDEX,
@@ -28,6 +31,7 @@ from tests.checkpoint.fixtures import (
     split,
     spoiled,
 )
+from tests.tiny import ExactRouter
 
 Spoil = Callable[[Path], object]
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
@@ -151,6 +155,42 @@ def test_what_is_copied(tmp_path):
 
 
 # Damage
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_what_stays_in_fp32(tmp_path, monkeypatch, stored):
+    """Whatever the dtype of the model and of the file; by a quantiser, from the disk, and under an adapter too."""
+    monkeypatch.setattr(moe, "Router", ExactRouter)
+    made = make_model(model_type="mixtral", num_local_experts=4, initializer_range=0.2).to(torch.bfloat16)
+    folder, kept = made.save_pretrained(tmp_path / "model"), fp32_names(made)
+    tensors = load_file(folder / WEIGHTS)
+    on_disk = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert len(kept) == len(on_disk) == 2 and {x.dtype for x in tensors.values()} == {torch.float32, torch.bfloat16}
+    save_file({n: x.to(stored) if n in on_disk else x for n, x in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    tensors = load_file(folder / WEIGHTS)
+
+    def dtypes(model):
+        return {x.dtype for n, x in model.named_parameters() if n in kept}, model.model.embed_tokens.weight.dtype
+
+    for dtype, config in [
+        ("auto", None), (None, None), ("bf16", None), ("fp16", None), ("auto", made.config), (None, made.config)
+    ]:  # fmt: skip
+        model = load(folder, dtype=dtype, config=config)
+        of_model = torch.float16 if dtype == "fp16" else torch.bfloat16
+        assert dtypes(model) == ({torch.float32}, of_model) and model.config.torch_dtype == model.dtype == of_model
+        saved = load_file(model.save_pretrained(tmp_path / "saved") / WEIGHTS)
+        assert all(same_bits(saved[name], tensors[name].float()) for name in on_disk)
+    assert dtypes(load(folder, dtype="fp64")) == ({torch.float64}, torch.float64)
+    with torch.no_grad():
+        expected = load(folder)(IDS).logits
+        for options in (dict(quantization_config="nf4"), dict(device_map={"": "disk"})):
+            model = load(folder, **options)
+            assert dtypes(model)[0] == {torch.float32} and model(IDS).logits.dtype == torch.bfloat16
+        assert torch.equal(model(IDS).logits, expected)
+    model = add_lora(load(folder), targets=[], target_parameters=["mlp.gate.weight"])
+    model(IDS, labels=IDS).loss.backward()
+    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert dtypes(merge_lora(model)) == ({torch.float32}, torch.bfloat16)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,11 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, ver
 from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.source import View
 from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.layers import moe
+from tests.checkpoint.fixtures import make_model
 from tests.conversion.gguf_files import small_model
 from tests.conversion.layouts import FILES, a_checkpoint, names, same, stored, write_dcp, write_own
+from tests.tiny import ExactRouter
 
 SCRIPT = Path(__file__).parents[2] / "convert" / "convert_checkpoint.py"
 
@@ -54,6 +57,14 @@ def test_a_cast(tmp_path):
     assert same(stored(tmp_path / "out"), {name: x.float() for name, x in tensors.items()})
     config = read_json(tmp_path / "hf" / "config.json")
     assert read_json(tmp_path / "out" / "config.json") == {**config, "dtype": "float32", "torch_dtype": "float32"}
+
+
+def test_a_cast_to_16_bits_leaves_what_stays_in_fp32(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe, "Router", ExactRouter)
+    make_model(model_type="mixtral", num_local_experts=4).save_pretrained(tmp_path / "model")
+    convert(tmp_path / "model", tmp_path / "out", Options(dtype="bf16", verify="bytes"))
+    tensors, made = stored(tmp_path / "model"), stored(tmp_path / "out")
+    assert same(made, {name: x if ".gate." in name else x.bfloat16() for name, x in tensors.items()})
 
 
 def test_over_the_source_itself_and_what_transformers_makes_of_it(tmp_path, script):

@@ -12,7 +12,7 @@ import ligermodels
 from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
 from ligermodels.layers import Embedding, Experts, LMHead, Router
-from ligermodels.layers.base import Layer
+from ligermodels.layers.base import Layer, fp32_names
 from ligermodels.parallel.tensor import check_tensor
 from ligermodels.training import add_mtp
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
@@ -120,3 +120,33 @@ def test_tensor_parallel_meets_no_parameter_that_is_neither_shared_nor_refused(n
         with monkeypatch.context() as without:
             without.setattr(cls, "shards", Layer.shards)
             assert f"{cls.__name__}.shards() does not name" in refusal(name)
+
+
+class Kept(Layer):
+    keep_fp32 = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+        self.register_buffer("bias", torch.randn(3))
+        self.register_buffer("count", torch.tensor(5))
+
+
+def test_a_layer_keeps_its_own_tensors_in_fp32():
+    """With their bits and gradients, under each cast to 16 bits, also of a layer that was built in them."""
+    for cast in (lambda module: module.to(torch.bfloat16), nn.Module.bfloat16, nn.Module.half):
+        model = nn.Sequential(Kept())
+        weight, bias = (getattr(model[0], name).detach().clone() for name in ("weight", "bias"))
+        model[0].weight.grad = torch.ones(3, 4)
+        cast(model)
+        layer = model[0]
+        assert layer.linear.weight.dtype.itemsize == layer.linear.bias.dtype.itemsize == 2
+        assert torch.equal(layer.weight, weight) and torch.equal(layer.bias, bias) and layer.count.dtype == torch.int64
+        assert layer.weight.dtype == layer.bias.dtype == layer.weight.grad.dtype == torch.float32
+        assert {x.dtype for x in (*model.double().parameters(), layer.bias)} == {torch.float64}
+        cast(model.to("meta"))
+        assert layer.weight.is_meta and layer.weight.dtype == torch.float32 != layer.linear.weight.dtype
+    assert fp32_names(model) == {"0.weight", "0.bias", "0.count"}
+    built_in_16_bits = Kept()
+    built_in_16_bits.weight.data = built_in_16_bits.weight.data.half()
+    assert built_in_16_bits.half().weight.dtype == torch.float32

@@ -5,6 +5,7 @@ for many checks, given by name, and returns what each process found.
 """
 
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels.joint import joint as joint_view
+from ligermodels.layers import moe
+from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, offload
 from tests.arch import qwen2_vl, qwen3_vl
 from tests.parallel.ranks import results_of_ranks
+from tests.tiny import ExactRouter
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
 SMALLEST = offload.SMALLEST
@@ -43,6 +47,9 @@ FAMILIES = {
         attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
     ),
     "mixtral": dict(SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5),
+    "mixtral_fp32": dict(  # whose routers stay in fp32
+        SIZES, model_type="mixtral", num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5,
+    ),
     "phi3": dict(
         SIZES | EIGHT_HEADS, pad_token_id=0, original_max_position_embeddings=12, rope_parameters=dict(
             rope_type="longrope", rope_theta=1e4, partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2],
@@ -93,7 +100,8 @@ def make(family, trained="", **changes):
     trained: a part of the names of the parameters that are not frozen.
     """
     config = {**FAMILIES[family], **changes}
-    model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu", seed=0)
+    with mock.patch.object(moe, "Router", ExactRouter if family == "mixtral_fp32" else moe.Router):
+        model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device="cpu", seed=0)
     if family.endswith("mtp"):
         add_mtp(model, loss_weight=0.5)
     if family == "phi3_biased":  # no family of the zoo has packed projections with biases
@@ -165,9 +173,9 @@ def part(made, i, n):
 class Spread:
     """A model over a mesh of all ranks, and this rank's rows of a batch."""
 
-    def __init__(self, family, split, *, trained="", **options):
+    def __init__(self, family, split, *, trained="", dtype=torch.float32, **options):
         self.mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
-        self.model = parallelize(make(family, trained), self.mesh, **options)
+        self.model = parallelize(make(family, trained).to(dtype), self.mesh, **options)
         together = self.mesh["cp"].size() * self.mesh["tp"].size()
         self.parts, self.index = dist.get_world_size() // together, dist.get_rank() // together
 
@@ -313,19 +321,25 @@ def headless(family, split):
     return {**errors, "a step after it": max(grad_errors(spread.model, wanted).values())}
 
 
-def mixed(family, split, recompute="none", kind="plain"):
-    """bf16 beside fp32 parameters: how far from fp32, in units of how far one process in bf16 is."""
+def mixed(family, split, recompute="none", kind="plain", low=False):
+    """bf16 beside fp32 parameters, or with `low` bf16 ones: how far from fp32, in units of how far one process in bf16
+    is. Layers that stay in fp32 read and return what they do there."""
     made = batch(family, kind)
     model = make(family).to(torch.bfloat16)
+    seen = dtypes_in(fp32_layers(model))
     loss = model(**made).loss
     loss.backward()
     exact_loss, exact = whole(family, kind)
-    spread = Spread(family, split, param_dtype=torch.bfloat16)
+    options = dict(dtype=torch.bfloat16) if low else dict(param_dtype=torch.bfloat16)
+    spread = Spread(family, split, **options)
     spread.model.gradient_checkpointing_enable({"recompute": recompute})
+    found_seen = dtypes_in(fp32_layers(spread.model))
     found = spread.model(**spread.rows(made)).loss
     found.backward()
-    assert {p.dtype for p in spread.model.parameters()} == {p.grad.dtype for p in spread.model.parameters()}
-    assert {p.dtype for p in spread.model.parameters()} == {torch.float32}
+    assert found_seen == seen and len(seen) == len(fp32_layers(model))
+    kept = fp32_names(model)
+    for name, p in spread.model.named_parameters():
+        assert p.dtype == p.grad.dtype == (torch.bfloat16 if low and name not in kept else torch.float32), name
 
     def distance(grad, name):
         return (grad.float().reshape(exact[name].shape) - exact[name]).norm() / exact[name].norm()
@@ -334,6 +348,18 @@ def mixed(family, split, recompute="none", kind="plain"):
     ours = {name: distance(grad, name) for name, grad in grads(spread.model).items()}
     errors = {name: (ours[name] / (of_one[name] + 2**-8)).item() for name in ours}
     return {"loss": error(found, exact_loss) / (error(loss, exact_loss) + 2**-8), **errors}
+
+
+def dtypes_in(layers):
+    """A dict that gets {name: dtypes of what it reads, of its weight, and of what it returns} when layers run."""
+    seen = {}
+    for name, layer in layers.items():
+        layer.register_forward_hook(
+            lambda layer, inputs, y, name=name: seen.update(
+                {name: (*(x.dtype for x in inputs), layer.weight.dtype, y.dtype)}
+            )
+        )
+    return seen
 
 
 def stepped(family, split):

@@ -17,7 +17,12 @@ from ligermodels.arch.phi3 import Phi3Block
 from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, row_parts, same_bits, whole_tensor
 from ligermodels.errors import HubError, InputError, LigermodelsError
+from ligermodels.layers import moe
+from ligermodels.layers.base import fp32_names
+from ligermodels.parallel import Checkpoints
+from ligermodels.training import AdamW
 from tests.parallel.ranks import on_ranks, one_rank
+from tests.tiny import ExactRouter
 
 SIZES = dict(
     vocab_size=98, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -214,6 +219,49 @@ def folder(tmp_path, monkeypatch):
 
 def test_two_ranks(folder):
     on_ranks(folder, lambda: on_two_ranks(folder))
+
+
+def steps(model, optimizer, count):
+    for _ in range(count):
+        model(IDS, labels=IDS).loss.backward()
+        assert all(p.grad.dtype == p.dtype for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_fp32_on_two_ranks(folder):
+    source, kept = folder / "experts", fp32_names(load(folder / "experts"))
+    assert len(kept) == 4
+    for sizes in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_shard", "tp"))
+        load_and_save(folder, ["experts"], mesh)
+        run, again = (load(source, mesh=mesh).train() for _ in range(2))
+        of_run, of_again = (AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.1, seed=1) for model in (run, again))
+        steps(run, of_run, 2)
+        with Checkpoints(folder / f"run-{sizes[0]}", run, of_run) as checkpoints:
+            checkpoints.save(2)
+        with Checkpoints(folder / f"run-{sizes[0]}", again, of_again) as checkpoints:
+            assert checkpoints.load() == 2
+        steps(run, of_run, 1)
+        steps(again, of_again, 1)
+        stepped = {name: whole_tensor(p.detach()) for name, p in again.named_parameters()}
+        for name, parameter in run.named_parameters():
+            assert parameter.dtype == (torch.float32 if name in kept else torch.bfloat16), name
+            assert same_bits(whole_tensor(parameter.detach()), stepped[name]), name
+        if sizes == (2, 1):  # tensor parallel has other shapes
+            whole = load(source)
+            whole.load_state_dict(stepped)
+            run.save_pretrained(folder / "stepped", max_shard_size="20KB")
+            assert_same_files(
+                folder / "stepped", whole.save_pretrained(folder / f"whole-{dist.get_rank()}", max_shard_size="20KB")
+            )
+
+
+def test_what_stays_in_fp32_is_loaded_trained_resumed_and_saved_in_fp32(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe, "Router", ExactRouter)
+    monkeypatch.setitem(SIZES, "dtype", "bfloat16")
+    write("experts", tmp_path / "experts")
+    on_ranks(tmp_path, lambda: in_fp32_on_two_ranks(tmp_path))
 
 
 def on_four_ranks(folder):

@@ -9,12 +9,15 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
 from ligermodels.layers.base import REPLICATED, Layer
+from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.parallel.tensor import check_tensor
 from ligermodels.training import add_lora
+from tests.parallel.ranks import one_rank
 from tests.parallel.runs import FAMILIES, make, run
 from tests.quantized import quantized, with_quantized_experts
 
@@ -89,6 +92,11 @@ QUICK = [
     job("logits", family="gemma2", split="cp2", kind="restarting"),
     job("norm", family="llama", split="tp2"),
     job("mixed", family="llama", split="fsdp2", recompute="block"),
+    job("mixed", family="mixtral_fp32", split="fsdp2", recompute="block"),
+    job("mixed", family="mixtral_fp32", split="fsdp2", low=True),
+    job("mixed", family="mixtral_fp32", split="tp2", low=True),
+    gradients("mixtral_fp32", "fsdp2", recompute="block"),
+    gradients("mixtral_fp32", "tp2"),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
 ]
@@ -116,6 +124,9 @@ TWO = [
     *(job("images_on_one_rank", family=family, packed=True) for family in IMAGES),
     *(job("generated", family=family, split="fsdp2") for family in ("llama", "gemma2")),
     *(job("mixed", family="llama", split=split, recompute="block") for split in ("tp2", "cp2")),
+    *(job("mixed", family="mixtral_fp32", split=split) for split in ("fsdp2", "tp2", "cp2")),
+    job("norm", family="mixtral_fp32", split="fsdp2"),
+    job("stepped", family="mixtral_fp32", split="fsdp2"),
     *(job("mixed", family=family, split="fsdp2", **IMAGES.get(family, {})) for family in ("mixtral", "qwen2_vl")),
 ]  # fmt: skip
 TWO = [one for one in TWO if one not in QUICK]
@@ -128,6 +139,7 @@ FOUR = [
     *(job("norm", family="llama", split=split) for split in ("tp2-fsdp2", "cp2-tp2", "hsdp2-fsdp2")),
     *(job("accumulated", family="qwen2", split=split) for split in ("cp2-tp2", "cp2-fsdp2")),
     job("mixed", family="llama", split="cp2-tp2", recompute="block"),
+    *(job("mixed", family="mixtral_fp32", split="tp2-fsdp2", low=low, recompute="block") for low in (False, True)),
 ]
 
 THREE_HEADS = dict(num_attention_heads=3, num_key_value_heads=3, head_dim=8)
@@ -289,3 +301,38 @@ def test_what_tensor_parallel_cannot_split_is_named(case):
 
 def test_tensor_parallel_asks_a_compiled_layer():
     check_tensor(with_mlp(torch.compile(make("llama").decoder.layers[0].mlp)), 2)
+
+
+class Unread(Layer):
+    keep_fp32 = True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+
+class WithMore(Unread):
+    forward = nn.Linear.forward
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize(
+    "layer, says",
+    [
+        (
+            Unread,
+            r"layers\.1\.extra keeps its parameters in fp32, but a Unread has no forward.*give it one that returns",
+        ),
+        (WithMore, r"extra keeps .*, and modules inside of it have others in \{torch\.bfloat16\}.*out of WithMore"),
+    ],
+)
+def test_a_layer_that_fsdp_could_not_keep_in_fp32_is_refused(tmp_path, layer, says):
+    model = make("llama")
+    model.decoder.layers[1].extra = layer()
+    model.to(torch.bfloat16)
+    with one_rank(tmp_path), pytest.raises(InputError, match=says):
+        parallelize(model, make_mesh(device_type="cpu"))
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
