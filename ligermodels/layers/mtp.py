@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
 from ligermodels.layers.base import REPLICATED, Layer, Shard
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.norm import RMSNorm
@@ -25,7 +26,8 @@ class MultiTokenPrediction(Layer):
     """forward(embeds, hidden [B, S, hidden_size], batch, cache=None) -> [B, S, hidden_size], after the norm.
 
     embeds: the embeddings of the next tokens. hidden: the states of the tokens. cache: the state of its one block.
-    blocks: a `ResidualBlock` or several; what they add to a carry is dropped. norm: keyword arguments of the RMSNorms.
+    blocks: a `ResidualBlock` or several; one that carries must read nothing, and what it adds is dropped.
+    norm: keyword arguments of the RMSNorms.
     loss_weight: of the loss that `CausalLM.forward` adds in training; 0: the layer does not run.
     tp: the ranks over which its block is sharded (tensor parallel); embeds and hidden are then a rank's shards.
     """
@@ -48,5 +50,15 @@ class MultiTokenPrediction(Layer):
         normed = self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)
         x, residual = self.fc(torch.cat(normed, -1)), None
         for layer in self.layers:
-            x, residual, *_ = layer(x, residual, batch, cache, *([{}] if layer.carries else []))
+            x, residual, *_ = layer(x, residual, batch, cache, *([_NoCarry()] if layer.carries else []))
         return self.norm(x, residual)[0]
+
+
+class _NoCarry(dict[str, Any]):
+    """The carry of the layer's blocks: it also runs alone, to draft, where no block has run before it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise InputError(
+            f"a block of the layer for multi-token prediction reads {name!r} of what blocks pass on to each other, and "
+            "none runs before it: make_mtp must give it a block that reads nothing"
+        )

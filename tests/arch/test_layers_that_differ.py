@@ -11,9 +11,9 @@ import ligermodels
 from ligermodels.arch.block import Block, ResidualBlock, attention, gated_mlp
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma2 import Gemma2Block
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import generate_many
-from ligermodels.layers import Attention, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers import Attention, Batch, Embedding, MultiTokenPrediction, RMSNorm, RotaryEmbedding
 from tests.arch.suite import LOGITS, relative, rope, tiny_config
 from tests.generation.models import VOCAB, llama, padded, prompt
 
@@ -210,10 +210,37 @@ def test_what_blocks_pass_on_and_a_block_without_a_state(carrying):
 def test_what_blocks_pass_on_has_gradients_where_blocks_are_recomputed(carrying, policy):
     ids, gradients = prompt(2, 7), []
     for recompute in ("none", policy):
-        carrying.train()._set_checkpointing(recompute)
+        carrying.train().gradient_checkpointing_enable({"recompute": recompute})
         carrying.zero_grad()
         carrying(ids, labels=ids).loss.backward()
         gradients.append({name: parameter.grad for name, parameter in carrying.named_parameters()})
     assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+class Adder(Block):
+    """Adds to what blocks pass on, and reads nothing."""
+
+    carries = True
+
+    def __init__(self, config):
+        super().__init__(config, attention(config, 0), gated_mlp(config))
+
+    def forward(self, x, residual, batch, cache=None, carry=None):
+        x, residual = super().forward(x, residual, batch, cache)
+        return x, residual, {"router_logits": (x,), "own": x}
+
+
+def test_blocks_of_the_layer_for_multi_token_prediction_read_nothing():
+    """What one adds is dropped, before the next one as well; one that reads is refused."""
+    config, x = llama().config, torch.randn(2, 5, llama().config.hidden_size)
+    batch = Batch(rotary={"full": llama().decoder.rotary_emb(torch.arange(5)[None])})
+    adders = MultiTokenPrediction(config.hidden_size, [Adder(config), Adder(config)], dict(eps=1e-6))
+    plain = copy.deepcopy(adders)
+    for block in plain.layers:
+        block.__class__ = Block
+    assert torch.equal(adders(x, x, batch), plain(x, x, batch))
+    reader = MultiTokenPrediction(config.hidden_size, [Adder(config), Giver(config, 0)], dict(eps=1e-6))
+    with pytest.raises(InputError, match="reads 'own' of what blocks pass on to each other, and none runs before it"):
+        reader(x, x, batch)
