@@ -19,7 +19,7 @@ class ResidualBlock(Layer):
     """The base of all blocks, whose `forward` maps (x, residual, batch, cache) to (x, residual).
 
     carries: the block takes one more argument, the dict of what the blocks before it have added (`Decoder.first_carry`
-    begins it), which it must not change, and returns a third value, a dict of what it adds itself: tensors or tuples of
+    begins it), which it must not change, and may return a third value, a dict of what it adds: tensors or tuples of
     tensors by name. They have gradients, also where blocks are recomputed. "router_logits", a tuple of tensors
     [tokens, experts], is for the balancing loss, and reaches no other block.
 

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from ligermodels.arch.block import ResidualBlock
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.hooks import carries, is_plain, watched
+from ligermodels.arch.hooks import is_plain, watched
 from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers import Batch, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.base import Layer
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.linear import is_touched
-from ligermodels.layers.multimodal import DeepStack
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
@@ -175,51 +174,39 @@ class Decoder(BaseModel):
         *,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        cross: CrossStates | None = None,
-        deepstack: DeepStack | None = None,
         ahead: nn.Module | None = None,
     ) -> CausalLMOutput:
-        """`forward` for checked inputs. cross: the states that cross-attention attends to. deepstack: the states of
-        image tokens that are added after the first blocks. ahead: a `MultiTokenPrediction`, whose states are
-        `states_ahead` of the output; those of the last token of a text mean nothing."""
+        """`forward` for checked inputs. ahead: a `MultiTokenPrediction`, whose states are `states_ahead` of the output;
+        those of the last token of a text mean nothing."""
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
             raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
-        cache, residual, context = inputs.cache, None, self.context
-        tokens = inputs.tokens
+        cache, tokens, residual = inputs.cache, inputs.tokens, None
         if inputs.cu_seqlens is not None:
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
-        batch, tokens_shape = self._batch(tokens, inputs, cross), tokens.shape[:2]
-        x = self._embedded(tokens, inputs)
-        shape = (*inputs.tokens.shape[:2], x.shape[-1]) if context is None else x.shape
-        following = None  # the embeddings of the next tokens
-        if ahead is not None:
-            following = x.roll(-1, 1) if context is None else self._embedded(tokens.roll(-1, 1), inputs)
+        batch, x = self._batch(tokens, inputs), self._embedded(tokens, inputs)
+        shape = (*inputs.tokens.shape[:2], x.shape[-1]) if self.context is None else x.shape
+        following = None if ahead is None else self._following(tokens, inputs, x)
         if self.tp is not None:
             x = self.tp.scatter(x, 1)
-            following = None if following is None else self.tp.scatter(following, 1)
-        hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        router_logits: list[Tensor] | None = [] if output_router_logits else None
+        hidden_states: list[Tensor] = []
+        router_logits: list[Tensor] = []
         carry = self.first_carry(tokens, inputs, x)
-        run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
+        run = self.runner(tokens, inputs, x)
         if cache is not None and inputs.step is None:
             cache.begin()
         for i, layer in enumerate(self.layers):
-            if hidden_states is not None:
+            if output_hidden_states:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            is_block = isinstance(layer, ResidualBlock)
-            block: Any = layer if is_block and not is_touched(layer) else watched(layer)
-            more = (self.inputs_of(i, carry),) if (layer.carries if is_block else carries(layer)) else ()
+            is_plain_block = isinstance(layer, ResidualBlock) and not is_touched(layer)
+            block, carries = (layer, layer.carries) if is_plain_block else watched(layer)
+            more = (self.inputs_of(i, carry),) if carries else ()
             x, residual, *added = run(i, block, x, residual, batch, None if cache is None else cache[i], *more)
             if added:
-                routed = added[0].get("router_logits", ())
-                carry = carry | {name: value for name, value in added[0].items() if name != "router_logits"}
-                if router_logits is not None:
-                    router_logits += routed
-            if deepstack is not None and i < len(deepstack.states):
-                states = self._own_tokens(deepstack.of_block(i, tokens_shape))
-                x, residual = (x if residual is None else x + residual) + states.to(x.device, x.dtype), None
+                new = dict(added[0])
+                routed, carry = new.pop("router_logits", ()), carry | new
+                router_logits += routed if output_router_logits else ()
         if isinstance(self.norm, Layer) and is_plain(self.norm):
             x, _ = self.norm(x, residual)
         else:  # a user's hook, wrapper or norm takes and returns the hidden state
@@ -234,9 +221,9 @@ class Decoder(BaseModel):
             if inputs.step is None:
                 cache.advance(inputs.tokens.shape[1])
             output["past_key_values"] = cache if cache.foreign is None else cache.foreign
-        if hidden_states is not None:
+        if output_hidden_states:
             output["hidden_states"] = (*hidden_states, output["last_hidden_state"])
-        if router_logits is not None:
+        if output_router_logits:
             output["router_logits"] = tuple(router_logits)
         return output
 
@@ -288,6 +275,10 @@ class Decoder(BaseModel):
         """What block `layer` gets of all that was added before it."""
         return carry
 
+    def runner(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> Callable[..., Any]:
+        """What runs each block, see `Checkpointing.start`. A family overrides it that adds something between blocks."""
+        return run_block if inputs.cache is not None else self.checkpointing.start(x, len(self.layers))
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the hidden states."""
@@ -304,12 +295,17 @@ class Decoder(BaseModel):
         tokens = tokens if self.context is None else self.context.shard(tokens, 1)
         return self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
 
-    def _own_tokens(self, states: Tensor) -> Tensor:
+    def _following(self, tokens: Tensor, inputs: TextInputs, x: Tensor) -> Tensor:
+        """The embeddings of the tokens after those of this rank, whose own are x; the last one means nothing."""
+        x = x.roll(-1, 1) if self.context is None else self._embedded(tokens.roll(-1, 1), inputs)
+        return x if self.tp is None else self.tp.scatter(x, 1)
+
+    def own_tokens(self, states: Tensor) -> Tensor:
         """This rank's part of `states` [B, S, hidden_size] of all tokens."""
         states = states if self.context is None else self.context.shard(states, 1)
         return states if self.tp is None else self.tp.scatter(states, 1)
 
-    def _batch(self, tokens: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
+    def _batch(self, tokens: Tensor, inputs: TextInputs) -> Batch:
         """The inputs of the blocks besides x: rotary tables and masks."""
         length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
         position_ids = inputs.position_ids
@@ -330,17 +326,16 @@ class Decoder(BaseModel):
         if self.context is not None:
             for name, (cos, sin) in rotary.items():
                 rotary[name] = self.context.shard(cos, 1).contiguous(), self.context.shard(sin, 1).contiguous()
-            cross = None if cross is None else cross.of_tokens(self.context)
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         token_mask = None if key_mask is None else key_mask[:, -length:]
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
         if inputs.step is not None:
             starts, ends = inputs.step
-            return Batch(rotary=rotary, next_token=NextToken(starts=starts, ends=ends), cross=cross)
+            return Batch(rotary=rotary, next_token=NextToken(starts=starts, ends=ends))
         return Batch(
             rotary=rotary, key_mask=key_mask, token_mask=token_mask, cu_seqlens=cu_seqlens,
-            max_seqlen=inputs.max_seqlen, cross=cross, past=past, context=self.context,
+            max_seqlen=inputs.max_seqlen, past=past, context=self.context,
         )  # fmt: skip
 
 

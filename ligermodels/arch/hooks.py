@@ -28,18 +28,13 @@ def is_plain(*modules: nn.Module) -> bool:
     return all(map(_passes_on, changes))
 
 
-def watched(layer: nn.Module) -> "nn.Module | Joined":
-    """`layer`, or a `Joined` around it if a user's hook, wrapper or forward needs its hidden state."""
+def watched(layer: nn.Module) -> "tuple[nn.Module | Joined, bool]":
+    """(`layer`, or a `Joined` around it if a user's hook, wrapper or forward needs its hidden state; whether a block in
+    it carries)."""
     is_block = isinstance(layer, ResidualBlock)
     blocks = [module for module in ([layer] if is_block else layer.modules()) if isinstance(module, ResidualBlock)]
-    if (is_block or _passes_on(type(layer))) and is_plain(layer, *blocks):
-        return layer
-    return Joined(layer, blocks)
-
-
-def carries(layer: nn.Module) -> bool:
-    """Whether a block in `layer` carries."""
-    return any(block.carries for block in layer.modules() if isinstance(block, ResidualBlock))
+    plain = (is_block or _passes_on(type(layer))) and is_plain(layer, *blocks)
+    return layer if plain else Joined(layer, blocks), any(block.carries for block in blocks)
 
 
 class Joined:

@@ -7,7 +7,7 @@ and the values of a mask and of cu_seqlens are trusted.
 
 import inspect
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -42,7 +42,8 @@ class TextInputs(MovableInputs):
 
     cache: the Cache to read and extend, or None. cu_seqlens, max_seqlen: the packed sequences, whichever argument
     marked them; None where nothing is packed. step: (starts, ends), int32 [B] each, in a decoding step of one token a
-    row: the columns of the row's first token and past its new one. The caller counts the token.
+    row: the columns of the row's first token and past its new one. The caller counts the token. images: what the
+    text model of a family reads of images, by name; empty without.
     """
 
     input_ids: Tensor | None
@@ -53,6 +54,7 @@ class TextInputs(MovableInputs):
     cu_seqlens: Tensor | None
     max_seqlen: int | None
     step: tuple[Tensor, Tensor] | None = None
+    images: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Tensor:

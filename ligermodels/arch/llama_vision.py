@@ -14,7 +14,7 @@ Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
 Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
 from ligermodels.errors import InputError
-from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
+from ligermodels.layers import Batch, CrossAttention, GatedMLP, RMSNorm
 from ligermodels.layers.base import Draw, saved_per_token, zeros
 from ligermodels.layers.state import ImageKeyValues
 
@@ -86,7 +86,11 @@ class LlamaVisionConfig(NestedFields, LlamaConfig):
 
 
 class CrossBlock(ResidualBlock):
-    """Attention to the images and gated MLP, both multiplied by tanh of a gate; skipped where there is no image."""
+    """Attention to the images and gated MLP, both multiplied by tanh of a gate.
+
+    batch.images: states and mask of `CrossAttention`; attn_rows, mlp_rows [B, S, 1], 0 for tokens to which the block
+    adds no attention, or no MLP, else 1. All but states may be absent or None. Without images the block is skipped.
+    """
 
     def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
@@ -116,12 +120,13 @@ class CrossBlock(ResidualBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: ImageKeyValues | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        if batch.cross is None:
+        if not (images := batch.images):
             return x, residual
         x, residual = self.input_layernorm(x, residual)
-        x = self.cross_attn(x, batch, cache) * _opening(self.cross_attn_attn_gate, batch.cross.attn_rows)
+        x = self.cross_attn(x, images["states"], images.get("mask"), cache)
+        x = x * _opening(self.cross_attn_attn_gate, images.get("attn_rows"))
         x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x) * _opening(self.cross_attn_mlp_gate, batch.cross.mlp_rows), residual
+        return self.mlp(x) * _opening(self.cross_attn_mlp_gate, images.get("mlp_rows")), residual
 
 
 def _opening(gate: Tensor, rows: Tensor | None) -> Tensor:
@@ -142,6 +147,18 @@ def _block(config: LlamaVisionConfig, layer: int) -> nn.Module:
     return (CrossBlock if layer in config.cross_attention_layers else LlamaBlock)(config, layer)
 
 
+class CrossDecoder(Decoder):
+    """Hands the images of its inputs to its blocks."""
+
+    def _batch(self, tokens: Tensor, inputs: TextInputs) -> Batch:
+        batch = super()._batch(tokens, inputs)
+        batch.images = dict(inputs.images)
+        if self.context is not None:  # it shards the tokens, not the states
+            rows = {name: x for name, x in inputs.images.items() if name != "states" and x is not None}
+            batch.images |= {name: self.context.shard(x, 1) for name, x in rows.items()}
+        return batch
+
+
 class LlamaVisionModel(BaseModel):
     """Vision tower, projector and text model: ids and pixels to the last hidden state."""
 
@@ -149,7 +166,7 @@ class LlamaVisionModel(BaseModel):
         super().__init__()
         self.config = config
         self.vision_model = VisionTower(config.vision_config)
-        self.language_model = Decoder(config, _block, extra_rows=EXTRA_ROWS)
+        self.language_model = CrossDecoder(config, _block, extra_rows=EXTRA_ROWS)
         self.multi_modal_projector = nn.Linear(config.vision_config.vision_output_dim, config.hidden_size)
 
     def run(
@@ -172,12 +189,12 @@ class LlamaVisionModel(BaseModel):
                 )
             states = self.image_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
         if states is None and self.always_runs_tower and inputs.cache is None:
-            cross: CrossStates | None = self._unseen(inputs)
+            images = self._unseen(inputs)
         else:
-            cross = self._cross(states, cross_attention_mask, inputs)
-        return self.language_model(inputs, cross=cross, **options)
+            images = self._images(states, cross_attention_mask, inputs)
+        return self.language_model(replace(inputs, images=images), **options)
 
-    def _unseen(self, inputs: TextInputs) -> CrossStates:
+    def _unseen(self, inputs: TextInputs) -> dict[str, Any]:
         """The states of an empty image of which the cross blocks add nothing."""
         vision, tokens = self.config.vision_config, inputs.tokens
         dtype = self.language_model.compute_dtype
@@ -188,7 +205,7 @@ class LlamaVisionModel(BaseModel):
         states = self.image_states(pixels, first[..., 0], first)
         rows, length = tokens.shape[:2] if inputs.cu_seqlens is None else (1, tokens.shape[:2].numel())
         none = torch.zeros(rows, length, 1, dtype=dtype, device=tokens.device)
-        return CrossStates(states=states.expand(rows, -1, -1), attn_rows=none, mlp_rows=none)
+        return dict(states=states.expand(rows, -1, -1), attn_rows=none, mlp_rows=none)
 
     def image_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """The states of the images that the text attends to, [B, images * tiles * P, hidden_size]."""
@@ -206,11 +223,11 @@ class LlamaVisionModel(BaseModel):
         )
         return self.multi_modal_projector(features).reshape(len(pixel_values), -1, self.config.hidden_size)
 
-    def _cross(self, states: Tensor | None, mask: Tensor | None, inputs: TextInputs) -> CrossStates | None:
-        """The states and masks for the cross blocks; None without images. The cache stores the last token's mask."""
+    def _images(self, states: Tensor | None, mask: Tensor | None, inputs: TextInputs) -> dict[str, Any]:
+        """The states and masks for the cross blocks; {} without images. The cache stores the last token's mask."""
         state: dict[str, Any] = {} if inputs.cache is None else inputs.cache.values
         if states is None and "images" not in state:
-            return None
+            return {}
         vision, past, images = self.config.vision_config, inputs.past, state.get("images", 0)
         batch_size, length = inputs.tokens.shape[:2]
         if states is not None:
@@ -228,11 +245,11 @@ class LlamaVisionModel(BaseModel):
                 )
         state |= {"images": images, "cross_mask": None if mask is None else mask[:, -1:].clone()}
         if mask is None:
-            return CrossStates(states=states)
+            return dict(states=states)
         mask, rows = cross_mask(mask, vision.num_patches)
         kept = rows.to(self.language_model.compute_dtype)
         attn_rows = kept if self.config.zero_masked_attention else None
-        return CrossStates(states=states, mask=mask, attn_rows=attn_rows, mlp_rows=kept)
+        return dict(states=states, mask=mask, attn_rows=attn_rows, mlp_rows=kept)
 
 
 class LlamaVision(CausalLM):

@@ -22,7 +22,7 @@ from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import MLP, Attention, Batch, LayerNorm
-from ligermodels.layers.multimodal import DeepStack, Grids, VisionInputs, patch_cells
+from ligermodels.layers.multimodal import Grids, VisionInputs, patch_cells
 from ligermodels.training.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -112,7 +112,7 @@ class VisionTower(nn.Module):
     """Patches of images -> tokens; see `forward`. A subclass makes the modules.
 
     patch_embed["proj"]: the `PatchEmbedding`. rotary_pos_emb: a `VisionRotary`. merger: (x, residual), merge^2
-    neighbours after each other, -> tokens. picked: {block: module that maps x after it to states for `DeepStack`}.
+    neighbours after each other, -> tokens. picked: {block: module that maps x after it to states for the text model}.
     `checkpointing`, an attribute: what the blocks save for the backward.
     """
 
@@ -187,7 +187,7 @@ class QwenVLModel(BaseModel):
     ) -> CausalLMOutput:
         """As `Decoder.run`, with images; see `QwenVL.forward`."""
         inputs.check_own_cache()
-        ids, embeds = inputs.input_ids, inputs.inputs_embeds
+        ids, embeds, for_text = inputs.input_ids, inputs.inputs_embeds, inputs.images
         images = self.config.images(image_grid_thw, video_grid_thw)
         pixels = images.pixels(pixel_values, pixel_values_videos, width=self.visual.patch_width)
         # Not in a step of decoding: a token that the model has drawn is text, whatever its id.
@@ -199,7 +199,7 @@ class QwenVLModel(BaseModel):
             tokens, states = self.visual(pixels, images.grids)
             embeds, places = self.language_model.embed_tokens(ids), images.places(ids)
             embeds = embeds.flatten(0, 1).index_copy(0, places, tokens.to(embeds.dtype)).view_as(embeds)
-            options["deepstack"] = DeepStack(states=states, places=places) if states else None
+            for_text = {"states": states, "places": places}
         elif self.always_runs_tower and inputs.cache is None:
             merge = self.visual.merge
             empty = torch.zeros(merge * merge, self.visual.patch_width, device=inputs.tokens.device)
@@ -208,7 +208,8 @@ class QwenVLModel(BaseModel):
             # before the embedding, as with images
             embeds = nothing + (self.language_model.embed_tokens(ids) if embeds is None else embeds)
         positions = self._positions(inputs, images)
-        output = self.language_model(replace(inputs, inputs_embeds=embeds, position_ids=positions), **options)
+        inputs = replace(inputs, inputs_embeds=embeds, position_ids=positions, images=for_text)
+        output = self.language_model(inputs, **options)
         if check:
             check()
         return output

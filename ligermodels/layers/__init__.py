@@ -6,7 +6,7 @@ addition is part of the norm's kernel; `norm(x)` returns a tensor. Attention and
 """
 
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.batch import Batch, CrossStates
+from ligermodels.layers.batch import Batch
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedRMSNorm
@@ -26,7 +26,6 @@ __all__ = [
     "Batch",
     "CrossAttention",
     "CrossEntropyLoss",
-    "CrossStates",
     "Embedding",
     "Experts",
     "GatedDeltaNet",

@@ -1,7 +1,7 @@
 """Positions, masks and packing of the tokens of a forward pass, for attention layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -18,31 +18,12 @@ class MovableInputs:
 
         def move(value: Any) -> Any:
             if isinstance(value, dict):
-                return {name: tuple(map(move, tables)) for name, tables in value.items()}
+                return {name: move(inner) for name, inner in value.items()}
+            if isinstance(value, tuple):
+                return tuple(map(move, value))
             return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
 
         return type(self)(**{name: move(value) for name, value in vars(self).items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossStates(MovableInputs):
-    """The states of images that the tokens of one forward pass attend to.
-
-    states: [B, N, states_size] of new images; None if the cache has all keys and values.
-    mask: bool [B, S, N], True where a token sees a state, cached images first; at least one True for each token.
-        None: all tokens see all states.
-    attn_rows, mlp_rows: [B, S, 1], 0 for tokens to which a block adds no attention, or no MLP, else 1; None: all 1.
-    """
-
-    states: Tensor | None
-    mask: Tensor | None = None
-    attn_rows: Tensor | None = None
-    mlp_rows: Tensor | None = None
-
-    def of_tokens(self, context: MeshGroup) -> "CrossStates":
-        """The states for this rank's tokens: context parallel shards the tokens, not the states."""
-        rows = {name: getattr(self, name) for name in ("mask", "attn_rows", "mlp_rows")}
-        return replace(self, **{name: None if x is None else context.shard(x, 1) for name, x in rows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +51,10 @@ class Batch(MovableInputs):
     max_seqlen: the length of the longest packed sequence; None if not known.
     padding: bool [B, S], True at tokens that do not see each other, but see all others and are seen by them; for
         attention that is not causal.
-    cross: the states for `CrossAttention`; None without images, here and in the cache.
+    images: what the blocks of a family read of images, by name; empty without images, here and in the cache.
     next_token: of a step of decoding that may be captured in a CUDA graph.
     past: the number of tokens in the cache.
-    context: the ranks over which the sequence is sharded (context parallel). rotary and cross are then those of the
+    context: the ranks over which the sequence is sharded (context parallel). rotary and images are then those of the
         rank's tokens, masks and bounds those of all tokens; None if a rank has all tokens.
 
     Not a dataclass, since FSDP's mixed precision casts floating-point tensors in dataclasses, tuples and dicts: it
@@ -89,7 +70,7 @@ class Batch(MovableInputs):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
-        cross: CrossStates | None = None,
+        images: Mapping[str, Any] | None = None,
         next_token: NextToken | None = None,
         past: int = 0,
         context: MeshGroup | None = None,
@@ -100,7 +81,7 @@ class Batch(MovableInputs):
         self.cu_seqlens = cu_seqlens
         self.max_seqlen = max_seqlen
         self.padding = padding
-        self.cross = cross
+        self.images = dict(images or {})
         self.next_token = next_token
         self.past = past
         self.context = context

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.base import FusionContext, FusionPart
-from ligermodels.layers.batch import Batch
 from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused
 from ligermodels.layers.norm import RMSNorm
@@ -22,10 +21,12 @@ from ligermodels.layers.state import ImageKeyValues
 
 
 class CrossAttention(JointProjections):
-    """Attention of x [B, S, hidden_size] to `batch.cross`, which must not be None -> [B, S, hidden_size].
+    """Attention of x [B, S, hidden_size] to the states of images -> [B, S, hidden_size].
 
-    forward(x, batch, cache=None): keys and values come from the states, and from `cache`, a cross layer of a
-    `Cache`, so that each image is projected only once.
+    forward(x, states, mask=None, cache=None): states [B, N, states_size] are those of new images; None if `cache`, a
+    cross layer of a `Cache`, has all keys and values. It keeps them, so that each image is projected only once.
+    mask: bool [B, S, N], True where a token sees a state, cached images first; at least one True for each token. None:
+    all tokens see all states.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are multiplied by head_dim ** -0.5.
@@ -58,11 +59,12 @@ class CrossAttention(JointProjections):
         self.k_norm = RMSNorm(head_dim, eps=eps)
         self.join_weights()
 
-    def forward(self, x: Tensor, batch: Batch, cache: ImageKeyValues | None = None) -> Tensor:
-        assert batch.cross is not None, "a block without images does not call this"
+    def forward(
+        self, x: Tensor, states: Tensor | None, mask: Tensor | None = None, cache: ImageKeyValues | None = None
+    ) -> Tensor:
         q = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
-        k, v = self._keys_and_values(batch.cross.states, cache)
-        return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))
+        k, v = self._keys_and_values(states, cache)
+        return apply_linear(self.o_proj, _attend(q, k, v, mask).flatten(2))
 
     def new_state(self, rows: int, max_length: int, **options: Any) -> ImageKeyValues:
         return ImageKeyValues()

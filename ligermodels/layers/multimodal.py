@@ -12,7 +12,6 @@ https://arxiv.org/abs/2406.04334; get_rope_index in modeling_qwen2_vl.py and vis
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import is_capturing
 from ligermodels.layers.base import Draw, Layer, draw_table
-from ligermodels.layers.batch import MovableInputs
 
 Grids = list[tuple[int, int, int]]
 """Frames, rows and columns of each image, in patches."""
@@ -49,23 +47,6 @@ class PatchEmbedding(Layer):
         if pixels.device != self.weight.device:
             raise InputError(f"pixels are on {pixels.device}, the model on {self.weight.device}; move one of them")
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeepStack(MovableInputs):
-    """States of image tokens that are added after the first blocks of the text: states[i] [N, H] after block i.
-
-    places: int64 [N], where the tokens stand in the flattened rows.
-    """
-
-    states: tuple[Tensor, ...]
-    places: Tensor
-
-    def of_block(self, block: int, shape: tuple[int, ...]) -> Tensor:
-        """[B, S, H], what is added to the tokens of shape [B, S] after the block: 0 to text."""
-        states = self.states[block]
-        nothing = states.new_zeros(math.prod(shape), states.shape[1])
-        return nothing.index_copy(0, self.places, states).view(*shape, -1)
 
 
 class Modality(NamedTuple):

@@ -13,9 +13,9 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 import ligermodels
 from ligermodels.errors import ConfigError
 from tests.arch.images import ROWS, ImageSuite, check_positions
-from tests.arch.qwen2_vl import IMAGE, VIDEO, image, inputs, video
+from tests.arch.qwen2_vl import IMAGE, VIDEO, image, inputs, load, video
 from tests.arch.qwen3_vl import qwen3_5, qwen3_vl, rope
-from tests.arch.suite import FIXTURES, GRADIENTS, LOGITS, Suite, relative
+from tests.arch.suite import FIXTURES, GRADIENTS, LOGITS, Suite, relative, theirs
 
 QWEN3_VL = {
     "plain": qwen3_vl(),
@@ -240,6 +240,16 @@ def test_frames_of_a_video_are_images_to_the_tower_and_the_positions():
     assert torch.equal(batch["video_grid_thw"], frames)
     assert torch.equal(found.past_key_values.values["rope_deltas"], expected.past_key_values.values["rope_deltas"])
     assert relative(found.last_hidden_state, expected.last_hidden_state) < LOGITS
+
+
+def test_a_hook_on_a_block_sees_the_text_before_states_of_images_are_added(written):
+    folder, batch, seen = written(qwen3_vl()), inputs([[3, image(2, 2), 2]], qwen3_vl()), []
+    for model in (load(folder), theirs(folder)):
+        for layer in model.model.language_model.layers:
+            layer.register_forward_hook(lambda layer, inputs, output: seen.append(output))
+        model(**batch)
+    for ours, expected in zip(seen[:2], seen[2:], strict=True):
+        assert relative(ours, expected) < LOGITS
 
 
 @pytest.mark.parametrize("grids", [[(1, 6, 10), (2, 14, 4), (1, 2, 2)], [(1, 8, 8), (3, 8, 8)]], ids=["mixed", "alike"])

@@ -120,7 +120,7 @@ def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
 
 def cross(states):
     layer = L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, eps=1e-5)
-    return layer(torch.randn(2, 3, 16), L.Batch(cross=L.CrossStates(states=states)))
+    return layer(torch.randn(2, 3, 16), states)
 
 
 REFUSED = {

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import ligermodels
+from ligermodels.arch.decoder import Decoder
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
@@ -113,7 +114,7 @@ def test_logits_losses_and_gradients_are_theirs(folders, family, load):
         assert isinstance(model, type(expected)) and type(model).__name__ == type(expected).__name__
         assert type(model.config) is type(expected.config) and shapes(model) == shapes(expected)
         assert model.vocab_size == expected.config.get_text_config().vocab_size
-        assert type(model.get_decoder()).__name__ == "Decoder" and model.base_model is model.model
+        assert isinstance(model.get_decoder(), Decoder) and model.base_model is model.model
         assert model._no_split_modules == set(ligermodels.ARCHS[family]._no_split_modules)
         assert ("lm_head.weight" in dict(model.named_parameters())) == (family not in TIED)
     compare(model, twin, family)

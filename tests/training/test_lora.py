@@ -19,7 +19,6 @@ from ligermodels.conversion.layouts import FolderSource
 from ligermodels.conversion.merging import MergedSource
 from ligermodels.conversion.source import View
 from ligermodels.layers import attention, linear
-from ligermodels.layers.batch import CrossStates
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.parallel import make_mesh, parallelize
@@ -210,10 +209,9 @@ def test_hooks_and_autocast_are_honoured():
 def test_every_kind_of_layer_computes_its_adapters(options):
     """As it does once they are merged: cross-attention, plain MLPs, a layer of joint weights, one of separate ones."""
     heads = dict(num_heads=4, num_kv_heads=2, head_dim=8, rope=None)
-    batch = L.Batch(cross=CrossStates(states=torch.randn(2, 4, 12), mask=None))
-    x = torch.randn(2, 5, 16)
+    x, states = torch.randn(2, 5, 16), torch.randn(2, 4, 12)
     for layer, inputs in (
-        (L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, states_size=12, eps=1e-5), (batch,)),
+        (L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, states_size=12, eps=1e-5), (states,)),
         (L.MLP(16, 24, activation="gelu"), ()),
         (L.Attention(16, **heads, projections=("qkv_proj", "o_proj")), (L.Batch(),)),
         (L.Attention(16, **heads, qk_norm=dict(eps=1e-6)), (L.Batch(),)),
