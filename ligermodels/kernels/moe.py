@@ -1,6 +1,6 @@
 """Mixture of experts: the routing of tokens to experts, and the experts' gated MLPs over the tokens they are sent.
 
-    route:        the k largest logits of each token, softmaxed: the softmax over all, renormalised to sum 1
+    route:        the k largest logits of each token, and their softmax: over these k alone, or over all
     moe_experts:  y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up),  e = experts[t, j],
                   [gate | up] = gate_up[e] @ x[t]
 
@@ -50,9 +50,10 @@ from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer
 from ligermodels.kernels.operand import LinearOperand, autocast_dtype, check
 
 
-def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
-    chosen, experts = logits.to(accumulator(logits.dtype)).sort(dim=-1, descending=True, stable=True)
-    return chosen[:, :top_k].softmax(-1), experts[:, :top_k].int()
+def route_reference(logits: Tensor, *, top_k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    ordered, experts = logits.to(accumulator(logits.dtype)).sort(dim=-1, descending=True, stable=True)
+    weights = ordered[:, :top_k].softmax(-1) if normalize else ordered.softmax(-1)[:, :top_k]
+    return weights, experts[:, :top_k].int()
 
 
 def moe_experts_reference(
@@ -83,7 +84,8 @@ def check_experts(experts: Tensor, count: int) -> None:
 @triton.jit(do_not_specialize=["n_rows"])
 def _route_kernel(
     weights_ptr, experts_ptr, logits_ptr, n_rows, stride,
-    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
     EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in `activation`; fp64 is exact as it is
@@ -103,7 +105,11 @@ def _route_kernel(
         experts = tl.where(j == i, expert, experts)
         open_ &= e != expert
         left = tl.where(open_, left, -float("inf"))
-    total = tl.sum(weights, 1, keep_dims=True)
+    terms = weights
+    if not NORMALIZE:
+        terms = exp(logits - largest) if EXACT else tl.exp(logits - largest)
+        terms = tl.where(e < E, terms, 0.0)
+    total = tl.sum(terms, 1, keep_dims=True)
     weights = tl.div_rn(weights, total) if EXACT else weights / total
     has_nan = tl.sum((logits != logits).to(tl.int32), 1, keep_dims=True) > 0  # which max passes over
     weights = tl.where(has_nan | (largest - largest != 0.0), float("nan"), weights)  # as inf - inf is
@@ -114,9 +120,12 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _route_backward_kernel(
-    d_logits_ptr, d_weights_ptr, weights_ptr, experts_ptr, n_rows,
-    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    d_logits_ptr, d_weights_ptr, weights_ptr, experts_ptr, logits_ptr, n_rows, stride,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """logits_ptr, stride: of the logits; not NORMALIZE alone reads them."""
+    EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in the forward
     rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
     e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < n_rows) & (j < TOP_K)
@@ -124,12 +133,24 @@ def _route_backward_kernel(
     d_weights = tl.load(d_weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
     d_logits = tl.zeros([ROWS, BLOCK_E], weights.dtype)
     inside = rows < n_rows
+    if not NORMALIZE:  # others: the probabilities of the experts that were not chosen
+        first = tl.load(experts_ptr + rows * TOP_K, mask=inside, other=0)
+        logits = tl.load(logits_ptr + rows * stride + e, mask=inside & (e < E), other=0.0).to(weights.dtype)
+        logits -= tl.sum(tl.where(e == first, logits, 0.0), 1, keep_dims=True)
+        largest = tl.load(weights_ptr + rows * TOP_K, mask=inside, other=0.0)
+        others = tl.where(e < E, largest * (exp(logits) if EXACT else tl.exp(logits)), 0.0)
+        for i in tl.static_range(TOP_K):
+            others = tl.where(e == tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1), 0.0, others)
+        d_logits = -others * tl.sum(weights * d_weights, 1, keep_dims=True)
+        rest = tl.sum(others, 1, keep_dims=True)
     for i in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1)
         weight = tl.load(weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
         d_weight = tl.load(d_weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
-        # The weights sum to 1: pairwise differences lose less than the difference from the mean.
+        # All probabilities sum to 1: pairwise differences lose less than the difference from the mean.
         slope = tl.sum(weights * (d_weight - d_weights), 1, keep_dims=True)
+        if not NORMALIZE:
+            slope += rest * d_weight
         d_logits += tl.where(e == expert, weight * slope, 0.0)
     tl.store(d_logits_ptr + rows * E + e, d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside & (e < E))
 
@@ -192,10 +213,10 @@ def _backward(
 
 
 class _Route(torch.autograd.Function):
-    """logits: [T, E] -> weights [T, k], experts [T, k]."""
+    """logits: [T, E] -> weights [T, k], experts [T, k]. Saves these, and unless `normalize` the logits."""
 
     @staticmethod
-    def forward(ctx, logits, top_k):
+    def forward(ctx, logits, top_k, normalize):
         n_rows, num_experts = logits.shape[0], operator.index(logits.shape[1])
         logits = last_dim_contiguous(logits)
         weights = torch.empty((n_rows, top_k), dtype=accumulator(logits.dtype), device=logits.device)
@@ -204,9 +225,10 @@ class _Route(torch.autograd.Function):
             *blocks, rows = _route_tile(num_experts, top_k)
             launch(
                 _route_kernel, (cdiv(n_rows, rows),),
-                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
+                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, normalize, *blocks, rows,
+                num_warps=4,
             )  # fmt: skip
-        ctx.save_for_backward(weights, experts)
+        ctx.save_for_backward(weights, experts, *([] if normalize else [logits]))
         ctx.mark_non_differentiable(experts)
         ctx.logits = num_experts, logits.dtype
         return weights, experts
@@ -214,17 +236,17 @@ class _Route(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_weights, _):
-        (weights, experts), (num_experts, dtype) = ctx.saved_tensors, ctx.logits
+        (weights, experts, *logits), (num_experts, dtype) = ctx.saved_tensors, ctx.logits
         n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
         d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
         if n_rows:
             *blocks, rows = _route_tile(num_experts, top_k)
             launch(
                 _route_backward_kernel, (cdiv(n_rows, rows),),
-                d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
-                num_warps=4,
+                d_logits, d_weights.contiguous(), weights, experts, *(logits or [None]), n_rows,
+                logits[0].stride(0) if logits else 0, num_experts, top_k, not logits, *blocks, rows, num_warps=4,
             )  # fmt: skip
-        return d_logits, None
+        return d_logits, None, None
 
 
 def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
@@ -300,8 +322,12 @@ class _Combine(torch.autograd.Function):
         return dy, *[None] * 8
 
 
-def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
-    """The top_k experts of each token and their weights: softmax over all experts, the largest, made to sum to 1.
+def route(logits: Tensor, *, top_k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token, those of the largest logits, and their weights:
+
+        normalize    weights                                     gradient reaches the logits of
+        True         softmax over the chosen, which sums to 1    the chosen
+        False        softmax over all, at the chosen             all
 
     logits: [T, E]. Returns weights [T, top_k], fp32 (fp64 for fp64), largest first, and experts [T, top_k], int32. Of
     equal logits the lower expert is taken.
@@ -314,8 +340,8 @@ def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
         )
     operator.index(logits.shape[1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
     if not use_triton(logits):
-        return route_reference(logits, top_k=top_k)
-    return _Route.apply(logits, top_k)
+        return route_reference(logits, top_k=top_k, normalize=normalize)
+    return _Route.apply(logits, top_k, normalize)
 
 
 def moe_experts(

@@ -171,9 +171,11 @@ class MoE(Layer):
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
 
-    The scores of the chosen experts go through a softmax in fp32, so that they sum to 1; their weighted sum of the
-    experts' outputs is in fp32. jitter_noise: in training, x is first multiplied by random numbers from
-    [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the experts. activation: as in GatedMLP.
+    The scores of the chosen experts go through a softmax in fp32, so that they sum to 1; with normalize=False, the
+    softmax is over all experts. The weighted sum of the experts' outputs is in fp32. jitter_noise: in training, x is
+    first multiplied by random numbers from [1 - jitter_noise, 1 + jitter_noise], for both the router (`gate`) and the
+    experts. experts_first: `experts` stand before `gate` in the order of parameters, by which optimizers know them.
+    activation: as in GatedMLP.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
     per token, instead of saving them. tp: as in `GatedMLP`; each rank routes all tokens to its shards of all experts.
     """
@@ -189,20 +191,25 @@ class MoE(Layer):
         top_k: int,
         activation: str = "silu",
         jitter_noise: float = 0.0,
+        normalize: bool = True,
+        experts_first: bool = False,
     ):
         super().__init__()
-        self.top_k = top_k
+        self.top_k, self.normalize = top_k, normalize
         self.jitter_noise = jitter_noise
         self.gate = Router(hidden_size, num_experts)
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
+        if experts_first:
+            self.gate = self._modules.pop("gate")  # type: ignore[assignment]
 
     def shards(self) -> Mapping[str, Shard]:
         what = "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
         return {"jitter_noise": Shard.refused(what)} if self.jitter_noise > 0 else {}
 
     def saved_per_token(self, policy: str) -> int:
-        """gate and up of the chosen experts."""
-        return 2 * self.top_k * self.experts.operand("down_proj").weight.shape[-1] if policy == "none" else 0
+        """gate and up of the chosen experts, and the scores where all make up the weights."""
+        inside = 2 * self.top_k * self.experts.operand("down_proj").weight.shape[-1] if policy == "none" else 0
+        return inside + (0 if self.normalize else len(self.gate.weight))
 
     def unread_bytes(self, rows: int) -> float:
         """Bytes of the experts that a step of decoding `rows` rows is expected not to read."""
@@ -215,13 +222,14 @@ class MoE(Layer):
         x = x if self.tp is None else self.tp.all_gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
-        y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute).view(x.shape)
+        routing = route(router_logits, top_k=self.top_k, normalize=self.normalize)
+        y = self.experts(rows, *routing, recompute=self.recompute).view(x.shape)
         if self.tp is None:
             return y, router_logits
         return self.tp.reduce_scatter(y, 1), self.tp.divide_gradient(router_logits)
 
     def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, jitter_noise={self.jitter_noise}"
+        return f"top_k={self.top_k}, normalize={self.normalize}, jitter_noise={self.jitter_noise}"
 
 
 def load_balancing_loss(

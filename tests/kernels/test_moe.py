@@ -40,6 +40,9 @@ def test_route_takes_the_lower_of_equals_and_survives_extremes(device):
     assert weights[:4].tolist() == [[0.5, 0.5], [0.5, 0.5], [1, 0], [0.5, 0.5]]
     assert weights[4].isnan().all() and ((experts >= 0) & (experts < 4)).all()
     assert torch.equal(experts[:4], route_reference(logits, top_k=2)[1][:4])
+    weights, same = route(logits, top_k=2, normalize=False)
+    assert torch.equal(same, experts) and weights[4].isnan().all()
+    torch.testing.assert_close(weights[:4], logits[:4].softmax(-1).gather(1, experts[:4].long()), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("experts, slots", [(3, 300), (8, 1000)])
@@ -56,6 +59,13 @@ def sizes_saved(op, *given):
     _, saved = saved_by(op, *given)
     assert all(t.numel() <= 80 for t in saved if not t.is_floating_point())
     return sorted(tuple(t.shape) for t in saved if t.is_floating_point() and t.numel())
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_routing_saves_the_logits_only_for_weights_of_all_experts(device, normalize):
+    logits = inputs_of(40, device=device)[0][1]
+    _, saved = saved_by(lambda: route(logits * 1, top_k=2, normalize=normalize), logits)
+    assert [tuple(t.shape) for t in saved] == [(40, 2), (40, 2)] + ([] if normalize else [(40, 5)])
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -5,6 +5,7 @@ import torch
 
 from ligermodels.arch import ARCHS
 from ligermodels.kernels._triton import INTERPRET
+from ligermodels.layers import MoE
 from ligermodels.layers.base import saved_per_token
 from tests.tiny import FAMILIES, TINY
 
@@ -18,16 +19,20 @@ CASES = {
     "gemma2": 2 * NORMS + HEADS,
     "qwen3": NORMS + HEADS + HEADS + KEY_HEADS,
     "mixtral": NORMS + HEADS + ROUTED,
+    "weights of all experts": NORMS + HEADS + ROUTED,
     "full_attention": NORMS + HEADS + HEADS + KEY_HEADS,
     "linear_attention": NORMS + 2 * HEADS,  # the decay of a head, and its norm
 }
 
 
-def saved(family, policy, blocks, **changes):
+def saved(family, policy, blocks, normalize=True, **changes):
     """(elements in 16 bits, in 32 bits) that a training forward saves, each memory once."""
     arch = ARCHS[family]
     config = {**TINY, **FAMILIES[family], "model_type": family, "num_hidden_layers": blocks, **changes}
     model = arch.from_config(arch.config_class.from_hf(config), dtype=torch.bfloat16).train()
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.normalize = normalize
     model.gradient_checkpointing_enable({"recompute": policy})
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept, ids = {}, torch.randint(3, 90, (1, TOKENS))
@@ -47,10 +52,10 @@ def saved(family, policy, blocks, **changes):
 @pytest.mark.parametrize("policy", ["none", "mlp"])
 def test_a_block_saves_what_its_layers_say(case, policy):
     """The difference of three and two blocks."""
-    family = case if case in ARCHS else "qwen3_5_text"
-    changes = [{"layer_types": [case] * n} if family != case else {} for n in (3, 2)]
-    if family == "mixtral":
-        changes = [{"output_router_logits": False}] * 2  # the balancing loss is not of a block
+    family = case if case in ARCHS else "qwen3_5_text" if case.endswith("_attention") else "mixtral"
+    changes = [{"layer_types": [case] * n} if case.endswith("_attention") else {} for n in (3, 2)]
+    if family == "mixtral":  # the balancing loss is not of a block
+        changes = [{"output_router_logits": False, "normalize": case == "mixtral"}] * 2
     (model, *more), (_, *fewer) = (
         saved(family, policy, n, **change) for n, change in zip((3, 2), changes, strict=True)
     )

@@ -1,5 +1,7 @@
 """Entries of the table of ops: routing and the experts of a mixture."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,12 +11,14 @@ from ligermodels.kernels._triton import accumulator
 from tests.kernels.cases import Case, Op, Sizes
 from tests.kernels.ops.mlp import ACTIVATIONS, GATED
 
+NORMALIZED = ("made to sum to 1", "of all")
 
-def eager_route(logits, *, top_k):
-    """MixtralTopKRouter of transformers, less the choice among equals, which torch.topk leaves open."""
+
+def eager_route(logits, *, top_k, normalize=True):
+    """Qwen3MoeTopKRouter of transformers, less the choice among equals, which torch.topk leaves open, and the cast."""
     experts = kernels.route_reference(logits, top_k=top_k)[1]
     weights = logits.softmax(-1, dtype=accumulator(logits.dtype)).gather(1, experts.long())
-    return weights / weights.sum(-1, keepdim=True), experts
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights, experts
 
 
 def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu", recompute=False):
@@ -29,19 +33,25 @@ def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activatio
 
 
 def route_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
-    """What half an ulp of fp32 of each term costs w (dw - sum(w dw)), which cancels where one weight is nearly all."""
+    """What half an ulp of fp32 of each term costs w (dw - sum(w dw)), which cancels where one weight is nearly all, and
+    at experts that are not chosen -w sum(w dw)."""
     logits = case.tensors["logits"].detach().double()
     weights, experts = kernels.route_reference(logits, **case.options)
-    terms = weights * upstream[0].double().abs().amax(-1, keepdim=True) if logits.numel() else weights
-    return {"d_logits": torch.zeros_like(logits).scatter(1, experts.long(), 2.0**-24 * terms)}
+    largest = upstream[0].double().abs().amax(-1, keepdim=True) if logits.numel() else weights
+    noise = torch.zeros_like(logits) if case.options.get("normalize", True) else logits.softmax(-1) * largest
+    return {"d_logits": 2.0**-24 * noise.scatter(1, experts.long(), weights * largest)}
 
 
 def route_op() -> Op:
-    def make(m, rows, *, experts, top_k, values=None):
-        return Case({"logits": m(rows, experts, scale=3.0) if values is None else m.of(values)}, {"top_k": top_k})
+    def make(m, rows, *, experts, top_k, values=None, **options):
+        logits = m(rows, experts, scale=3.0) if values is None else m.of(values)
+        return Case({"logits": logits}, {"top_k": top_k, **options})
 
-    def edge(values):
-        return lambda m: make(m, 9, experts=16, top_k=3, values=values())
+    def edges(name, values):
+        def case(m, normalize):
+            return make(m, 9, experts=16, top_k=3, values=values(), normalize=normalize)
+
+        return {f"{name}, {n}": functools.partial(case, normalize=n == "made to sum to 1") for n in NORMALIZED}
 
     def huge(m):
         m.strided = False
@@ -50,16 +60,16 @@ def route_op() -> Op:
     many = [1, 2, 3, 5, 7, 8, 16, 31, 60, 64, 72, 96, 127, 128, 160, 200, 256, 384, 512]
     return Op(
         kernels.route, kernels.route_reference, eager_route, make,
-        choices={"experts": Sizes(many, [1, 3, 8, 70]), "top_k": [1, 2, 3, 4, 6, 8]},
+        choices={"experts": Sizes(many, [1, 3, 8, 70]), "top_k": [1, 2, 3, 4, 6, 8], "normalize": [True, False]},
         complete={"experts": 5, "top_k": 2},
         row=lambda chosen: chosen["experts"],
         few_rows=(0, 1, 5, 40),
         fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
         edges={
-            "equal logits": edge(lambda: torch.zeros(9, 16)),
-            "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
-            "one expert takes all": edge(lambda: torch.eye(16)[:9] * 80),
-            "equals among others": edge(lambda: torch.randint(3, (9, 16)).float()),
+            **edges("equal logits", lambda: torch.zeros(9, 16)),
+            **edges("logits of 1e4", lambda: torch.randn(9, 16) * 1e4),
+            **edges("one expert takes all", lambda: torch.eye(16)[:9] * 80),
+            **edges("equals among others", lambda: torch.randint(3, (9, 16)).float()),
         },
         past_2_31=huge,
         noise=route_noise,
