@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.errors import InputError
-from ligermodels.layers import Attention, Batch, GatedMLP, RMSNorm
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig, RoutedConfig
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import Attention, Batch, GatedMLP, MoE, RMSNorm
 from ligermodels.layers.base import Layer
 from ligermodels.layers.state import KeyValues
 
@@ -88,6 +88,22 @@ class Block(ResidualBlock):
         return self.mlp(x), residual
 
 
+class RoutedBlock(Block):
+    """A `Block` whose MLP is a `MoE`, or in some blocks of a model a `GatedMLP`: it adds what a router says of the
+    tokens, for the balancing loss."""
+
+    carries = True
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, carry: Any = None
+    ) -> tuple[Any, ...]:
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x, *router_logits = y if isinstance(y := self.mlp(x), tuple) else (y,)
+        return x, residual, {"router_logits": tuple(router_logits)}
+
+
 def attention(config: ModelConfig, layer: int, **options: Any) -> Attention:
     """The attention of block `layer`, with the heads, the window and the rope of the config.
 
@@ -102,7 +118,22 @@ def attention(config: ModelConfig, layer: int, **options: Any) -> Attention:
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
     """The MLP of a block, with the size and the activation of the config, which may be that of a layer.
 
-    options: those of `GatedMLP`; they replace the config's.
+    options: those of `GatedMLP`; they replace the config's. Raises ConfigError where there is no size.
     """
-    sizes = dict(intermediate_size=config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-    return GatedMLP(config.hidden_size, **{**sizes, **options})
+    sizes: dict[str, Any] = dict(intermediate_size=config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+    sizes |= options
+    if sizes["intermediate_size"] is None:
+        raise ConfigError(
+            f"{config.model_type}: config.json lacks intermediate_size, the size of the blocks' dense MLPs"
+        )
+    return GatedMLP(config.hidden_size, **sizes)
+
+
+def mixture(config: RoutedConfig, **options: Any) -> MoE:
+    """The experts of a block and their router, with the numbers and the activation of the config.
+
+    options: those of `MoE`; they replace the config's.
+    """
+    sizes = dict(num_experts=config.num_experts, top_k=config.num_experts_per_tok)
+    inner = dict(intermediate_size=config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+    return MoE(config.hidden_size, **{**sizes, **inner, **options})

@@ -39,7 +39,6 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout")
 _MAY_BE_ZERO = ("max_window_layers",)
-_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow from the others
 
 _DROPPED = frozenset("""
     _attn_implementation_autoset _name_or_path architectures auto_map model_type original_max_position_embeddings
@@ -95,7 +94,10 @@ class CheckedFields:
 
     def _check_type(self, name: str, value: Any, hint: Any) -> None:
         allowed = _classes(hint)
-        if value is None and (name in _MAY_BE_ABSENT or type(None) in allowed):
+        absent = (
+            vars(cls).get(name, ...) is None for cls in type(self).__mro__
+        )  # follows from others, or is not there
+        if value is None and (type(None) in allowed or any(absent)):
             return
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if hint is int or (name == "sliding_window" and value is not None):
@@ -135,6 +137,8 @@ class ModelConfig(CheckedFields):
     """Whether this architecture's `rope_parameters` may be {layer type: settings of its rope}."""
     rope_aliases: ClassVar[Mapping[str, str]] = {}
     """Names of rope types in this architecture's files -> ours."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other keys of this architecture's files -> the field that is read from them."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -147,7 +151,7 @@ class ModelConfig(CheckedFields):
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # None is the default of families whose blocks need no dense MLP
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int = None  # type: ignore[assignment]  # absent or null: as many as query heads
@@ -188,6 +192,7 @@ class ModelConfig(CheckedFields):
                 f"{cls.model_type}: quantization_config (quant_method {method!r}) is not supported: weights are read "
                 "as float32, float16 or bfloat16. Use the unquantised checkpoint."
             )
+        config = cls._without_aliases(config)
         known = cls.field_names() - {"rope_parameters", "dtype"}
         values = {key: value for key, value in config.items() if key in known}
         missing = [
@@ -219,6 +224,19 @@ class ModelConfig(CheckedFields):
         """
         folder = hub.resolve(id_or_folder, weights=False)
         return cls.from_hf(files.read_json(folder / "config.json"))
+
+    @classmethod
+    def _without_aliases(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(config)
+        for alias, name in cls.aliases.items():
+            if (value := values.pop(alias, None)) is None:
+                continue
+            if values.get(name, value) not in (None, value):
+                raise ConfigError(
+                    f"{cls.model_type}: config.json has {name}={values[name]!r} and {alias}={value!r}; remove one"
+                )
+            values[name] = value
+        return values
 
     @classmethod
     def _dtype_from_hf(cls, config: Mapping[str, Any]) -> Any:
@@ -331,6 +349,8 @@ class ModelConfig(CheckedFields):
         """The contents of a config.json for both generations of transformers."""
         rope = self.rope_parameters
         whole = {"architectures": [self.architecture], "model_type": self.model_type, **self.extra, **self.values()}
+        if self.intermediate_size is None:  # transformers reads no null there
+            del whole["intermediate_size"]
         if "rope_type" not in rope:  # by layer type, which the newer generation alone has
             return {**whole, "torch_dtype": self.dtype}
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
@@ -525,11 +545,22 @@ class LastLayersWindowConfig(LayerTypesConfig):
 
 @dataclass(kw_only=True)
 class RoutedConfig(ModelConfig):
-    """Adds the fields of mixtures of experts that the load-balancing loss reads."""
+    """Adds the fields of mixtures of experts that the load-balancing loss reads. The number of experts and their size
+    are fields of the family."""
 
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
+
+    @property
+    def num_experts(self) -> int:
+        """The experts of a block, by the name that TRL's balancing loss reads; in most families a field."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_experts:
+            raise self._error("num_experts_per_tok", f"must be at most the number of experts, {self.num_experts}")
 
 
 def _unknown(extra: Mapping[str, Any], unused: frozenset[str]) -> list[str]:

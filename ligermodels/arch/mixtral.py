@@ -12,15 +12,11 @@ Checked against: models/mixtral/modeling_mixtral.py of transformers 5.23.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.block import Block, attention
-from ligermodels.arch.config import ACTIVATIONS, RoutedConfig, WindowConfig
-from ligermodels.layers import Batch, MoE
-from ligermodels.layers.state import KeyValues
+from ligermodels.arch.block import RoutedBlock, attention, mixture
+from ligermodels.arch.config import RoutedConfig, WindowConfig
 
 
 @dataclass(kw_only=True)
@@ -39,41 +35,20 @@ class MixtralConfig(RoutedConfig, WindowConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_experts_per_tok > self.num_local_experts:
-            raise self._error("num_experts_per_tok", f"must be at most num_local_experts {self.num_local_experts}")
         if not self.router_jitter_noise < 1:
             raise self._error("router_jitter_noise", "must be below 1: it scales activations by 1 +- noise")
 
     @property
     def num_experts(self) -> int:
-        """`num_local_experts` by the name that TRL's balancing loss reads."""
         return self.num_local_experts
 
 
-class MixtralBlock(Block):
+class MixtralBlock(RoutedBlock):
     """Attention and a mixture of gated MLPs, each on the normed residual stream."""
 
-    carries = True
-
     def __init__(self, config: MixtralConfig, layer: int):
-        experts = MoE(
-            config.hidden_size,
-            config.intermediate_size,
-            num_experts=config.num_local_experts,
-            top_k=config.num_experts_per_tok,
-            activation=ACTIVATIONS[config.hidden_act],
-            jitter_noise=config.router_jitter_noise,
-        )
+        experts = mixture(config, jitter_noise=config.router_jitter_noise)
         super().__init__(config, attention(config, layer), experts)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: KeyValues | None = None, carry: Any = None
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        x, router_logits = self.mlp(x)
-        return x, residual, {"router_logits": (router_logits,)}
 
 
 class Mixtral(CausalLM):

@@ -2,13 +2,17 @@
 pass on."""
 
 import copy
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 import transformers
 
 import ligermodels
-from ligermodels.arch.block import Block, ResidualBlock, attention, gated_mlp
+from ligermodels.arch import CausalLM
+from ligermodels.arch.block import Block, ResidualBlock, RoutedBlock, attention, gated_mlp, mixture
+from ligermodels.arch.config import RoutedConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma2 import Gemma2Block
 from ligermodels.errors import ConfigError, InputError
@@ -244,3 +248,52 @@ def test_blocks_of_the_layer_for_multi_token_prediction_read_nothing():
     reader = MultiTokenPrediction(config.hidden_size, [Adder(config), Giver(config, 0)], dict(eps=1e-6))
     with pytest.raises(InputError, match="reads 'own' of what blocks pass on to each other, and none runs before it"):
         reader(x, x, batch)
+
+
+@dataclass(kw_only=True)
+class MixtureConfig(RoutedConfig):
+    """Of a family that needs no dense MLPs, and that counts its experts under two names."""
+
+    model_type: ClassVar[str] = "mixture"
+    architecture: ClassVar[str] = "MixtureForCausalLM"
+    aliases: ClassVar = {"num_local_experts": "num_experts"}
+
+    intermediate_size: int = None
+    num_experts: int = 4
+    dense: list[int] | None = None
+
+
+class MixtureBlock(RoutedBlock):
+    def __init__(self, config, layer):
+        mlp = gated_mlp(config) if layer in (config.dense or []) else mixture(config, intermediate_size=12)
+        super().__init__(config, attention(config, layer), mlp)
+
+
+class Mixture(CausalLM):
+    config_class, block_class = MixtureConfig, MixtureBlock
+
+
+MIXTURE = dict(vocab_size=97, hidden_size=32, num_hidden_layers=3, num_attention_heads=4)
+
+
+def test_a_family_of_experts_alone_has_no_intermediate_size():
+    config = MixtureConfig.from_hf(MIXTURE)
+    assert "intermediate_size" not in config.to_hf() and MixtureConfig.from_hf(config.to_hf()) == config
+    ids = prompt(2, 9)
+    output = Mixture.from_config(config, seed=0)(ids, labels=ids, output_router_logits=True)
+    assert len(output.router_logits) == 3
+    with pytest.raises(ConfigError, match="lacks intermediate_size"):
+        Mixture.from_config({**MIXTURE, "dense": [1]}, device="meta")
+    model = Mixture.from_config({**MIXTURE, "dense": [1], "intermediate_size": 44}, seed=0)
+    assert len(model(ids, labels=ids, output_router_logits=True).router_logits) == 2
+
+
+def test_a_field_is_read_under_its_other_name():
+    both = {**MIXTURE, "num_local_experts": 6, "num_experts": 6}
+    for values in (both, {**both, "num_experts": None}, {**both, "num_local_experts": None}):
+        saved = MixtureConfig.from_hf(values).to_hf()
+        assert saved["num_experts"] == 6 and "num_local_experts" not in saved
+    with pytest.raises(ConfigError, match="num_experts=5 and num_local_experts=6; remove one"):
+        MixtureConfig.from_hf({**both, "num_experts": 5})
+    with pytest.raises(ConfigError, match="num_experts_per_tok=2 must be at most the number of experts, 1"):
+        MixtureConfig.from_hf({**MIXTURE, "num_local_experts": 1})
