@@ -9,10 +9,10 @@ s: bytes of weight, gradient and optimizer state per trained parameter. g: those
 P: parameters. N: GPUs that share them. h, b: parameters of the head and of a block, divided by tp. On one GPU, which
 gathers nothing, 8 h is 4 h, a gradient of the head in fp32, and 10 b is 0.
 L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py).
-r: with activation checkpointing of whole blocks, the bytes that one block saves while it is run again.
+r: with activation checkpointing of whole blocks, the bytes that the largest block saves while it is run again.
 w: a chunk of logits (kernels/linear_cross_entropy.py).
 e: on one GPU, where embedding and head are one parameter, its gradient from the head until the embedding's is added.
-Of frozen parameters, only the weights count; where those are in 4 bits, also the MLP weights of a block in 16 bits.
+Of frozen parameters, only the weights count; where those are in 4 bits, also what of a block is in 16 bits at once.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.layers.base import not_counted, saved_per_token
+from ligermodels.layers.base import Layer, not_counted, saved_per_token
 from ligermodels.processes import Processes
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.training.lora import ending, stacked_weights
@@ -40,11 +40,13 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts of a model's parameters, and the elements that a block saves per token: the mean of its blocks.
+    """Counts of a model's parameters, and the elements that a block saves per token: the mean of its blocks, and under
+    "again" those of the block that saves most.
 
-    mlp: parameters of the MLP of a block. tied: head and embedding are one parameter. frozen: elements of another model
-    and of KV caches, in 16 bits (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights.
-    not_counted: classes of modules in the blocks that save something for the backward, and do not say how much.
+    block: of the largest block. layers: of all blocks. unpacked: those of a block that are in 16 bits at once where all
+    are in 4. tied: head and embedding are one parameter. frozen: elements of another model and of KV caches, in 16 bits
+    (on the CPU in 32). heads: Medusa heads, trained in the dtype of the weights. not_counted: classes of modules in the
+    blocks that save something for the backward, and do not say how much.
     """
 
     parameters: int
@@ -54,7 +56,8 @@ class Sizes:
     blocks: int
     saved: dict[str, int]
     vocab: int = 0
-    mlp: int = 0
+    layers: int = 0
+    unpacked: int = 0
     tied: bool = False
     frozen: int = 0
     heads: int = 0
@@ -65,20 +68,36 @@ class Sizes:
         """The sizes of a model, which may be on the meta device, or of its adapters."""
         config = model.config.get_text_config()
         blocks = model.decoder.layers
-        saved = {p: sum(saved_per_token(block, p) for block in blocks) // len(blocks) for p in ("none", "mlp")}
-        parameters = sum(p.numel() for p in model.parameters())
+        inside = {p: [saved_per_token(block, p) for block in blocks] for p in ("none", "mlp")}
+        saved = {p: sum(counts) // len(blocks) for p, counts in inside.items()}
+        parameters, sizes = count(model), [count(block) for block in blocks]
         return cls(
             parameters=parameters,
             trained=adapter_parameters(model, options) if options.lora_r else parameters,
             head=config.vocab_size * config.hidden_size,
-            block=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+            block=max(sizes),
             blocks=len(blocks) + (model.mtp is not None),
+            layers=sum(sizes) + (0 if model.mtp is None else max(sizes)),
             vocab=config.vocab_size,
-            mlp=3 * config.intermediate_size * config.hidden_size,
+            unpacked=max(unpacked(block) for block in blocks),
             tied=bool(config.tie_word_embeddings),
-            saved={**saved, "block": config.hidden_size},
+            saved={**saved, "block": config.hidden_size, "again": max(inside["none"])},
             not_counted=tuple(sorted({name for block in blocks for name in not_counted(block)})),
         )
+
+
+def count(module: nn.Module) -> int:
+    """The number of its parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def unpacked(block: nn.Module) -> int:
+    """The most of a block's weights that are in 16 bits at once where all are in 4: the largest of its modules', of
+    which experts have one stacked weight at a time."""
+    layers = [module for module in block.modules() if isinstance(module, Layer) and module.stacked]
+    stacked = {id(weight): weight.numel() for layer in layers for weight in map(layer.get_parameter, layer.stacked)}
+    rest = [sum(p.numel() for p in child.parameters() if id(p) not in stacked) for child in block.children()]
+    return max([*rest, *stacked.values()], default=0)
 
 
 def adapter_parameters(model: Any, options: TrainOptions) -> int:
@@ -94,7 +113,7 @@ def adapter_parameters(model: Any, options: TrainOptions) -> int:
         total += number * rank * (rows + columns)
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in options.lora_modules_to_save:
-            total += sum(parameter.numel() for parameter in module.parameters())
+            total += count(module)
     return total
 
 
@@ -112,7 +131,7 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     if o.lora_r:  # adapters in fp32, beside a model that is frozen
         weight, gradient, state = _BYTES["fp32"]
     frozen = sizes.parameters - (0 if o.lora_r else sizes.trained)
-    packed = sizes.block * sizes.blocks if o.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
+    packed = sizes.layers if o.quantize != "none" else 0  # nf4: 4.127 bits, in blocks
     element, tokens = (4 if on_cpu else 2), -(-o.batch_tokens // p.ranks_per_batch)
     weights = weight * sizes.trained + element * sizes.frozen + int(4.127 / 8 * packed)
     weights += (4 if on_cpu and precision == "fp32" else 2) * (frozen - packed)
@@ -120,10 +139,10 @@ def estimate(sizes: Sizes, o: TrainOptions, p: Processes, precision: str = "", a
     weights, gradients, states = (size // gpus for size in (weights, gradient * sizes.trained, state * sizes.trained))
     saved = sizes.blocks * tokens * sizes.saved[activations] * element
     if activations == "block":
-        saved += tokens * sizes.saved["none"] * element
+        saved += tokens * sizes.saved["again"] * element
     head, block = sizes.head // o.tp, sizes.block // o.tp
     saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // o.tp
-    saved += 2 * sizes.mlp if packed else 0
+    saved += 2 * sizes.unpacked if packed else 0
     if gpus > 1:
         head_bytes, block_bytes = (2 if o.lora_r else 8) * head * (1 + sizes.heads), (2 if frozen else 10) * block
     else:

@@ -17,6 +17,7 @@ from ligermodels.recipes.base import next_token_loss, num_labels
 from ligermodels.recipes.model import load_model, make_optimizer
 from ligermodels.recipes.steps import check_ids, forwards_per_step, learning_rate, shard_batches
 from ligermodels.training import add_lora
+from tests.arch.test_layers_that_differ import MIXTURE, Mixture
 from tests.processes import Child
 from tests.recipes import losses
 from tests.recipes.runs import metrics, options_of, reached, train, weights
@@ -264,6 +265,18 @@ def test_a_plan_names_the_modules_of_others_in_its_blocks():
     sketch.decoder.layers[1].mlp = TheirMLP()
     sketch.decoder.layers[0].extra = torch.nn.Linear(32, 8)
     assert line().endswith("; not counted: LlamaBlock, Sequential")
+
+
+def test_a_plan_asks_each_block_of_dense_ones_and_of_experts():
+    """8 experts of 12, of which a token takes 2, in blocks 0 and 2, a dense MLP of 44 in block 1, at width 32."""
+    options = options_of("sft", batch_tokens=64, accumulation=1)
+    sketch = Mixture.from_config({**MIXTURE, "num_experts": 8, "dense": [1], "intermediate_size": 44}, device="meta")
+    experts, dense = (sketch.decoder.layers[i] for i in (0, 1))
+    sizes = memory.Sizes.of(sketch, options)
+    assert sizes.layers == 2 * memory.count(experts) + memory.count(dense) and sizes.block == memory.count(experts)
+    shared = memory.saved_per_token(dense, "mlp")
+    assert sizes.saved == {"none": shared + 2 * (2 * 24 + 44) // 3, "mlp": shared, "block": 32, "again": shared + 88}
+    assert sizes.unpacked == 8 * 24 * 32 and memory.unpacked(dense) == 3 * 44 * 32
 
 
 def test_what_fits_is_chosen():
