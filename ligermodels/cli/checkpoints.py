@@ -232,7 +232,7 @@ def _model_rows(found: "Inspection") -> dict[str, str]:
         "loaded as": f"{model['dtype']} with dtype='auto'",
         "context": f"{model['context']:,} tokens",
         "rope": ", ".join(f"{key} {value}" for key, value in rope.items()),
-        "layers": f"{model['layers']} of width {model['hidden_size']}, MLP {model['intermediate_size']}",
+        "layers": f"{model['layers']} of width {model['hidden_size']}, {', '.join(model['mlps'])}",
         "heads": f"{model['heads']} query and {model['kv_heads']} key-value heads of {model['head_dim']}",
         "vocabulary": f"{model['vocab_size']:,} ids",
     }

@@ -138,6 +138,7 @@ def _of_model(
         use = f"ligermodels.load({src!r}{options}{', allow_pickle=True' * is_pickled})"
     config = model.config
     facts = {name: getattr(config, key) for name, key in _FACTS.items()}
+    facts["mlps"] = [*dict.fromkeys(text for module in model.decoder.layers.modules() if (text := _mlp(module)))]
     facts |= {"architecture": type(model).__name__, "tied": bool(config.tie_word_embeddings)}
     facts |= {"dtype": str(config.torch_dtype).removeprefix("torch."), "rope": dict(config.rope_parameters)}
     return Inspection(
@@ -224,6 +225,14 @@ class _Remote(Source):
         }
         ends = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
         self.sizes = dict(sorted(ends.items()))
+
+
+def _mlp(module: Any) -> str:
+    """What an MLP or the experts of a block are; "" for other modules."""
+    if (size := getattr(module, "intermediate_size", None)) is None:
+        return ""
+    experts = getattr(module, "num_experts", None)
+    return f"MLP {size}" if experts is None else f"{experts} experts of {size}"
 
 
 def _part(name: str) -> str:

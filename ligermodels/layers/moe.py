@@ -67,8 +67,12 @@ class Experts(Adaptable):
         draw(self.gate_up_proj)
         draw(self.down_proj)
 
+    @property
+    def intermediate_size(self) -> int:
+        return self.operand("down_proj").weight.shape[-1]
+
     def shards(self) -> Mapping[str, Shard]:
-        inner = self.operand("down_proj").weight.shape[-1]
+        inner = self.intermediate_size
         split = inner, f"an intermediate size of {inner}"
         gate_up = Shard("columns", *split, parts=(inner, inner), dim=1)
         return {"gate_up_proj": gate_up, "down_proj": Shard("rows", *split)}
@@ -107,8 +111,8 @@ class Experts(Adaptable):
         return experts_of(x, weights, experts, *layers, activation=self.activation, recompute=recompute)
 
     def extra_repr(self) -> str:
-        num_experts, hidden_size, intermediate_size = self.operand("down_proj").weight.shape
-        return f"{hidden_size}, {intermediate_size}, num_experts={num_experts}, activation={self.activation!r}"
+        sizes = f"{self.operand('down_proj').weight.shape[1]}, {self.intermediate_size}"
+        return f"{sizes}, num_experts={self.num_experts}, activation={self.activation!r}"
 
 
 class ExpertsAdapter(nn.Module):
@@ -208,7 +212,7 @@ class MoE(Layer):
 
     def saved_per_token(self, policy: str) -> int:
         """gate and up of the chosen experts, and the scores where all make up the weights."""
-        inside = 2 * self.top_k * self.experts.operand("down_proj").weight.shape[-1] if policy == "none" else 0
+        inside = 2 * self.top_k * self.experts.intermediate_size if policy == "none" else 0
         return inside + (0 if self.normalize else len(self.gate.weight))
 
     def unread_bytes(self, rows: int) -> float:

@@ -56,7 +56,7 @@ def test_every_layout_says_the_same_of_its_model(folders, layout, unread):
     }.get(layout, 1)
     assert len(found.files) > 3 or layout != "sharded"
     says = {"tied": False, "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 48}
-    assert found.model == {**found.model, **says, "intermediate_size": 24}
+    assert found.model == {**found.model, **says, "intermediate_size": 24, "mlps": ["MLP 24"]}
     assert found.model["architecture"] == ("Mistral" if layout == "mistral" else "Llama")
     assert found.model["rope"] == {"rope_type": "default", "rope_theta": 10000.0 if layout == "mistral" else 500000.0}
     assert found.tokenizer is None
