@@ -18,7 +18,7 @@ STEPS, SEEDS = 200, 4
 LAST = 20
 """The result of training is the mean loss of this many steps at the end."""
 IMAGE_MODELS = {"qwen2_vl", "qwen3_vl", "qwen3_5", "mllama"}  # trained on images, in tests/vision/test_use.py
-FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in tiny.FAMILIES or SWITCHES fails
+FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)
 _LONGROPE = tiny.FAMILIES["phi3"]["rope_parameters"]
 SWITCHES: dict[str, dict[str, Any]] = {
     "llama": dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
@@ -34,6 +34,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "phi3": dict(sliding_window=None, rope_parameters={**_LONGROPE, "long_factor": _LONGROPE["short_factor"]}),
 }
 """model_type -> values of its config that switch a feature off, each of which the loss has to show."""
+SWITCHES |= {family: suite.SWITCHED_OFF for family, suite in tiny.SUITES.items()}
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

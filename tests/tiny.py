@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ligermodels.layers import Router
 from ligermodels.layers.base import REPLICATED, Layer, zeros
 from ligermodels.layers.parallel import replicated
+from tests.arch.suite import suites
 
 TEXT = Path(__file__).parent.parent / "LICENSE"
 BATCH, LENGTH = 4, 48
@@ -60,6 +61,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": dict(sliding_window=30, original_max_position_embeddings=32, rope_parameters=_LONGROPE),
 }  # fmt: skip
 """model_type -> what its config has beside TINY."""
+SUITES = suites(FAMILIES)
+"""Families that have in their tests what the others have here."""
+FAMILIES |= {family: suite.SWITCHED_ON for family, suite in SUITES.items()}
 
 
 def write_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:

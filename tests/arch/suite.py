@@ -10,6 +10,7 @@ for those in `ALSO`, and for the rest only in the slow tests.
 
 import contextlib
 import copy
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.errors import InputError
 from tests.kernels.on_gpu import never_waits
@@ -244,6 +246,11 @@ class Tiny:
 
 
 class Suite(Tiny):
+    SWITCHED_ON: dict
+    """All that sets a model of text apart, beside the sizes of a tiny one: what other tests train, split and generate
+    with, where they have no entry of their own. Windows are shorter than 16 tokens; widths can be halved."""
+    SWITCHED_OFF: dict
+    """Values of its fields that switch a feature off, each of which the loss has to show."""
     GENERATE: dict = {}
     """Further arguments of transformers' generate."""
 
@@ -649,6 +656,17 @@ class Suite(Tiny):
             captured = step(model)
         graph.replay()
         check(captured)
+
+
+def suites(others):
+    """{model_type: the class over `Suite` in tests/arch/test_NAME.py of arch/NAME.py} of texts not in `others`."""
+    found = {}
+    for model_type, arch in ARCHS.items():
+        if model_type not in others and not arch.extra_inputs:
+            tests = importlib.import_module(f"tests.arch.test_{arch.__module__.rpartition('.')[2]}")
+            of_arch = (one for one in vars(tests).values() if getattr(one, "arch", None) is arch)
+            found[model_type] = next(one for one in of_arch if issubclass(one, Suite))
+    return found
 
 
 class RoutedSuite(Suite):

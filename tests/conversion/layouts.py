@@ -16,6 +16,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.files import json_bytes, read_json
 from ligermodels.checkpoint.weights import same_bits
+from tests.tiny import SUITES
 
 SIZES = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,6 +56,7 @@ EXTRA = {
         },
     },
 }  # fmt: skip
+EXTRA |= {family: suite.SWITCHED_ON for family, suite in SUITES.items()}
 FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
 OF_LLAMA = ("hf", "sharded", "meta", "dcp", "bin")
 

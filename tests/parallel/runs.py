@@ -22,6 +22,7 @@ from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, offload
 from tests.arch import qwen2_vl, qwen3_vl
+from tests.arch.suite import suites
 from tests.parallel.ranks import results_of_ranks
 from tests.tiny import ExactRouter
 
@@ -80,6 +81,10 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
+ALIKE = {"mistral": "llama", "gemma": "llama"}
+"""Families whose layers are all those of another."""
+SUITES = suites({*ALIKE, *(config.get("model_type", family) for family, config in FAMILIES.items())})
+FAMILIES |= {family: SIZES | suite.SWITCHED_ON for family, suite in SUITES.items()}
 SPLITS = {
     "fsdp2": dict(dp_shard=2),
     "tp2": dict(tp=2),

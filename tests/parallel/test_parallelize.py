@@ -18,7 +18,7 @@ from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.parallel.tensor import check_tensor
 from ligermodels.training import add_lora
 from tests.parallel.ranks import one_rank
-from tests.parallel.runs import FAMILIES, make, run
+from tests.parallel.runs import ALIKE, FAMILIES, SUITES, make, run
 from tests.quantized import quantized, with_quantized_experts
 
 TOLERANCE = 2e-5
@@ -29,8 +29,6 @@ MIXED = 3.0
 an ulp. The roundings are as many and as large, and others."""
 
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "qwen3_vl", "qwen3_5_vl", "mllama")}
-ALIKE = {"mistral": "llama", "gemma": "llama"}
-"""Families whose layers are all those of another."""
 WITHOUT_TP = ("mllama", "qwen3_5_one_key_head")
 PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
@@ -99,6 +97,7 @@ QUICK = [
     gradients("mixtral_fp32", "tp2"),
     job("stepped", family="llama", split="tp2"),
     job("joint", family="llama_biased", split="tp2"),
+    *(gradients(family, split) for family in SUITES for split in ("fsdp2", "tp2")),
 ]
 TWO = [
     *all_families(*PAIRS),
