@@ -18,6 +18,7 @@ from ligermodels.arch.gemma import Gemma as Gemma, GemmaConfig as GemmaConfig
 from ligermodels.arch.gemma2 import Gemma2 as Gemma2, Gemma2Config as Gemma2Config
 from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
 from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
+from ligermodels.arch.qwen3_moe import Qwen3Moe as Qwen3Moe, Qwen3MoeConfig as Qwen3MoeConfig
 from ligermodels.arch.qwen3_5 import Qwen3_5 as Qwen3_5, Qwen3_5Config as Qwen3_5Config
 from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
 from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
