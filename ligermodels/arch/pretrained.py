@@ -174,9 +174,9 @@ class Pretrained(nn.Module):
             if mtp_loss_weight is not None and quantizer is not None:
                 raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
             model = cls._on_meta(made, dtype, activation_checkpointing, mtp_loss_weight)
-            if config is not None and dtype == "auto" and (stored := model._dtype_of(opened.headers)):
-                model.config.dtype = str(stored).removeprefix("torch.")
-                model.to(stored)
+            if config is not None and dtype == "auto" and (of_file := model._dtype_of(opened.headers)):
+                model.config.dtype = str(of_file).removeprefix("torch.")
+                model.to(of_file)
             model.carried = tuple(name for name in opened.headers if cls.carries(name))
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
@@ -184,29 +184,41 @@ class Pretrained(nn.Module):
         if mesh is not None:
             model = _parallelize(model, mesh, parallel)
             progress = progress and torch.distributed.get_rank() == int(mesh.mesh.min())
+        if place is not None and device is None and device_map is None and quantizer is not None:
+            place = quantizer.default_device(place)
+        plan = None
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
-        elif device is None and device_map is None and quantizer is not None:
-            place = quantizer.default_device(place)
-        load_options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress)
-        names = model.names_on_disk
-        on_disk = placement.on_disk(model, plan) if place is None else set()
-        if on_disk:
-            stored = weights.Renamed(model, opened, names.found(model, opened.headers).table, {})
-        with contextlib.nullcontext(opened) if on_disk else opened as reader:  # stays open for what is on the disk
-            if quantizer is None:
-                weights.load(model, names, reader, adopt=reader.is_mapped, leave=on_disk, **load_options)
-            else:
-                if place is None:
-                    load_options["devices"] = placement.devices(plan, quantization.quantised_names(model, quantizer))
-                load_options["from_quantized"] = saved_with is not None
-                quantization.load(model, names, reader, quantizer, **load_options)
-        if place is None:
-            placement.dispatch(model, plan, stored if on_disk else None)
+        model._read(opened, quantizer, saved_with is not None, place, plan, progress)
         model.source_folder = folder
         return model.eval()
 
     from_pretrained = from_hub
+
+    def _read(
+        self,
+        opened: Any,
+        quantizer: Any,
+        from_quantized: bool,
+        place: torch.device | None,
+        plan: placement.Plan | None,
+        progress: bool,
+    ) -> None:
+        """Reads the weights of this model, all on meta, from an open checkpoint. plan: where `place` is None, the
+        devices of modules; what it leaves on the disk is read when it is used."""
+        names, on_disk, stored = self.names_on_disk, set[str](), None
+        options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress)
+        if plan is not None and (on_disk := placement.on_disk(self, plan)):
+            stored = weights.Renamed(self, opened, names.found(self, opened.headers).table, {})
+        with contextlib.nullcontext(opened) if on_disk else opened as reader:
+            if quantizer is None:
+                weights.load(self, names, reader, adopt=reader.is_mapped, leave=on_disk, **options)
+            else:
+                if plan is not None:
+                    options["devices"] = placement.devices(plan, quantization.quantised_names(self, quantizer))
+                quantization.load(self, names, reader, quantizer, from_quantized=from_quantized, **options)
+        if plan is not None:
+            placement.dispatch(self, plan, stored)
 
     @classmethod
     def _checked_config(cls, values: ModelConfig | Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
