@@ -27,7 +27,7 @@ import ligermodels
 from benchmarks import harness
 from benchmarks.harness import Record, Row
 from benchmarks.kernels import milliseconds
-from ligermodels.kernels import gemv, quantized
+from ligermodels.kernels.linear import _gemv as gemv, quantized
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
 COPIES = 100 * 2**20

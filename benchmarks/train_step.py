@@ -450,7 +450,7 @@ def _round_to_nf4(adapted: nn.Module) -> None:
 
     Our 4-bit bytes are those of bitsandbytes (tests/tools/test_nf4.py), which need not be installed for this.
     """
-    from ligermodels.kernels.nf4 import quantize_nf4
+    from ligermodels.kernels.linear.nf4 import quantize_nf4
 
     for module in adapted.modules():
         if hasattr(module, "base_layer"):

@@ -3,8 +3,7 @@
 import copy
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, settings, strategies as st
 
 SIZES = st.sampled_from([-1, 0, 1, 2, 15, 16, 17, 64, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64])
 TEXTS = st.one_of(

@@ -14,8 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
-from benchmarks import decode, distributed, harness, load, quantized, train_step
-from benchmarks import kernels as kernel_benchmark
+from benchmarks import decode, distributed, harness, kernels as kernel_benchmark, load, quantized, train_step
 from benchmarks.train_cases import CASES, MODELS, ours
 from ligermodels.generation import graphs
 from ligermodels.training import lora

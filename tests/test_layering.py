@@ -11,7 +11,6 @@ MAY_IMPORT = {
     "processes": {"errors"},
     "kernels": {"errors"},
     "layers": {"kernels", "errors"},
-    "experimental": {"kernels", "errors"},
     "training": {"layers", "kernels", "checkpoint", "processes", "errors"},
     "checkpoint": {"layers", "kernels", "processes", "errors"},
     "parallel": {"layers", "checkpoint", "processes", "errors"},

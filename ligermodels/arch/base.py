@@ -21,7 +21,7 @@ from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_batch
 from ligermodels.generation.graphs import KeptCaches
-from ligermodels.kernels.cross_entropy import cross_entropy
+from ligermodels.kernels.loss.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 from ligermodels.layers.state import Cache

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.kernels.nf4 import CODE, NESTED_BLOCK
-from ligermodels.kernels.quantized import FORMATS
+from ligermodels.kernels.linear.nf4 import CODE, NESTED_BLOCK
+from ligermodels.kernels.linear.quantized import FORMATS
 from ligermodels.layers.linear import JointProjections
 from ligermodels.layers.quantized import QuantizedLinear
 

@@ -118,7 +118,7 @@ def _try_kernel() -> tuple[str, str | None]:
     """Compiles and runs one Triton kernel on the GPU and compares it with PyTorch."""
     import torch
 
-    from ligermodels.kernels.rms_norm import rms_norm, rms_norm_reference
+    from ligermodels.kernels.norm.rms_norm import rms_norm, rms_norm_reference
 
     x = torch.randn(4, 100, device="cuda")
     try:

@@ -22,8 +22,8 @@ from ligermodels.errors import InputError
 from ligermodels.generation.engine import PaddedEngine
 from ligermodels.generation.graphs import BUCKET, Step
 from ligermodels.generation.request import Request, check_device
-from ligermodels.kernels.argmax import argmax
-from ligermodels.kernels.operand import autocast_dtype
+from ligermodels.kernels.linear.operand import autocast_dtype
+from ligermodels.kernels.loss.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost
 from ligermodels.layers.batch import Batch, NextToken
 from ligermodels.layers.state import Cache

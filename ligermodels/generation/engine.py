@@ -20,7 +20,7 @@ from ligermodels.generation.graphs import Step
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
-from ligermodels.kernels.argmax import argmax
+from ligermodels.kernels.loss.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost, to_device
 from ligermodels.layers.state import as_cache
 

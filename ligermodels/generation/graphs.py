@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ligermodels.kernels._triton import as_if_capturing, cdiv
-from ligermodels.kernels.operand import autocast_dtype
+from ligermodels.kernels.linear.operand import autocast_dtype
 from ligermodels.layers.async_copy import to_device
 from ligermodels.layers.linear import is_untouched
 from ligermodels.layers.state import Cache

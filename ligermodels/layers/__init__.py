@@ -5,50 +5,35 @@ addition is part of the norm's kernel; `norm(x)` returns a tensor. Attention and
 `torch.nn.Linear`.
 """
 
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.batch import Batch
-from ligermodels.layers.cross_attention import CrossAttention
-from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.gated_delta_net import GatedDeltaNet, GatedRMSNorm
-from ligermodels.layers.head import LMHead
-from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
-from ligermodels.layers.mlp import MLP, GatedMLP
-from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
-from ligermodels.layers.mtp import MultiTokenPrediction
-from ligermodels.layers.norm import LayerNorm, RMSNorm
-from ligermodels.layers.preference import cpo_loss, dpo_loss, kto_kl, kto_loss, orpo_loss, sum_per_sequence
-from ligermodels.layers.quantized import QuantizedLinear
-from ligermodels.layers.rotary import RotaryEmbedding, VisionRotary
-
-__all__ = [
-    "MLP",
-    "Attention",
-    "Batch",
-    "CrossAttention",
-    "CrossEntropyLoss",
-    "Embedding",
-    "Experts",
-    "GatedDeltaNet",
-    "GatedMLP",
-    "GatedRMSNorm",
-    "JSDLoss",
-    "KLDivLoss",
-    "LMHead",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "LinearJSDLoss",
-    "MoE",
-    "MultiTokenPrediction",
-    "QuantizedLinear",
-    "RMSNorm",
-    "RotaryEmbedding",
-    "Router",
-    "VisionRotary",
-    "cpo_loss",
-    "dpo_loss",
-    "kto_kl",
-    "kto_loss",
-    "load_balancing_loss",
-    "orpo_loss",
-    "sum_per_sequence",
-]
+from ligermodels.layers.attention import Attention as Attention
+from ligermodels.layers.batch import Batch as Batch
+from ligermodels.layers.cross_attention import CrossAttention as CrossAttention
+from ligermodels.layers.embedding import Embedding as Embedding
+from ligermodels.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet, GatedRMSNorm as GatedRMSNorm
+from ligermodels.layers.head import LMHead as LMHead
+from ligermodels.layers.losses import (
+    CrossEntropyLoss as CrossEntropyLoss,
+    JSDLoss as JSDLoss,
+    KLDivLoss as KLDivLoss,
+    LinearCrossEntropyLoss as LinearCrossEntropyLoss,
+    LinearJSDLoss as LinearJSDLoss,
+)
+from ligermodels.layers.mlp import MLP as MLP, GatedMLP as GatedMLP
+from ligermodels.layers.moe import (
+    Experts as Experts,
+    MoE as MoE,
+    Router as Router,
+    load_balancing_loss as load_balancing_loss,
+)
+from ligermodels.layers.mtp import MultiTokenPrediction as MultiTokenPrediction
+from ligermodels.layers.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from ligermodels.layers.preference import (
+    cpo_loss as cpo_loss,
+    dpo_loss as dpo_loss,
+    kto_kl as kto_kl,
+    kto_loss as kto_loss,
+    orpo_loss as orpo_loss,
+    sum_per_sequence as sum_per_sequence,
+)
+from ligermodels.layers.quantized import QuantizedLinear as QuantizedLinear
+from ligermodels.layers.rotary import RotaryEmbedding as RotaryEmbedding, VisionRotary as VisionRotary

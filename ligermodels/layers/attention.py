@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
-from ligermodels.kernels.attention import attention, engine
-from ligermodels.kernels.glu import glu
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.rope import rope, rope_qk
+from ligermodels.kernels.attention.attention import attention, engine
+from ligermodels.kernels.attention.rope import rope, rope_qk
+from ligermodels.kernels.linear.glu import glu
+from ligermodels.kernels.linear.linear import linears
 from ligermodels.layers.base import FusionContext, FusionPart, Shard
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.fusion import linears_part

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention.attention import attention
 from ligermodels.layers.base import FusionContext, FusionPart
 from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused

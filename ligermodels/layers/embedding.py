@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.embedding import embedding
+from ligermodels.kernels.loss.embedding import embedding
 from ligermodels.layers.base import Draw, Layer, Shard, draw_table
 from ligermodels.layers.parallel import MeshGroup, local_shard
 

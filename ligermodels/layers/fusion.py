@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ligermodels.kernels.joint import joint
-from ligermodels.kernels.low_bit import LowBitWeight
-from ligermodels.kernels.operand import LinearOperand, choose
+from ligermodels.kernels.linear.joint import joint
+from ligermodels.kernels.linear.low_bit import LowBitWeight
+from ligermodels.kernels.linear.operand import LinearOperand, choose
 from ligermodels.layers.base import FusionContext, FusionPart
 from ligermodels.layers.linear import obstacle, operands_of
 

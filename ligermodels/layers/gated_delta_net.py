@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.causal_conv import causal_conv
-from ligermodels.kernels.delta_gates import delta_gates
-from ligermodels.kernels.gated_delta_rule import gated_delta_rule
-from ligermodels.kernels.gated_delta_step import gated_delta_step
-from ligermodels.kernels.gated_norm import gated_norm
+from ligermodels.kernels.norm.gated_norm import gated_norm
+from ligermodels.kernels.recurrent.causal_conv import causal_conv
+from ligermodels.kernels.recurrent.delta_gates import delta_gates
+from ligermodels.kernels.recurrent.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.recurrent.gated_delta_step import gated_delta_step
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.fusion import linears_part

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
-from ligermodels.kernels.linear import matmul
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
-from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
-from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from ligermodels.kernels.linear.linear import matmul
+from ligermodels.kernels.loss.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.loss.linear_logprobs import LogprobsOutput, linear_logprobs
+from ligermodels.kernels.loss.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from ligermodels.layers.base import Draw, Layer, Shard, zeros
 from ligermodels.layers.embedding import vocabulary
 from ligermodels.layers.linear import is_untouched, obstacle, operands_of, warns

@@ -3,7 +3,7 @@
 Layers have `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
 tensor-parallel plans find them. At each call a fused op takes the operands of untouched modules (`operands_of`),
 with their LoRA adapters (lora.py); a module that something else has wrapped or hooked is called instead. Which kernel
-then runs is decided in kernels/operand.py.
+then runs is decided in kernels/linear/operand.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.joint import make_joint
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.kernels.linear.joint import make_joint
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.base import Layer
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRAQuantizedLinear
 from ligermodels.layers.parallel import ShardedLinear

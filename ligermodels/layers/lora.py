@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.kernels.operand import Adapter
+from ligermodels.kernels.linear.operand import Adapter
 from ligermodels.layers.quantized import QuantizedLinear
 
 

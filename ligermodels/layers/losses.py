@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from ligermodels.kernels.jsd import jsd
-from ligermodels.kernels.kl_div import kl_div
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
-from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd
+from ligermodels.kernels.loss.cross_entropy import CrossEntropyOutput, cross_entropy
+from ligermodels.kernels.loss.jsd import jsd
+from ligermodels.kernels.loss.kl_div import kl_div
+from ligermodels.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.loss.linear_jsd import LinearJSDOutput, linear_jsd
 
 
 def num_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

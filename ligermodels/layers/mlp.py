@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ligermodels.kernels.activation import activate
-from ligermodels.kernels.gated_mlp import mlp_of
-from ligermodels.kernels.glu import glu
+from ligermodels.kernels.linear.activation import activate
+from ligermodels.kernels.linear.gated_mlp import mlp_of
+from ligermodels.kernels.linear.glu import glu
 from ligermodels.layers.base import FusionContext, FusionPart, Shard
 from ligermodels.layers.fusion import linears_part
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, operands_of, warn_unfused

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
-from ligermodels.kernels.experts import experts_of
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.moe import route
-from ligermodels.kernels.operand import Adapter, LinearOperand
+from ligermodels.kernels.experts.experts import experts_of
+from ligermodels.kernels.experts.moe import route
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard
 from ligermodels.layers.fusion import chosen, operand_kinds
 from ligermodels.layers.lora import Factor, scale_of

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels._recompute import detach_handle, handle_of
-from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
-from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.norm.layer_norm import add_layer_norm, layer_norm
+from ligermodels.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, zeros
 from ligermodels.layers.linear import is_untouched, obstacle
 from ligermodels.layers.parallel import replicated

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
+from ligermodels.kernels.loss.linear_logprobs import LogprobsOutput, linear_logprobs
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
 SCALES = ("group", "batch", "none")

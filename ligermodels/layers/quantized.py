@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.low_bit import LowBitWeight
-from ligermodels.kernels.nf4 import quantize_nf4
-from ligermodels.kernels.operand import LinearOperand
-from ligermodels.kernels.quantized import quantize
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.low_bit import LowBitWeight
+from ligermodels.kernels.linear.nf4 import quantize_nf4
+from ligermodels.kernels.linear.operand import LinearOperand
+from ligermodels.kernels.linear.quantized import quantize
 
 
 class QuantizedLinear(nn.Module):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import fp8
-from ligermodels.kernels.decode_attention import rope_decode_attention
+from ligermodels.kernels.attention.decode_attention import rope_decode_attention
+from ligermodels.kernels.linear import fp8
 from ligermodels.layers.batch import NextToken
 
 MAX_STATES = 129
@@ -92,8 +92,8 @@ class KeyValues(State):
     Without a window the buffers have a column for every token, and double when they are full. With a window they are a
     ring: `window` columns are enough for steps of one token, and `reserve` adds some for steps of several.
 
-    kv_cache_dtype "fp8": e4m3, with two more buffers [B, capacity, HK] of scales, see kernels/fp8.py. The tokens of the
-    first call attend to each other's keys and values as they are, later tokens to what the buffers store.
+    kv_cache_dtype "fp8": e4m3, with two more buffers [B, capacity, HK] of scales, see kernels/linear/fp8.py. The tokens
+    of the first call attend to each other's keys and values as they are, later tokens to what the buffers store.
     """
 
     def __init__(

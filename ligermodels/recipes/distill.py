@@ -3,8 +3,8 @@
     loss = (1 - hard_weight) JSD_beta(student, teacher) + hard_weight CE(student, labels)
 
 over the tokens of the data (off-policy), or of completions that the student samples (on-policy), both distributions at
-`temperature`; see kernels/linear_jsd.py. beta = 1 is the reverse KL, 0 the forward one. No gradient goes through the
-sampling. Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 1.16, trl/experimental/gkd.
+`temperature`; see kernels/loss/linear_jsd.py. beta = 1 is the reverse KL, 0 the forward one. No gradient goes through
+the sampling. Papers: arXiv:1503.02531, arXiv:2306.13649 (GKD). Checked against TRL 1.16, trl/experimental/gkd.
 """
 
 import dataclasses

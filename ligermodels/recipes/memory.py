@@ -10,7 +10,7 @@ P: parameters. N: GPUs that share them. h, b: parameters of the head and of a bl
 gathers nothing, 8 h is 4 h, a gradient of the head in fp32, and 10 b is 0.
 L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py).
 r: with activation checkpointing of whole blocks, the bytes that the largest block saves while it is run again.
-w: a chunk of logits (kernels/linear_cross_entropy.py).
+w: a chunk of logits (kernels/loss/linear_cross_entropy.py).
 e: on one GPU, where embedding and head are one parameter, its gradient from the head until the embedding's is added.
 Of frozen parameters, only the weights count; where those are in 4 bits, also what of a block is in 16 bits at once.
 """

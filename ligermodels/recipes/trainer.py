@@ -36,8 +36,7 @@ from ligermodels.checkpoint.saving import replacing
 from ligermodels.errors import InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints, make_mesh
 from ligermodels.processes import Processes
-from ligermodels.recipes import memory, report
-from ligermodels.recipes import model as models
+from ligermodels.recipes import memory, model as models, report
 from ligermodels.recipes.base import Recipe
 from ligermodels.recipes.data import BadRowError, Data
 from ligermodels.recipes.examples import Batch, filled_batch

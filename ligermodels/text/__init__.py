@@ -1,6 +1,4 @@
 """Tokenizers, chat templates, and text that streams."""
 
-from ligermodels.text.stream import StopStrings, StreamDecoder
-from ligermodels.text.tokenizer import Tokenizer
-
-__all__ = ["StopStrings", "StreamDecoder", "Tokenizer"]
+from ligermodels.text.stream import StopStrings as StopStrings, StreamDecoder as StreamDecoder
+from ligermodels.text.tokenizer import Tokenizer as Tokenizer

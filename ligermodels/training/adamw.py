@@ -16,7 +16,7 @@ Bytes per parameter of weight and states, and bytes that a step moves:
 | bf16    | master_weights=True, state_dtype=torch.float32 | 12   | 26   | the same bits, for gradients in bf16       |
 | fp32    | any                                            | 12   | 28   |                                            |
 
-The kernel and what it computes are in ligermodels/kernels/adamw.py.
+The kernel and what it computes are in ligermodels/kernels/optimizer/adamw.py.
 """
 
 import math
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
-from ligermodels.kernels.adamw import ROUNDINGS, WHOLE, Piece, adamw, join_master
+from ligermodels.kernels.optimizer.adamw import ROUNDINGS, WHOLE, Piece, adamw, join_master
 
 _HOW = ("rounding", "master_weights", "state_dtype", "capturable")
 """Group options for how numbers are stored; loading a state does not change them."""

@@ -9,16 +9,10 @@ except ModuleNotFoundError as error:
         "ligermodels.vision needs pillow, which is not installed. Next step: pip install 'ligermodels[vision]'"
     ) from error
 
-from ligermodels.vision.images import load_image
-from ligermodels.vision.mllama import MllamaImageProcessor
-from ligermodels.vision.processor import ModelInputs, Processor
-from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
-
-__all__ = [
-    "MllamaImageProcessor",
-    "ModelInputs",
-    "Processor",
-    "Qwen2VLImageProcessor",
-    "Qwen3VLVideoProcessor",
-    "load_image",
-]
+from ligermodels.vision.images import load_image as load_image
+from ligermodels.vision.mllama import MllamaImageProcessor as MllamaImageProcessor
+from ligermodels.vision.processor import ModelInputs as ModelInputs, Processor as Processor
+from ligermodels.vision.qwen2_vl import (
+    Qwen2VLImageProcessor as Qwen2VLImageProcessor,
+    Qwen3VLVideoProcessor as Qwen3VLVideoProcessor,
+)

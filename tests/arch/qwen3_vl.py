@@ -1,7 +1,6 @@
 """Small configurations of Qwen3-VL and of Qwen3.5 with its tower."""
 
-from tests.arch.qwen2_vl import END, IMAGE, START, VIDEO
-from tests.arch.qwen2_vl import rope as sections
+from tests.arch.qwen2_vl import END, IMAGE, START, VIDEO, rope as sections
 from tests.sizes import SIZES
 
 VISION = dict(depth=3, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=2, out_hidden_size=32)

@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 import ligermodels

@@ -6,8 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 import ligermodels

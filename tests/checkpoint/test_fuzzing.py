@@ -4,8 +4,7 @@ import collections
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import ligermodels
 from ligermodels.errors import CheckpointError, HubError

@@ -10,8 +10,8 @@ import ligermodels
 from ligermodels import CheckpointError, InputError
 from ligermodels.checkpoint.quantizers import NF4
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.kernels.nf4 import quantize_nf4
-from ligermodels.kernels.quantized import dequantize_reference, quantize
+from ligermodels.kernels.linear.nf4 import quantize_nf4
+from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
 from ligermodels.layers import Experts, QuantizedLinear
 from ligermodels.training import add_lora, merge_lora
 from tests.checkpoint.fixtures import make_model

@@ -16,8 +16,8 @@ from ligermodels import CheckpointError, ConfigError, InputError
 from ligermodels.checkpoint import quantization
 from ligermodels.checkpoint.quantizers import NF4, WeightOnly
 from ligermodels.checkpoint.weights import same_bits
-from ligermodels.kernels.nf4 import quantize_nf4
-from ligermodels.kernels.quantized import dequantize_reference, quantize
+from ligermodels.kernels.linear.nf4 import quantize_nf4
+from ligermodels.kernels.linear.quantized import dequantize_reference, quantize
 from ligermodels.layers import GatedMLP, QuantizedLinear
 from ligermodels.layers.linear import operands_of
 from ligermodels.parallel import make_mesh, parallelize

@@ -24,8 +24,7 @@ from ligermodels.checkpoint.transfer import Part, Settings
 from ligermodels.checkpoint.weights import FLOATS, same_bits
 from ligermodels.errors import CheckpointError, HubError
 from tests.checkpoint.fixtures import join, split
-from tests.conversion.layouts import a_checkpoint, same
-from tests.conversion.layouts import stored as stored_tensors
+from tests.conversion.layouts import a_checkpoint, same, stored as stored_tensors
 
 EXPERTS = "model.layers.{i}.mlp.experts."
 STACKED = {

@@ -24,7 +24,7 @@ from ligermodels.checkpoint.weights import (
     regions,
     to_halves,
 )
-from ligermodels.kernels.nf4 import quantize_nf4
+from ligermodels.kernels.linear.nf4 import quantize_nf4
 from ligermodels.layers.base import Layer
 from ligermodels.parallel.checkpoints import Checkpoints
 from ligermodels.training import load_mtp

@@ -16,10 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
-from ligermodels import generation
-from ligermodels import layers as L
-from ligermodels.cli import main
-from ligermodels.cli import writer as writer_file
+from ligermodels import generation, layers as L
+from ligermodels.cli import main, writer as writer_file
 from ligermodels.cli.models import PASSED_ON
 from ligermodels.layers.state import KeyValues
 from ligermodels.text import Tokenizer

@@ -8,8 +8,8 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.kernels.attention import attention
-from ligermodels.kernels.rope import rope_qk_reference
+from ligermodels.kernels.attention.attention import attention
+from ligermodels.kernels.attention.rope import rope_qk_reference
 from ligermodels.layers.batch import NextToken
 from ligermodels.layers.state import Cache, ImageKeyValues, KeyValues, as_cache
 

@@ -15,7 +15,8 @@ import torch
 
 from ligermodels import kernels
 from ligermodels.errors import InputError
-from ligermodels.kernels import adamw, nf4, quantized
+from ligermodels.kernels.linear import nf4, quantized
+from ligermodels.kernels.optimizer import adamw
 from tests.kernels.cases import Case, Maker
 from tests.kernels.judge import as_dtype, failures, run
 from tests.kernels.ops import OPS, complete

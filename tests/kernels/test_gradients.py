@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels import _gradients
 from ligermodels.kernels._gradients import MARK, accumulate_grad, target, weight_gradient
-from ligermodels.kernels.embedding import embedding, embedding_reference
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.kernels.loss.embedding import embedding, embedding_reference
+from ligermodels.kernels.loss.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.parallel.ranks import one_rank
 
 

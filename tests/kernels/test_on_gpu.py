@@ -5,19 +5,19 @@ import functools
 import pytest
 import torch
 
-from ligermodels.experimental.int2_matmul import int2_matmul, pack_int2
-from ligermodels.kernels.adamw import adamw
-from ligermodels.kernels.argmax import argmax
-from ligermodels.kernels.gemv import gemv
-from ligermodels.kernels.glu import glu
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.nf4 import quantize_nf4
-from ligermodels.kernels.operand import LinearOperand
-from ligermodels.kernels.quantized import FORMATS, quantize, quantized_glu, quantized_linear
-from ligermodels.kernels.rms_norm import rms_norm
+from ligermodels.kernels.linear._gemv import gemv
+from ligermodels.kernels.linear.glu import glu
+from ligermodels.kernels.linear.int2_matmul import int2_matmul, pack_int2
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.nf4 import quantize_nf4
+from ligermodels.kernels.linear.operand import LinearOperand
+from ligermodels.kernels.linear.quantized import FORMATS, quantize, quantized_glu, quantized_linear
+from ligermodels.kernels.loss.argmax import argmax
+from ligermodels.kernels.norm.rms_norm import rms_norm
+from ligermodels.kernels.optimizer.adamw import adamw
+from tests.kernels.linear.test_linear import joint_linear, several
+from tests.kernels.linear.test_mlp import MODES, of_two, two_weights
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
-from tests.kernels.test_linear import joint_linear, several
-from tests.kernels.test_mlp import MODES, of_two, two_weights
 
 
 def random(*shape, dtype=torch.bfloat16, scale=1.0):

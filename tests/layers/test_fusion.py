@@ -15,7 +15,7 @@ from ligermodels.layers.linear import obstacle
 from ligermodels.training import add_lora
 from tests.sizes import SIZES
 
-attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
+attention_op = importlib.import_module("ligermodels.kernels.attention.attention")  # not the function of this name
 
 CONFIG = dict(SIZES, num_hidden_layers=3, tie_word_embeddings=True)
 

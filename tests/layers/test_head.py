@@ -11,10 +11,10 @@ from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.errors import InputError
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
-from ligermodels.kernels.jsd import jsd
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
-from ligermodels.kernels.linear_jsd import linear_jsd
+from ligermodels.kernels.loss.cross_entropy import CrossEntropyOutput, cross_entropy
+from ligermodels.kernels.loss.jsd import jsd
+from ligermodels.kernels.loss.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.loss.linear_jsd import linear_jsd
 
 
 class Tied(nn.Module):

@@ -16,7 +16,7 @@ from examples.custom_architecture import Parallel as Custom
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import row_parts, whole_tensor
 from ligermodels.errors import InputError
-from ligermodels.kernels.joint import joint as joint_view
+from ligermodels.kernels.linear.joint import joint as joint_view
 from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.jsd import jsd
+from ligermodels.kernels.loss.jsd import jsd
 from ligermodels.processes import Processes
 from ligermodels.recipes.distill import OnPolicy, distill_loss
 from ligermodels.recipes.examples import encode

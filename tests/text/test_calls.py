@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError

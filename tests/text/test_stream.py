@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
 from tests.text import families, folders

@@ -19,8 +19,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
 from tests.parallel.ranks import results_of_ranks
-from tests.parallel.train import CONFIG
-from tests.parallel.train import sharded as sharded_model
+from tests.parallel.train import CONFIG, sharded as sharded_model
 
 STEPS = 3
 OPTIONS = {"rounded": dict(seed=3), "with masters": dict(master_weights=True)}

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from ligermodels import CheckpointError, InputError
-from ligermodels import layers as L
+from ligermodels import CheckpointError, InputError, layers as L
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.layouts import FolderSource

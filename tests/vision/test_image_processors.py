@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from PIL import Image
 from transformers.models.mllama import image_processing_pil_mllama as theirs_mllama
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs_qwen

@@ -12,9 +12,7 @@ import transformers
 
 import ligermodels
 from ligermodels.cli import main
-from tests.arch import llama_vision
-from tests.arch import qwen2_vl as small_qwen2_vl
-from tests.arch import qwen3_vl as small_qwen3_vl
+from tests.arch import llama_vision, qwen2_vl as small_qwen2_vl, qwen3_vl as small_qwen3_vl
 from tests.arch.suite import auto_class
 from tests.vision import folders
 

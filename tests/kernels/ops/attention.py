@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
-from ligermodels.kernels.attention import _visible
-from ligermodels.kernels.flash_attention import flash_attention
+from ligermodels.kernels.attention._flash_attention import flash_attention
+from ligermodels.kernels.attention.attention import _visible
 from tests.kernels.cases import Case, Maker, Op, Sizes
 
 

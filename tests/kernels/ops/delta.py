@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
-from ligermodels.kernels.gated_delta_rule import MAX_FP32_KEYS
+from ligermodels.kernels.recurrent.gated_delta_rule import MAX_FP32_KEYS
 from tests.kernels.cases import Case, Op, Sizes
 from tests.kernels.ops.elementwise import row_noise
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
-from ligermodels.kernels.linear import linears
-from ligermodels.kernels.operand import LinearOperand
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.operand import LinearOperand
 from tests.kernels.cases import FEW_WIDTHS, WIDTHS, Case, Op, Sizes
 from tests.kernels.interpreter import CHUNK
 from tests.kernels.ops.elementwise import row_noise

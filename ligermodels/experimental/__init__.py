@@ -1,1 +1,0 @@
-"""Operations that no model of the package uses yet. Names in here may change without notice."""

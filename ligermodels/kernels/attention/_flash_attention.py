@@ -1,0 +1,482 @@
+"""Flash attention in Triton: softcaps, windows, packed sequences, cached prompts and padding, forward and backward.
+
+    o = softmax(mask(softcap(scale * q k^T))) v
+
+What differs from a plain flash attention:
+- Each token attends to one interval of tokens, lo <= j < hi, less what a mask of keys or padding hides. Causality,
+  windows and packed sequences only set lo and hi, both of which rise with the token. So the loop of a block runs from
+  the lo of its first token to the hi of its last one, and compares a tile with lo and hi only where they cross it.
+- A mask costs nothing in tiles where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
+- A head of 80 or 96 dims is a tile of 64 and one of 16 or 32, not one of 128 padded with zeros.
+- A softcapped score is bounded. Where exp of the bound does not overflow, there is no running maximum and no rescaling.
+- Gradients are summed in a fixed order, without atomics: one kernel computes dq, another dk and dv over all query heads
+  of a key head (two kernels for heads above 128, whose dk and dv do not both fit the registers). Each kernel recomputes
+  the scores: the backward has 7 matmuls of tiles (8 for such heads) instead of 5.
+- Loops load their tiles by TMA, the bulk copy engine of Hopper and later.
+
+Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
+re-reading k and v (q and do) from the L2 cache; no scores.
+
+Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import (
+    HAS_TRITON,
+    accumulator,
+    cdiv,
+    is_datacenter,
+    last_dim_contiguous,
+    next_power_of_2,
+    once_differentiable,
+    tl,
+    triton,
+)
+from ligermodels.kernels.attention._flash_kernels import (
+    LOG2E,
+    add_row,
+    capped,
+    count,
+    head_parts,
+    holes,
+    inner,
+    numbers,
+    outer,
+    query_block,
+    sequence_ends,
+    span,
+    store,
+    tile,
+    tile_sizes,
+    times,
+    token_counts,
+    unhidden,
+    visible_keys,
+    zeros,
+)
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@triton.jit(do_not_specialize=["S", "K", "window", "splits"])
+def _forward_kernel(
+    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, codes_ptr, counts_ptr, ends_ptr, S, K, window, splits,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, lse_s,
+    SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, SPLIT: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M queries of one head; with SPLIT, over one of `splits` parts of the keys."""
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    GROUP: tl.constexpr = HQ // HK
+    blocks = tl.cdiv(S, BLOCK_M)
+    pid = tl.program_id(0)
+    # Programs of one key head's query heads follow each other, then those of the next block, longest causal rows first.
+    m = (blocks - 1 - pid // GROUP % blocks) * BLOCK_M
+    out_b = pid // (GROUP * blocks) // HK
+    b = out_b // splits
+    kv_head = pid // (GROUP * blocks) % HK
+    head = kv_head * GROUP + pid % GROUP
+    rows = m + tl.arange(0, BLOCK_M)
+    lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+        m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+    )
+    if SPLIT:
+        part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+        begin += out_b % splits * part
+        end = tl.minimum(end, begin + part)
+    q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
+    acc = zeros(BLOCK_M, MAIN, REST, ACC)
+    total = tl.zeros([BLOCK_M], ACC)
+    rounded = tl.zeros([BLOCK_M], ACC)
+    highest = tl.full([BLOCK_M], float("-inf"), ACC)
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
+    for n in tl.range(begin, end, BLOCK_N):
+        k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
+        s = inner(q, k, REST, PRECISION, ACC)
+        if CAP is not None:
+            s, _ = capped(s, SCALE, CAP, dtype)
+        if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
+            visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
+            s = tl.where(visible, s, float("-inf"))
+        if RUNNING_MAX:
+            # Subtract the maximum, then multiply. The other order is one fused instruction, which rounds differently
+            # from the product in the maximum, so that for scores of 1e4 the largest weight would not be 1.
+            higher = tl.maximum(highest, tl.max(s, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2((s - base[:, None]) * FACTOR)
+            shrink = tl.exp2((highest - base) * FACTOR)
+            total = total * shrink + tl.sum(p, 1)
+            acc = times(acc, shrink[:, None], REST)
+            highest = higher
+        else:
+            # Without a maximum even the weight of a single key is rounded, so the divisor has to be rounded too.
+            p = tl.exp2(s * FACTOR)
+            total += tl.sum(p, 1)
+            rounded += tl.sum(p.to(dtype).to(ACC), 1)
+        v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
+        acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
+    empty = total == 0.0
+    if MASK or SPLIT:
+        total = tl.where(empty, 1.0, total)
+    lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
+    if RUNNING_MAX:
+        lse += highest.to(lse.dtype) * FACTOR
+    else:
+        total = tl.where(empty, 1.0, rounded)
+    if MASK:
+        # A row without a visible key attends to itself; an infinite lse marks it for the backward.
+        own = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
+        at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + own * v_s
+        acc = add_row(acc[0], at, empty, 0, D), acc[1]
+        if REST:
+            acc = acc[0], add_row(acc[1], at, empty, MAIN, D)
+        lse = tl.where(empty, float("inf"), lse)
+    elif SPLIT:
+        lse = tl.where(empty, float("-inf"), lse)
+    tl.store(lse_ptr + (out_b.to(tl.int64) * HQ + head) * lse_s + rows, lse, mask=rows < S)
+    store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), out_b, head, m, S, HQ, D, REST)
+
+
+@triton.jit
+def _combine_kernel(
+    o_ptr, part_ptr, lse_ptr, lse_s, SPLITS: tl.constexpr, GROUP: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One query's output from the outputs and lse that the forward kernel wrote for each part of its keys."""
+    b = tl.program_id(0) // (HK * GROUP)
+    kv_head = tl.program_id(0) // GROUP % HK
+    member = tl.program_id(0) % GROUP
+    parts = b * SPLITS + tl.arange(0, SPLITS)
+    cols = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + (parts * HK + kv_head) * lse_s + member)
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    weights = weights / tl.sum(weights, 0)
+    at = ((parts * GROUP + member) * HK + kv_head)[:, None] * D + cols[None, :]
+    part = tl.load(part_ptr + at, mask=(cols < D)[None, :], other=0.0)
+    o = tl.sum(part * weights[:, None], 0)
+    tl.store(o_ptr + tl.program_id(0).to(tl.int64) * D + cols, o.to(o_ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
+    """(softmax weights, recomputed from the scores; derivative of the softcap)."""
+    if CAP is not None:
+        score, slope = capped(s, SCALE, CAP, dtype)
+        return tl.exp2((score - lse).to(s.dtype)), slope
+    else:
+        return tl.exp2((s * (SCALE * LOG2E) - lse).to(s.dtype)), 1.0
+
+
+@triton.jit(do_not_specialize=["S", "K", "window"])
+def _dq_kernel(
+    dq_ptr, delta_ptr, q_ptr, k_src, k_rest, v_src, v_rest, o_ptr, do_ptr, lse_ptr,
+    codes_ptr, counts_ptr, ends_ptr, S, K, window,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
+    SCALE: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    DQ: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(do * o), and dq, of BLOCK_M queries of one head."""
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    GROUP: tl.constexpr = HQ // HK
+    blocks = tl.cdiv(S, BLOCK_M)
+    pid = tl.program_id(0)
+    m = (blocks - 1 - pid // GROUP % blocks) * BLOCK_M
+    b = pid // (GROUP * blocks) // HK
+    kv_head = pid // (GROUP * blocks) % HK
+    head = kv_head * GROUP + pid % GROUP
+    rows = m + tl.arange(0, BLOCK_M)
+    at = (b.to(tl.int64) * HQ + head) * lse_s + rows
+    o = tile(o_ptr, o_ptr, b, head, m, S, tl.cast(S, tl.int64) * (HQ * D), HQ * D, D, BLOCK_M, D, MAIN, REST, False)
+    do = tile(do_ptr, do_ptr, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, False)
+    STATISTIC: tl.constexpr = delta_ptr.dtype.element_ty
+    delta = tl.sum(o[0].to(STATISTIC) * do[0].to(STATISTIC), 1)
+    if REST:
+        delta += tl.sum(o[1].to(STATISTIC) * do[1].to(STATISTIC), 1)
+    tl.store(delta_ptr + at, delta, mask=rows < S)
+    if DQ:
+        lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+            m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+        )
+        lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
+        q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
+        dq = zeros(BLOCK_M, MAIN, REST, ACC)
+        for n in tl.range(begin, end, BLOCK_N):
+            k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
+            v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
+            s = inner(q, k, REST, PRECISION, ACC)
+            dp = inner(do, v, REST, PRECISION, ACC)
+            p, slope = _weights(s, lse[:, None], SCALE, CAP, dtype)
+            if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
+                visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
+                p = tl.where(visible, p, 0.0)
+            ds = p * (dp - delta[:, None]).to(ACC)
+            if CAP is not None:
+                ds = ds * slope
+            dq = outer(ds.to(dtype), k, dq, REST, PRECISION, ACC)
+        store(dq_ptr, times(dq, SCALE, REST), b, head, m, S, HQ, D, REST)
+
+
+@triton.jit(do_not_specialize=["S", "K", "window"])
+def _dkdv_kernel(
+    dk_ptr, dv_ptr, q_src, q_rest, k_ptr, v_ptr, do_src, do_rest, lse_src, delta_src,
+    codes_ptr, counts_ptr, ends_ptr, S, K, window,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
+    SCALE: tl.constexpr, CAP: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BLOCK_N keys of one key head, over all the query heads that share it; tiles are transposed."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    GROUP: tl.constexpr = HQ // HK
+    blocks = tl.cdiv(K, BLOCK_N)
+    pid = tl.program_id(0)
+    n = pid % blocks * BLOCK_N
+    kv_head = pid // blocks % HK
+    b = pid // blocks // HK
+    keys = n + tl.arange(0, BLOCK_N)
+    lo, hi = span(tl.minimum(keys, K - 1), S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    begin, full_end = span(n, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    last = tl.minimum(n + BLOCK_N, K) - 1
+    full_begin, end = span(last, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    k = tile(k_ptr, k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, False)
+    v = tile(v_ptr, v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, False)
+    hidden = 0
+    pads = 0
+    if MASK:
+        seen = tl.load(codes_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
+        counts_ptr += b.to(tl.int64) * (2 * K + 4)
+        hidden = count(counts_ptr, n, n + BLOCK_N, K, False)
+        if PAIRS:
+            pads = count(counts_ptr, n, n + BLOCK_N, K, True)
+        if hidden == tl.minimum(BLOCK_N, K - n):  # visible only to queries that see nothing else
+            end = tl.minimum(end, n + BLOCK_N + S - K)
+            if n > 0:
+                begin = tl.maximum(begin, n + S - K)
+    dk = zeros(BLOCK_N, MAIN, REST, ACC)
+    dv = zeros(BLOCK_N, MAIN, REST, ACC)
+    begin = begin // 4 * 4  # TMA loads start at multiples of 16 bytes
+    steps = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 0)
+    for step in tl.range(0, GROUP * steps):
+        head = kv_head * GROUP + step // steps
+        m = begin + step % steps * BLOCK_M
+        rows = m + tl.arange(0, BLOCK_M)
+        q = tile(q_src, q_rest, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, TMA)
+        do = tile(do_src, do_rest, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, TMA)
+        lse = numbers(lse_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+        s = inner(k, q, REST, PRECISION, ACC)
+        p, slope = _weights(s, lse[None, :], SCALE, CAP, dtype)
+        some = hidden > 0
+        if PAIRS:
+            some = some | ((pads > 0) & (count(counts_ptr, m, m + BLOCK_M, S, True) > 0))
+        if (m < full_begin) | (m + BLOCK_M > full_end) | some:
+            visible = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
+            if MASK:
+                codes = rows
+                if PAIRS:
+                    codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+                visible = unhidden(visible, seen[:, None], codes[None, :], PAIRS)
+            p = tl.where(visible, p, 0.0)
+        if DV:
+            given = p
+            if MASK:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
+                if (m + K - S < n + BLOCK_N) & (tl.maximum(m + BLOCK_M + K - S, 1) > n):
+                    own = tl.maximum(rows + K - S, 0)
+                    given = tl.where((keys[:, None] == own[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
+            dv = outer(given.to(dtype), do, dv, REST, PRECISION, ACC)
+        if DK:
+            delta = numbers(delta_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+            dp = inner(v, do, REST, PRECISION, ACC)
+            ds = p * (dp - delta[None, :]).to(ACC)
+            if CAP is not None:
+                ds = ds * slope
+            dk = outer(ds.to(dtype), q, dk, REST, PRECISION, ACC)
+    if DK:
+        store(dk_ptr, times(dk, SCALE, REST), b, kv_head, n, K, HK, D, REST)
+    if DV:
+        store(dv_ptr, dv, b, kv_head, n, K, HK, D, REST)
+
+
+def _precision(q: Tensor) -> str:
+    """tl.dot's input_precision: for fp32 on NVIDIA tf32x3, which is nearly as exact as fp32, and faster."""
+    nvidia = q.device.type == "cuda" and torch.version.cuda is not None
+    return "tf32x3" if nvidia and q.dtype == torch.float32 else "ieee"
+
+
+_SMALL = 2**33
+"""q.numel() * keys below which TMA saves less than the 40 us and more that the host takes to make descriptors."""
+
+
+def _tma_takes(q: Tensor, num_keys: int, *tensors: Tensor) -> bool:
+    """True if TMA can read these tensors and is faster: 2-byte dtypes, rows at multiples of 16 bytes, and enough
+    work."""
+    if not torch.compiler.is_compiling() and q.numel() * num_keys < _SMALL:
+        return False
+    for x in tensors:
+        if x.element_size() != 2 or x.device.type != "cuda" or not is_datacenter(x.device.index):
+            return False
+        if any(stride <= 0 or stride % 8 for stride in x.stride()[:3]):
+            return False
+        if not torch.compiler.is_compiling() and x.data_ptr() % 16:  # Dynamo knows no addresses
+            return False
+    return True
+
+
+def _streamed(rows: int, widths: tuple[int, int], tma: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    """The sources of a kernel's pairs of tiles, of `rows` tokens, for each of `tensors` [B, S, H, D]."""
+    if not tma:
+        return tuple(x for x in tensors for _ in widths)
+    parts = widths[0], widths[1] or widths[0]
+    return tuple(TensorDescriptor.from_tensor(x, [1, rows, 1, width]) for x in tensors for width in parts)
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:3]]
+
+
+def _statistics(q: Tensor, batch_size: int) -> Tensor:
+    """Memory for one number per row and head, [B, HQ, S rounded up to 4]: rows start at multiples of 16 bytes.
+
+    fp64 for fp32 inputs: exp(score - lse) has fp32's precision only if lse has more.
+    """
+    dtype = torch.float64 if q.element_size() > 2 else torch.float32
+    return torch.empty(batch_size, q.shape[2], (q.shape[1] + 3) // 4 * 4, dtype=dtype, device=q.device)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, counts: Tensor | None, ends: Tensor | None,
+    causal: bool, window: int | None, softcap: float | None, scale: float, pairs: bool = False,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(o, lse); with splits those of each part of the keys, [B * splits, ...], with o in fp32."""
+    batch_size, length = q.shape[:2]
+    num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
+    rows = batch_size * (splits or 1)
+    out = torch.empty(rows, *q.shape[1:], dtype=q.dtype if splits is None else accumulator(q.dtype), device=q.device)
+    lse = _statistics(q, rows)
+    widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
+    narrow = window is not None or ends is not None
+    block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), narrow, tma)
+    if splits is not None:
+        block_m = 16
+    # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
+    running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
+    launch(
+        _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
+        out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
+        q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
+        length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
+        scale, softcap, running_max, splits is not None,
+        causal, window is not None, ends is not None, codes is not None, pairs,
+        num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+class _Flash(torch.autograd.Function):
+    """q [B, S, HQ, D], k and v [B, K, HK, D] -> [B, S, HQ, D]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, codes, ends, causal, window, softcap, scale, pairs):
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+        counts = None if codes is None else token_counts(codes)
+        out, lse = _forward(q, k, v, codes, counts, ends, causal, window, softcap, scale, pairs)
+        ctx.save_for_backward(q, k, v, out, lse, codes, counts, ends)
+        ctx.options = causal, window, softcap, scale, pairs
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, out, lse, codes, counts, ends = ctx.saved_tensors
+        causal, window, softcap, scale, pairs = ctx.options
+        need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
+        do = last_dim_contiguous(do)
+        (batch_size, length), num_keys = q.shape[:2], k.shape[1]
+        num_heads, size, num_kv_heads = (operator.index(n) for n in (*q.shape[2:], k.shape[2]))
+        dq, dk, dv = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if need else None
+            for x, need in ((q, need_dq), (k, need_dk), (v, need_dv))
+        )
+        delta = _statistics(q, batch_size)
+        tensors = tuple(q if x is None else x for x in (codes, counts, ends))
+        sizes = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
+        flags = scale, softcap, causal, window is not None, ends is not None, codes is not None, pairs
+        widths, narrow = head_parts(size), window is not None or ends is not None
+        tma = _tma_takes(q, k.shape[1], k, v)
+        block_m, block_n, warps, stages = tile_sizes("dq", size, q.element_size(), narrow, tma)
+        launch(
+            _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
+            out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
+            *tensors, *sizes, *flags, need_dq,
+            num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        tma = _tma_takes(q, num_keys, q, do)
+        for kernel in ("dkdv",) if size <= 128 else ("dk", "dv"):
+            make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
+            if not make_dk and not make_dv:
+                continue
+            block_m, block_n, warps, stages = tile_sizes(kernel, size, q.element_size(), narrow, tma)
+            statistics: tuple[Any, ...] = lse, delta
+            if tma:
+                statistics = tuple(TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics)
+            streamed = _streamed(block_m, widths, tma, q, do)
+            launch(
+                _dkdv_kernel, (batch_size * num_kv_heads * cdiv(num_keys, block_n),),
+                dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
+                *tensors, *sizes, *flags, make_dk, make_dv,
+                num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+                num_warps=warps, num_stages=stages,
+            )  # fmt: skip
+        return dq, dk, dv, None, None, None, None, None, None, None
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: float) -> Tensor:
+    """Heads that share a key head become its queries, and the keys are split among programs."""
+    batch_size, _, num_heads, size = q.shape
+    num_kv_heads, splits = operator.index(k.shape[2]), 16
+    group = operator.index(num_heads) // num_kv_heads
+    grouped = q.reshape(batch_size, num_kv_heads, group, size).transpose(1, 2)
+    parts, lse = _forward(grouped, k, v, None, None, None, False, None, softcap, scale, splits=splits)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    launch(
+        _combine_kernel, (batch_size * num_heads,),
+        out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, next_power_of_2(size),
+    )  # fmt: skip
+    return out
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`attention` of attention.py, which documents and checks the arguments; D <= 256."""
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
+        q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
+        return _one_query(q, k, v, softcap, scale)
+    ends = None if cu_seqlens is None else sequence_ends(cu_seqlens, q.shape[1])
+    codes = None if key_mask is None else key_mask.to(torch.uint8).contiguous()  # bit 0: the key is seen
+    if padding is not None:  # bit 1: padding, which padding does not see
+        codes = padding.to(torch.uint8) * 2 + (1 if codes is None else codes)
+    return _Flash.apply(q, k, v, codes, ends, causal, window, softcap, scale, padding is not None)

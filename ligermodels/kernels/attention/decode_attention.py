@@ -1,0 +1,422 @@
+"""Attention of one new token per row to a KV cache whose lengths only the device knows, as in a CUDA graph.
+
+    o[b] = sum over first <= p < ends[b] of softmax(softcap(scale * q[b] k[p])) v[p]
+
+p counts a row's columns, padding included; first is starts[b] or, with a window, at least ends[b] - window.
+
+- Split keys (Flash-Decoding): the keys of a row are split into shares, one per program, as many as fill the GPU at this
+  batch size. The grid is fixed; the size of a share is read from the device, and a program without keys ends at once.
+- One program serves all query heads of a key head, so that a key is read once.
+- The last program of a row to finish sums the shares, in a fixed order. A second kernel does it for more than
+  MAX_BY_LAST shares, with many programs. Shares depend on lengths, batch size and GPU, not on the capacity of the
+  cache, and so do the bits of the result.
+- `rope_decode_attention` takes the new token as it comes from the projection: each program rotates its query heads,
+  and the one with the last share of a key head also rotates the new key, adds it to the sums from registers, and writes
+  key and value into the cache. Nobody else reads that column. In half precision and without fp8; else `rope_to_cache`
+  runs first.
+- Keys and values may be fp8 with a scale per token and key head (fp8.py). The scales multiply scores and probabilities
+  in fp32; e4m3 is converted to q's dtype, which is exact. Two dims are loaded as one int16 and multiplied separately.
+
+Bytes: keys and values once, and 4 D + 8 per query head and share, written and read.
+
+Source: Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+"""
+
+import operator
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import (
+    accumulator,
+    cdiv,
+    has_ptx,
+    last_dim_contiguous,
+    next_power_of_2,
+    num_sms,
+    overlapping,
+    overlaps_launches,
+    tl,
+    triton,
+    use_triton,
+    wait_for_previous,
+)
+from ligermodels.kernels.attention._flash_kernels import LOG2E, capped
+from ligermodels.kernels.attention.rope import check_tables, check_token, rope_to_cache
+from ligermodels.kernels.linear.fp8 import DTYPE, are_scales, dequantize_heads, to_fp32, unpack_pairs
+
+_HALF = torch.bfloat16, torch.float16
+_MAX_SPLITS = 256
+_SUM_ELEMENTS = 8192
+"""Elements of shares that are loaded at a time to be summed."""
+MAX_BY_LAST = 16
+"""Maximum number of shares that the last program of a row sums; a second kernel sums more."""
+_DIMS = 32
+"""Dims of a head per program of the second kernel."""
+
+
+def decode_attention_reference(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
+    window: int | None = None, softcap: float | None = None, scale: float | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The specification of `decode_attention`, in fp32 (fp64 for fp64) with the scores in memory."""
+    dtype, (rows, _, num_heads, size), num_kv_heads = accumulator(q.dtype), q.shape, keys.shape[2]
+    columns = torch.arange(keys.shape[1], device=q.device)
+    last = ends[:, None] - 1
+    positions = last - (last - columns) % keys.shape[1] if ring else columns[None]
+    first = starts if window is None else torch.maximum(starts, ends - window)
+    visible = (positions >= first[:, None]) & (positions <= last)
+    if scales is not None:
+        keys, values = (dequantize_heads(x, by, dtype) for x, by in zip((keys, values), scales, strict=True))
+    keys, values = (torch.where(visible[..., None, None], x.to(dtype), 0) for x in (keys, values))
+    grouped = q.to(dtype).view(rows, num_kv_heads, num_heads // num_kv_heads, size)
+    scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * (size**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = visible[:, None, None]
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).masked_fill(~visible, 0)
+    return torch.einsum("bhgk,bkhd->bhgd", weights, values).reshape(q.shape).to(q.dtype)
+
+
+@triton.jit
+def _scores_fp32(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """q k^T in fp32, 16 dims at a time: the rounding of one long sum of D products would dominate the error."""
+    s = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+    for first in tl.static_range(0, D, 16):
+        dims = first + tl.arange(0, 16)[None, :]
+        q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
+        k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
+        # max_num_imprecise_acc keeps the compiler from making one long sum again.
+        s += tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", max_num_imprecise_acc=16)
+    return s
+
+
+@triton.jit
+def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Row b: (first position, one past the last, positions per share, number of shares)."""
+    first = tl.load(starts_ptr + b)
+    end = tl.load(ends_ptr + b)
+    if WINDOW:
+        first = tl.maximum(first, end - window)
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N, BLOCK_N)
+    return first, end, share, tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
+
+
+@triton.jit
+def _scales(k_ptr, v_ptr, positions, end, stride, capacity, RING: tl.constexpr):
+    """The scales of keys and of values at these positions."""
+    columns = positions % capacity if RING else positions
+    at, inside = columns.to(tl.int64) * stride, positions < end
+    return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _rotated(x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr):
+    """The heads at x_ptr + offsets, rotated; the dims past 2 * HALF as they are."""
+    other = tl.where(dims < HALF, dims + HALF, dims - HALF)  # the other dim of a pair
+    rotates = dims < 2 * HALF
+    cos = tl.load(cos_ptr + tl.minimum(dims, other), mask=rotates, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + tl.minimum(dims, other), mask=rotates, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offsets + dims, mask=mask & (dims < D), other=0.0)
+    y = tl.load(x_ptr + offsets + other, mask=mask & rotates, other=0.0)
+    return (x.to(tl.float32) * cos + y.to(tl.float32) * tl.where(dims < HALF, -sin, sin)).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["window", "capacity"])
+def _kernel(
+    o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, starts_ptr, ends_ptr, window, capacity,
+    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s, new_k_b, new_k_h, new_v_b, new_v_h, table_b,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr,
+    SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
+
+    HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache.
+    """
+    wait_for_previous(OVERLAP)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
+    PARTS: tl.constexpr = 2 if PAIRS else 1
+    GROUP: tl.constexpr = HQ // HK
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
+    b = tl.program_id(0) // HK
+    kv_head = tl.program_id(0) % HK
+    split = tl.program_id(1)
+    first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    if split >= used:
+        return
+    begin = first + split * share
+    if SPLITS > 1:
+        end = tl.minimum(end, begin + share)
+    members, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    of_group = (members < GROUP)[:, None] & (dims < D)[None, :]
+    b = b.to(tl.int64)
+    head = b * HQ + kv_head * GROUP  # the first of the group
+    q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
+    columns = tl.arange(0, BLOCK_D // PARTS)
+    if PAIRS:  # q and acc have the first dim of each
+        of_pairs = (members < GROUP)[:, None] & (columns < D // 2)[None, :]
+        q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
+        q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
+        acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+    elif HALF is not None:
+        cos_ptr += b * table_b
+        sin_ptr += b * table_b
+        q = _rotated(q_ptr, 0, dims[None, :], (members < GROUP)[:, None], cos_ptr, sin_ptr, D, HALF)
+    else:
+        q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
+    k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
+    v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
+    acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if HALF is not None:
+        last = tl.load(ends_ptr + b) - 1  # where the new token goes
+        if split == used - 1:
+            new_k = _rotated(new_k_ptr, b * new_k_b + kv_head * new_k_h, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
+            new_v = tl.load(new_v_ptr + b * new_v_b + kv_head * new_v_h + dims, mask=dims < D, other=0.0)
+            slot = (last % capacity if RING else last).to(tl.int64)
+            tl.store(k_ptr + slot * k_s + dims, new_k, mask=dims < D)
+            tl.store(v_ptr + slot * v_s + dims, new_v, mask=dims < D)
+            if last >= first:
+                highest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
+                if CAP is not None:
+                    highest, _ = capped(highest, SCALE, CAP, dtype)
+                total += 1.0
+                acc += new_v.to(tl.float32)[None, :]
+            end = tl.minimum(end, last)
+    if FP8:  # scales are loaded a tile ahead
+        scales = b * scales_b + kv_head
+        k_scales_ptr += scales
+        v_scales_ptr += scales
+        positions = begin + tl.arange(0, BLOCK_N)
+        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity, RING)
+    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        positions = n + tl.arange(0, BLOCK_N)
+        slots = (positions % capacity if RING else positions).to(tl.int64)[:, None]
+        inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
+        v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
+        if FP8:
+            k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
+            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s, capacity, RING)
+        if dtype == tl.float32:
+            s = _scores_fp32(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
+        else:
+            k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
+            if PAIRS:
+                k, k_odd = unpack_pairs(k, dtype, PTX)
+                s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
+            else:
+                s = tl.dot(q, tl.trans(k.to(dtype)))
+        if FP8:
+            s = s * k_scales[None, :]
+        if CAP is not None:
+            s, _ = capped(s, SCALE, CAP, dtype)
+        s = tl.where((positions < end)[None, :], s, float("-inf"))
+        # Less the maximum, then times the factor: see flash_attention.
+        higher = tl.maximum(highest, tl.max(s, 1))
+        p = tl.exp2((s - higher[:, None]) * FACTOR)
+        shrink = tl.exp2((highest - higher) * FACTOR)
+        total = total * shrink + tl.sum(p, 1)
+        if PAIRS:
+            v, v_odd = unpack_pairs(v, dtype, PTX)
+            if dtype == tl.float16:  # probabilities times small scales would leave its range
+                v = v.to(tl.float32) * v_scales[:, None]
+                v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
+        if FP8 and dtype != tl.float16:
+            p = p * v_scales[None, :]
+        if dtype == tl.float32:  # a sum of its own for each tile, see _scores_fp32
+            acc = acc * shrink[:, None] + tl.dot(p, v.to(dtype), input_precision="ieee", max_num_imprecise_acc=16)
+        else:
+            acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype))
+        if PAIRS:
+            acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
+        highest = higher
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
+    if SPLITS == 1:
+        total = tl.where(total == 0.0, 1.0, total)  # a row without keys
+        o_ptr += (head + members)[:, None] * D + dims[None, :]
+        tl.store(o_ptr, (acc / total[:, None]).to(dtype), mask=of_group)
+    else:
+        slot = (head + members) * tl.num_programs(1) + split
+        tl.store(stats_ptr + 2 * slot, highest, mask=members < GROUP)
+        tl.store(stats_ptr + 2 * slot + 1, total, mask=members < GROUP)
+        tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=of_group)
+        # The barrier orders all threads' stores before the atomic, which releases them; the program that counts last
+        # acquires the stores of all others.
+        if used <= BY_LAST:
+            tl.debug_barrier()
+            count_ptr += tl.program_id(0)
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.debug_barrier()
+                tl.store(count_ptr, 0)  # for the next launch
+                parts = tl.num_programs(1)
+                _sum_shares(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+
+
+@triton.jit(do_not_specialize=["window", "parts"])
+def _many_kernel(
+    o_ptr, part_ptr, stats_ptr, starts_ptr, ends_ptr, window, parts,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Sums DIMS dims of one query head of a row with more than BY_LAST shares."""
+    wait_for_previous(OVERLAP)
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
+    b = tl.program_id(0) // HQ
+    _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    if used <= BY_LAST:
+        return
+    head, first_dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * DIMS
+    _sum_shares(o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts, FACTOR, 1, D, 1, DIMS, CHUNK)
+
+
+@triton.jit
+def _sum_shares(
+    o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts,
+    FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sums the `used` shares (of `parts` allocated) of GROUP query heads, BLOCK_D dims of each.
+
+    A share has its highest score, and sums relative to it.
+    """
+    members, dims = tl.arange(0, GROUP_2), first_dim + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
+    total = tl.zeros([GROUP_2], tl.float32)
+    highest = tl.full([GROUP_2], float("-inf"), tl.float32)
+    for i in range(0, used, CHUNK):
+        some = i + tl.arange(0, CHUNK)[:, None]
+        slots = (head + members)[None, :] * parts + some
+        held = (some < used) & (members < GROUP)[None, :]
+        its_highest = tl.load(stats_ptr + 2 * slots, mask=held, other=float("-inf"))
+        its_total = tl.load(stats_ptr + 2 * slots + 1, mask=held, other=0.0)
+        inside = held[:, :, None] & (dims < D)[None, None, :]
+        part = tl.load(part_ptr + slots[:, :, None] * D + dims[None, None, :], mask=inside, other=0.0)
+        higher = tl.maximum(highest, tl.max(its_highest, 0))
+        weight = tl.where(its_total == 0.0, 0.0, tl.exp2((its_highest - higher[None, :]) * FACTOR))
+        shrink = tl.where(total == 0.0, 0.0, tl.exp2((highest - higher) * FACTOR))
+        total = total * shrink + tl.sum(its_total * weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = higher
+    total = tl.where(total == 0.0, 1.0, total)  # a row without keys
+    o_ptr += (head + members)[:, None] * D + dims[None, :]
+    tl.store(o_ptr, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=(members < GROUP)[:, None] & (dims < D))
+
+
+def decode_attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, ring: bool = False,
+    window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """softmax(scale * q k^T) v over each row's positions starts .. ends: [B, 1, HQ, D], without a gradient.
+
+    q: [B, 1, HQ, D]. keys, values: [B, C, HK, D] of q's dtype; position p of a row is in column p, or with
+    `ring` in column p modulo C. Query head h reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first
+    position and one past its last, unchecked; a row without positions gives 0. window: only the last `window` tokens.
+    softcap: scores become softcap * tanh(scores / softcap). scale: default D ** -0.5. counters: int32, at least B * HK
+    zeros, zero again after the call, used by one call at a time; None allocates them, in one more launch. scales: of
+    fp8 keys and values, bf16 [B, C, HK] each, of the same strides. Raises InputError if shapes, dtypes or devices do
+    not fit together.
+    """
+    return _attention(q, keys, values, starts, ends, None, ring, window, softcap, scale, counters, scales)
+
+
+def rope_decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, starts: Tensor,
+    ends: Tensor, *, ring: bool = False, window: int | None = None, softcap: float | None = None,
+    scale: float | None = None, counters: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`rope_to_cache` and `decode_attention` of the rotated q, with the arguments and errors of both.
+
+    In half precision, in a cache that is not fp8 and whose rows have memory of their own, this is one launch.
+    """
+    name, new = "rope_decode_attention", None
+    rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
+    separate = scales is not None or rows_see_each_other or q.shape[-1] > 256 or q.dtype not in _HALF
+    if separate or not use_triton(q):
+        q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
+    else:
+        check_token(name, q, k, v, keys, values, ends, scales)
+        tables = check_tables(name, q, q.shape[-1], cos, sin)
+        new = last_dim_contiguous(k), last_dim_contiguous(v), *tables
+    return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
+
+
+def _attention(
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, new: tuple[Tensor, ...] | None, ring: bool,
+    window: int | None, softcap: float | None, scale: float | None, counters: Tensor | None,
+    scales: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
+    """`decode_attention`; new: key and value [B, 1, HK, D] that the cache does not have yet, cos and sin."""
+    of_q, of_k = q.shape, keys.shape
+    if (
+        len(of_q) != 4 or len(of_k) != 4 or of_k != values.shape or of_q[1] != 1 or of_q[0] != of_k[0]
+        or of_q[3] != of_k[3] or of_q[2] % of_k[2] or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
+        or not q.device == keys.device == values.device == starts.device == ends.device
+        or not starts.shape == ends.shape == of_q[:1] or not starts.dtype == ends.dtype == torch.int32
+        or (scales is not None and not are_scales(scales, keys))
+    ):  # fmt: skip
+        raise InputError(
+            f"decode_attention: q has {describe(q)}, keys {describe(keys)}, values {describe(values)}, starts "
+            f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of "
+            "one dtype, or the latter in float8_e4m3fn and scales bf16 [B, C, HK], int32 [B] twice, all on one device"
+        )
+    rows, _, num_heads, size = of_q
+    capacity, num_kv_heads = of_k[1:3]
+    if not use_triton(q) or q.dtype == torch.float64 or size > 256 or (scales is not None and size % 2):
+        return decode_attention_reference(
+            q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
+        )
+    q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
+    starts, ends = starts.contiguous(), ends.contiguous()
+    block_d = max(16, next_power_of_2(size))
+    block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
+    sms, groups = num_sms(q.device.index), rows * num_kv_heads
+    # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
+    splits = min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
+    parts = min(splits, cdiv(capacity, block_n))  # more than that would have no key
+    block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
+    out = torch.empty(of_q, dtype=q.dtype, device=q.device)
+    shares = stats = out
+    if splits > 1:
+        shares = torch.empty(rows, num_heads, parts, size, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=q.device)
+        if counters is None:
+            counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
+    if scales is not None and q.dtype != torch.float32:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
+    overlap, half, of_new = overlaps_launches(q), None, (0,) * 5
+    if new is not None:
+        k, v, cos, _ = new
+        half = operator.index(cos.shape[-1])
+        of_new = k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if len(cos) == 1 else cos.stride(0)
+    launch(
+        _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
+        out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (keys, values)),
+        *(new or (q, q, q, q)), starts, ends, window or 0, capacity,
+        q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
+        *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
+        of_scores, softcap, window is not None, ring, scales is not None, splits, MAX_BY_LAST,
+        num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
+        block_g, max(1, min(_SUM_ELEMENTS // (block_g * block_d), next_power_of_2(splits))),
+        half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
+    )  # fmt: skip
+    if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
+        launch(
+            _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
+            out, shares, stats, starts, ends, window or 0, parts,
+            of_scores, softcap, window is not None, splits, MAX_BY_LAST,
+            num_heads, size, _DIMS, block_n, max(1, min(_SUM_ELEMENTS // _DIMS, next_power_of_2(splits))),
+            overlap, num_warps=4, **overlapping(overlap),
+        )  # fmt: skip
+    return out

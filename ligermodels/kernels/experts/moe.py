@@ -1,0 +1,396 @@
+"""Mixture of experts: the routing of tokens to experts, and the experts' gated MLPs over the tokens they are sent.
+
+    route:        the k largest logits of each token, and their softmax: over these k alone, or over all
+    moe_experts:  y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up),  e = experts[t, j],
+                  [gate | up] = gate_up[e] @ x[t]
+
+What differs from a loop over experts:
+- A counting sort of two small kernels sorts the rows by expert, in token order; each grouped matmul runs over all
+  experts. Nothing synchronises, and without atomics the results have the same bits each time.
+- Gathering, not scattering: a kernel sums the k rows of each token in fp32, weighted, and rounds once. It also computes
+  dx.
+- Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not
+  the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a routing weight is <dy @ down, h> of its
+  row: one kernel reads (gate_up, dh), writes d_gate_up, and overwrites dh with weight * h for d_down.
+- Under activation checkpointing, the second run of a block ends before h, the down projection and the sum: `_Experts`
+  saves everything, `_Combine` nothing.
+
+Bytes per token at 2-byte dtypes beside the matmuls: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
+
+Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; routing and precision as MixtralSparseMoeBlock in
+https://github.com/huggingface/transformers. Gathering instead of scattering, and the gradient of the weights from dh:
+Guo et al. 2025, https://arxiv.org/abs/2512.14080.
+"""
+
+import functools
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import ACTIVATIONS, activation, exp
+from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
+from ligermodels.kernels._triton import (
+    accumulator,
+    cdiv,
+    last_dim_contiguous,
+    next_power_of_2,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
+from ligermodels.kernels.experts._grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
+from ligermodels.kernels.linear.glu import glu_forward, glu_reference
+from ligermodels.kernels.linear.operand import LinearOperand, autocast_dtype, check
+
+
+def route_reference(logits: Tensor, *, top_k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    ordered, experts = logits.to(accumulator(logits.dtype)).sort(dim=-1, descending=True, stable=True)
+    weights = ordered[:, :top_k].softmax(-1) if normalize else ordered.softmax(-1)[:, :top_k]
+    return weights, experts[:, :top_k].int()
+
+
+def moe_experts_reference(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
+) -> Tensor:
+    """`moe_experts` in plain PyTorch; raises InputError for an expert outside [0, E)."""
+    check_experts(experts, down_proj.shape[0])
+    y = torch.zeros((), dtype=weights.dtype, device=x.device)
+    out = x
+    for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
+        here = experts == expert
+        rows = torch.where(here.any(-1, keepdim=True), x, 0)  # rows of other experts are zero, and so are their outputs
+        out = F.linear(glu_reference(F.linear(rows, gate_up), activation=activation), down)
+        y = y + out * (weights * here).sum(-1, keepdim=True)
+    return y.to(out.dtype)
+
+
+def check_experts(experts: Tensor, count: int) -> None:
+    """Raises InputError for an expert outside [0, count). For references only: it synchronises."""
+    wrong = (experts < 0) | (experts >= count)
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"moe_experts: experts contain {experts[wrong][0].item()}; expected integers from 0 to {count - 1}, as "
+            "`route` returns them for as many experts."
+        )
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _route_kernel(
+    weights_ptr, experts_ptr, logits_ptr, n_rows, stride,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = weights_ptr.dtype.element_ty
+    EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in `activation`; fp64 is exact as it is
+    rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
+    e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < n_rows) & (e < E)
+    logits = tl.load(logits_ptr + rows * stride + e, mask=inside, other=0.0).to(ACC)
+    left = tl.where(e < E, logits, -float("inf"))
+    open_ = (e < E) & (rows >= 0)
+    largest = tl.max(left, 1, keep_dims=True)
+    weights = tl.zeros([ROWS, BLOCK_K], ACC)
+    experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        top = tl.max(left, 1, keep_dims=True)
+        expert = tl.min(tl.where(open_ & (left == top), e, E - 1), 1, keep_dims=True)  # the first of equals
+        weights = tl.where(j == i, exp(top - largest) if EXACT else tl.exp(top - largest), weights)
+        experts = tl.where(j == i, expert, experts)
+        open_ &= e != expert
+        left = tl.where(open_, left, -float("inf"))
+    terms = weights
+    if not NORMALIZE:
+        terms = exp(logits - largest) if EXACT else tl.exp(logits - largest)
+        terms = tl.where(e < E, terms, 0.0)
+    total = tl.sum(terms, 1, keep_dims=True)
+    weights = tl.div_rn(weights, total) if EXACT else weights / total
+    has_nan = tl.sum((logits != logits).to(tl.int32), 1, keep_dims=True) > 0  # which max passes over
+    weights = tl.where(has_nan | (largest - largest != 0.0), float("nan"), weights)  # as inf - inf is
+    inside = (rows < n_rows) & (j < TOP_K)
+    tl.store(weights_ptr + rows * TOP_K + j, weights, mask=inside)
+    tl.store(experts_ptr + rows * TOP_K + j, experts, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _route_backward_kernel(
+    d_logits_ptr, d_weights_ptr, weights_ptr, experts_ptr, logits_ptr, n_rows, stride,
+    E: tl.constexpr, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """logits_ptr, stride: of the logits; not NORMALIZE alone reads them."""
+    EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in the forward
+    rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
+    e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < n_rows) & (j < TOP_K)
+    weights = tl.load(weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
+    d_weights = tl.load(d_weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
+    d_logits = tl.zeros([ROWS, BLOCK_E], weights.dtype)
+    inside = rows < n_rows
+    if not NORMALIZE:  # others: the probabilities of the experts that were not chosen
+        first = tl.load(experts_ptr + rows * TOP_K, mask=inside, other=0)
+        logits = tl.load(logits_ptr + rows * stride + e, mask=inside & (e < E), other=0.0).to(weights.dtype)
+        logits -= tl.sum(tl.where(e == first, logits, 0.0), 1, keep_dims=True)
+        largest = tl.load(weights_ptr + rows * TOP_K, mask=inside, other=0.0)
+        others = tl.where(e < E, largest * (exp(logits) if EXACT else tl.exp(logits)), 0.0)
+        for i in tl.static_range(TOP_K):
+            others = tl.where(e == tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1), 0.0, others)
+        d_logits = -others * tl.sum(weights * d_weights, 1, keep_dims=True)
+        rest = tl.sum(others, 1, keep_dims=True)
+    for i in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1)
+        weight = tl.load(weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
+        d_weight = tl.load(d_weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
+        # All probabilities sum to 1: pairwise differences lose less than the difference from the mean.
+        slope = tl.sum(weights * (d_weight - d_weights), 1, keep_dims=True)
+        if not NORMALIZE:
+            slope += rest * d_weight
+        d_logits += tl.where(e == expert, weight * slope, 0.0)
+    tl.store(d_logits_ptr + rows * E + e, d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside & (e < E))
+
+
+@triton.jit
+def _backward_kernel(
+    d_gate_up_ptr, d_weights_ptr, dh_ptr, gate_up_ptr, weights_ptr, slots_ptr,
+    ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr,
+    NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: d_gate_up and the routing weight's gradient from dh = dy @ down; EMIT: overwrites dh with weight * h."""
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    weight = tl.load(weights_ptr + slot).to(ACC)
+    dot = tl.zeros([BLOCK], ACC)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < WIDTH
+        gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(ACC)
+        up = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols + WIDTH, mask=mask, other=0.0).to(ACC)
+        act, slope = activation(gate, NAME, dtype == tl.float32)
+        if HAS_DH:
+            dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+            tl.debug_barrier()  # all loads before the stores that may overwrite them: see glu.py
+            dot += dh * (act * up)
+            dh *= weight
+            target = d_gate_up_ptr + row * (2 * WIDTH) + cols
+            tl.store(target, (dh * up * slope).to(dtype), mask=mask)
+            tl.store(target + WIDTH, (dh * act).to(dtype), mask=mask)
+        if EMIT:
+            tl.store(dh_ptr + row * WIDTH + cols, (act * up * weight).to(dtype), mask=mask)
+    if HAS_DH:
+        tl.store(d_weights_ptr + slot, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
+
+
+def _route_tile(num_experts: int, top_k: int) -> tuple[int, int, int]:
+    """BLOCK_E, BLOCK_K and ROWS."""
+    block = next_power_of_2(num_experts)
+    return block, next_power_of_2(top_k), max(1, min(64, 1024 // block))
+
+
+def _backward(
+    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, overwrite: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(d_gate_up, over gate_up if `overwrite`; d_weights; weight * h, over dh, if `emit`) from dh."""
+    n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
+    d_gate_up = d_weights = None
+    h = gate_up.new_empty((n_rows, width)) if dh is None else dh
+    if dh is not None:
+        d_gate_up, d_weights = gate_up if overwrite else torch.empty_like(gate_up), torch.empty_like(weights)
+    if n_rows:
+        launch(
+            _backward_kernel, (n_rows,),
+            d_gate_up, d_weights, h, gate_up, weights, slots,
+            tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
+            activation, width, min(1024, next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip
+    return d_gate_up, d_weights, h if emit else None
+
+
+class _Route(torch.autograd.Function):
+    """logits: [T, E] -> weights [T, k], experts [T, k]. Saves these, and unless `normalize` the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, top_k, normalize):
+        n_rows, num_experts = logits.shape[0], operator.index(logits.shape[1])
+        logits = last_dim_contiguous(logits)
+        weights = torch.empty((n_rows, top_k), dtype=accumulator(logits.dtype), device=logits.device)
+        experts = torch.empty((n_rows, top_k), dtype=torch.int32, device=logits.device)
+        if n_rows:
+            *blocks, rows = _route_tile(num_experts, top_k)
+            launch(
+                _route_kernel, (cdiv(n_rows, rows),),
+                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, normalize, *blocks, rows,
+                num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(weights, experts, *([] if normalize else [logits]))
+        ctx.mark_non_differentiable(experts)
+        ctx.logits = num_experts, logits.dtype
+        return weights, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_weights, _):
+        (weights, experts, *logits), (num_experts, dtype) = ctx.saved_tensors, ctx.logits
+        n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
+        d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
+        if n_rows:
+            *blocks, rows = _route_tile(num_experts, top_k)
+            launch(
+                _route_backward_kernel, (cdiv(n_rows, rows),),
+                d_logits, d_weights.contiguous(), weights, experts, *(logits or [None]), n_rows,
+                logits[0].stride(0) if logits else 0, num_experts, top_k, not logits, *blocks, rows, num_warps=4,
+            )  # fmt: skip
+        return d_logits, None, None
+
+
+def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    return grouped_mm(spread(x, rows, top_k), gate_up_proj.transpose(1, 2), offsets)
+
+
+class _Experts(torch.autograd.Function):
+    """The forward up to gate_up, and the whole backward. Returns a placeholder of y's shape, and gate_up [R, 2I], which
+    with `recompute` only the backward computes.
+
+    `_Combine` computes y, and passes y's gradient to the placeholder. Activation checkpointing ends the second run of a
+    region when its last tensor is saved, and so does not run `_Combine` again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation, recompute, handle):
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
+            ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
+        gate_up = None if recompute else _gate_up(x, gate_up_proj, rows, offsets, weights.shape[1])
+        function, made_of = (None, (x,)) if handle is None else handle
+        if not (torch.compiler.is_compiling() or recompute or ctx.needs_input_grad[2]):
+            made_of = ()  # x is for gate_up and the gradient of its weight alone
+        ctx.save_for_backward(weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of)
+        ctx.options = activation, function
+        if gate_up is not None:
+            ctx.mark_non_differentiable(gate_up)
+        placeholder = x.new_empty(()).expand(x.shape)
+        return placeholder if recompute else (placeholder, gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _=None):
+        weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of = ctx.saved_tensors
+        activation, function = ctx.options
+        need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        top_k = weights.shape[1]
+        dx = d_gate_up_proj = d_down_proj = None
+        overwrite = not torch.compiler.is_compiling() if gate_up is None else may_overwrite(gate_up)
+        if gate_up is None:
+            gate_up = _gate_up(recomputed(function, made_of), gate_up_proj, rows, offsets, top_k)
+        dy = spread(dy, rows, top_k)
+        dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
+        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, overwrite)
+        del gate_up  # under activation checkpointing, the last reference
+        if h is not None:
+            d_down_proj = grouped_mm_outer(dy, h, offsets)
+        del dy, dh, h
+        if need_gate_up and d_gate_up is not None:
+            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(recomputed(function, made_of), rows, top_k), offsets)
+        if need_x and d_gate_up is not None:
+            dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
+        return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
+
+
+class _Combine(torch.autograd.Function):
+    """placeholder: [T, H], for the gradient; gate_up: [R, 2I], or None to compute it from x -> y [T, H].
+
+    Saves nothing: see `_Experts`.
+    """
+
+    @staticmethod
+    def forward(ctx, placeholder, gate_up, x, weights, gate_up_proj, down_proj, rows, offsets, activation):
+        top_k = weights.shape[1]
+        if gate_up is None:
+            gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
+        h = glu_forward(gate_up, None, True, activation)
+        del gate_up
+        return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, top_k, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy, *[None] * 8
+
+
+def route(logits: Tensor, *, top_k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token, those of the largest logits, and their weights:
+
+        normalize    weights                                     gradient reaches the logits of
+        True         softmax over the chosen, which sums to 1    the chosen
+        False        softmax over all, at the chosen             all
+
+    logits: [T, E]. Returns weights [T, top_k], fp32 (fp64 for fp64), largest first, and experts [T, top_k], int32. Of
+    equal logits the lower expert is taken.
+    Raises InputError unless logits are [T, E] and 1 <= top_k <= E.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
+        raise InputError(
+            f"route: logits have {describe(logits)}, top_k is {top_k}; expected "
+            "floating point [T, E] and 1 <= top_k <= E."
+        )
+    operator.index(logits.shape[1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
+    if not use_triton(logits):
+        return route_reference(logits, top_k=top_k, normalize=normalize)
+    return _Route.apply(logits, top_k, normalize)
+
+
+def moe_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu",
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """Each token's weighted sum of the outputs of its experts, which are gated MLPs without biases.
+
+    x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers in [0, E): others make the token's row NaN on
+    a GPU, and raise on a CPU; gate_up_proj: [E, 2I, H], rows [gate | up] of each expert; down_proj: [E, H, I];
+    activation: as in `glu`; recompute: the backward recomputes gate_up, T k rows of 2I, with one more matmul. Returns
+    [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast. Raises
+    InputError for shapes, dtypes or devices that do not fit.
+    """
+    if activation not in ACTIVATIONS:
+        raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
+    count, hidden, inner = down_proj.shape if down_proj.dim() == 3 else (0, 0, 0)
+    if not count or x.dim() != 2 or x.shape[1] != hidden or gate_up_proj.shape != (count, 2 * inner, hidden):
+        raise InputError(
+            f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj "
+            f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I]."
+        )
+    layers = LinearOperand(gate_up_proj), LinearOperand(down_proj)
+    ((gate_up_proj, _, _),) = check("moe_experts", "x", x, hidden, layers[:1], ("gate_up_proj ",), count)
+    ((down_proj, _, _),) = check("moe_experts", "x", x, inner, layers[1:], ("down_proj ",), count)
+    if (
+        weights.dim() != 2
+        or weights.shape != experts.shape
+        or weights.shape[0] != x.shape[0]
+        or not weights.is_floating_point()
+        or experts.is_floating_point()
+        or not x.device == weights.device == experts.device
+    ):
+        raise InputError(
+            f"moe_experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
+            f"[{x.shape[0]}, top_k] on {x.device}, floating point and integers, as `route` returns them for x."
+        )
+    x = x.to(autocast_dtype(x) or x.dtype)
+    for size in (*down_proj.shape, weights.shape[1]):
+        operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
+    if not use_triton(x):
+        reference = functools.partial(moe_experts_reference, activation=activation)
+        if recompute and torch.is_grad_enabled():
+            reference = functools.partial(checkpoint, reference, use_reentrant=False, preserve_rng_state=False)
+        return reference(x, weights, experts, gate_up_proj, down_proj)
+    gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
+    weights = weights.contiguous()
+    order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
+    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
+    placeholder, gate_up = (made, None) if recompute else made
+    constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
+    return _Combine.apply(placeholder, gate_up, *constants, *order[1:], activation)

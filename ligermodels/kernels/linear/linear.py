@@ -1,0 +1,290 @@
+"""Linear layers of one input as one op, with their outputs side by side in one buffer.
+
+    y = [y_0 | y_1 | ...]        y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T
+
+What differs from separate layers and torch.cat:
+- Weights that are `joint` are read as one matrix: one matmul for y, one for dx. With other weights, each matmul writes
+  its own columns of y, and adds to dx in its epilogue. One matmul computes all weight gradients, views of one buffer.
+- W_i may be a `LowBitWeight`, which is saved as it is and dequantised for each matmul (low_bit.py). With few rows, the
+  kernels of quantized.py read int8, fp8 and int4 directly.
+- A layer may have a LoRA adapter (lora.py). One matmul computes H = x A^T, [T, r], for all A_i; H is saved.
+- x is saved only where a weight or an adapter is trained. If a norm computed x, the op saves the norm's inputs instead,
+  and recomputes x in the backward (`_recompute`): 2 H bytes per token less in 16 bits, for one more run of the norm's
+  kernel.
+- Gradients are added to each weight.grad in place where the user asked for it (`_gradients`), by a matmul for each.
+
+Where that gains nothing, F.linear runs, and for a few rows without a gradient `gemv`: see `choose` in operand.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels.kernels._gradients import accumulate, accumulate_grad, target, weight_gradient
+from ligermodels.kernels._recompute import Handle, handle_of, recomputed
+from ligermodels.kernels._triton import accumulator, apply, once_differentiable, use_triton
+from ligermodels.kernels.linear._gemv import MAX_ROWS, gemv
+from ligermodels.kernels.linear._lora import Branch, flatten_adapters
+from ligermodels.kernels.linear.joint import as_one, as_one_layer, rows_of
+from ligermodels.kernels.linear.low_bit import LowBitWeight, dequantized, has_bits
+from ligermodels.kernels.linear.operand import Biases, LinearOperand, autocast_dtype, check, choose, kernel_of
+from ligermodels.kernels.linear.quantized import quantized_linear
+
+
+def linears_reference(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
+    """The layers one after the other, by PyTorch's own functions, which autograd, autocast and transforms see."""
+    found = []
+    for weight, bias, adapter in operands:
+        y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else _frozen_linear(x, weight, bias)
+        if adapter is not None:
+            dtype = adapter.dtype or x.dtype
+            h = F.linear(x.to(dtype), adapter.a.to(dtype))
+            y = (y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))).to(y.dtype)
+        found.append(y)
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def _frozen_linear(x: Tensor, weight: LowBitWeight, bias: Tensor | None) -> Tensor:
+    """F.linear whose backward dequantises the weight again instead of saving it."""
+    x = x.to(autocast_dtype(x) or x.dtype)
+
+    def run(x: Tensor) -> Tensor:
+        return F.linear(x, weight.dequantize(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+
+
+# ---- Without autograd ----
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), into `out` [T, N] for x [T, K] where given, by the fastest kernel."""
+    return Layers((weight, bias), (1, None, None), x.dtype).run(x, out)[0]
+
+
+def _side_by_side(
+    x: Tensor, weights: Sequence[Any], biases: Biases, out: Tensor | None, run: Callable[..., Tensor]
+) -> Tensor:  # fmt: skip
+    """The outputs side by side: `run` once where the weights are joint, else once for each."""
+    layer = as_one_layer(weights, biases)
+    if layer is not None:
+        return run(x, *layer, out)
+    sizes = rows_of(weights)
+    y = x.new_empty(*x.shape[:-1], sum(sizes)) if out is None else out
+    x, parts = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split_with_sizes(sizes, 1)
+    for weight, bias, columns in zip(weights, biases or [None] * len(sizes), parts, strict=True):
+        run(x, weight, bias, columns)
+    return y
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """dx [T, K] from dy [T, sum N_i], into `out` where given."""
+    whole = as_one(weights)
+    if whole is not None:
+        return torch.mm(dy, whole, out=out)
+    first, *others = dy.split_with_sizes(rows_of(weights), 1)
+    dx = torch.mm(first, weights[0], out=out)
+    for part, weight in zip(others, weights[1:], strict=True):
+        torch.addmm(dx, part, weight, out=dx)
+    return dx
+
+
+def weight_gradients(weights: Sequence[Any], needs: Sequence[bool], dy: Tensor, x: Tensor) -> Sequence[Tensor | None]:
+    """`weight_gradient` of each weight [N_i, K] that needs one, from dy [T, sum N_i] and x [T, K].
+
+    One matmul if all need one, and none is added to .grad in place: the gradients are then views of one buffer.
+    """
+    if len(weights) == 1:
+        return [weight_gradient(weights[0], dy, x)]
+    rows = rows_of(weights)
+    if all(needs) and all([target(weight) is None for weight in weights]):
+        return (dy.t() @ x).split_with_sizes(rows)
+    each = zip(weights, needs, dy.split_with_sizes(rows, 1), strict=True)
+    return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
+
+
+def flatten(operands: Sequence[LinearOperand]) -> tuple[Sequence[Tensor | None], tuple[int, Any, Any]]:
+    """(leaves, rest), from which a forward and its backward each build `Layers`.
+
+    leaves: the tensors that may be trained: a weight for each layer (None if quantised); a bias for each layer, left
+    out if no layer has a bias or an adapter; the factors of the adapters. An autograd.Function saves them as they are,
+    since FSDP may move them before the backward. rest: number of layers; quantised weights or None; `Parts` or None.
+    """
+    weights, biases, adapters = zip(*operands, strict=True)
+    count, bits, parts = len(weights), None, None
+    factors: tuple[Tensor, ...] = ()
+    if _given(adapters) is not None:
+        factors, parts = flatten_adapters(weights, adapters)
+    if has_bits(weights):
+        bits = [None if isinstance(weight, Tensor) else weight for weight in weights]
+        weights = tuple([weight if isinstance(weight, Tensor) else None for weight in weights])
+    biases = biases if factors or _given(biases) is not None else ()
+    return weights + biases + factors, (count, bits, parts)
+
+
+def _given(values: Sequence[Any]) -> Any:
+    """The values, or None if all are None."""
+    for value in values:
+        if value is not None:
+            return values
+    return None
+
+
+def without_biases(leaves: Sequence[Any], count: int) -> Sequence[Any]:
+    """The leaves of `count` layers, or a list with a value for each leaf, with None in place of each bias."""
+    if len(leaves) == count:
+        return leaves
+    return *leaves[:count], *(None,) * count, *leaves[2 * count :]
+
+
+class Layers:
+    """Linear layers of one input, with outputs side by side: computes outputs and gradients without autograd.
+
+    leaves, rest: from `flatten`. dtype: of x; adapters compute in it by default. needs: whether each leaf needs a
+    gradient. several: gradients are summed over several chunks of tokens, in fp32.
+    """
+
+    _sums: Sequence[Tensor | None] = ()
+    _bias_sum: Tensor | None = None
+
+    def __init__(
+        self, leaves: Sequence[Any], rest: tuple[int, Any, Any], dtype: torch.dtype, needs: Sequence[bool] = (),
+        several: bool = False,
+    ):  # fmt: skip
+        count, bits, parts = rest
+        self.weights: Any = leaves[:count]
+        self.has_bits, self.branch = bits is not None, None
+        if bits is not None:
+            self.weights = [w if low is None else low for w, low in zip(self.weights, bits, strict=True)]
+        self.biases = _given(leaves[count : 2 * count]) if len(leaves) > count else None
+        if parts is not None:
+            self.branch = Branch(leaves[2 * count :], parts, dtype)
+        self.needs, self.several = needs, several
+
+    def run(self, x: Tensor, out: Tensor | None = None, kernel: str = "") -> tuple[Tensor, Tensor | None]:
+        """y [..., sum N_i] of x [..., K], into `out` [T, sum N_i] where given; and H [T, sum r_i] of the adapters.
+
+        kernel: the result of `kernel_of`, if the caller has it.
+        """
+        weights: Any = self.weights
+        if not kernel and (self.has_bits or x.numel() <= MAX_ROWS * x.shape[-1]):
+            kernel = kernel_of(x, weights, self.biases)
+        if kernel == "bits":
+            y = _side_by_side(x.reshape(-1, x.shape[-1]), weights, self.biases, out, quantized_linear)
+            y = y.view(*x.shape[:-1], y.shape[1])
+        elif self.has_bits:
+            y = _side_by_side(x, dequantized(weights, x.dtype), self.biases, out, _by_torch)
+        else:
+            y = _side_by_side(x, weights, self.biases, out, gemv if kernel == "gemv" else _by_torch)
+        if self.branch is None:
+            return y, None
+        return y, self.branch.add_to(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]))
+
+    def dequantize(self, dtype: torch.dtype) -> None:
+        """Dequantises quantised weights once, for several calls."""
+        self.weights, self.has_bits = dequantized(self.weights, dtype), False
+
+    def inner_gradient(self, dy: Tensor) -> Tensor | None:
+        """dH, from dy [T, sum N_i]."""
+        return None if self.branch is None else self.branch.inner_gradient(dy)
+
+    def input_gradient(self, dy: Tensor, dh: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """dx [T, K] from dy [T, sum N_i] and dH, into `out` where given."""
+        dx = _input_gradient(dy, dequantized(self.weights, dy.dtype) if self.has_bits else self.weights, out)
+        return dx if self.branch is None else self.branch.add_input_gradient(dx, dh)  # type: ignore[arg-type]
+
+    def add_gradients(self, dy: Tensor, x: Tensor, h: Tensor | None, dh: Tensor | None) -> None:
+        """Adds the gradients of weights and adapters for dy [T, sum N_i] and x [T, K]; h: `run`'s, or None."""
+        count = len(self.weights)
+        needs = self.needs[:count]
+        if not self.several:
+            self._sums = weight_gradients(self.weights, needs, dy, x) if True in needs else ()
+        else:
+            first, dtype = not self._sums, accumulator(x.dtype)
+            if first:
+                each = zip(self.weights, needs, strict=True)
+                self._sums = [x.new_empty(weight.shape, dtype=dtype) if need else None for weight, need in each]
+            for total, part in zip(self._sums, dy.split_with_sizes(rows_of(self.weights), 1), strict=True):
+                if total is not None:
+                    accumulate(total, part, x, first)
+        if self.branch is not None and dh is not None and True in self.needs[2 * count :]:
+            self.branch.add_gradients(dy, x, h, dh)
+
+    def add_bias_gradients(self, dy: Tensor) -> None:
+        """Adds the gradients of the biases for dy [T, sum N_i]."""
+        count = len(self.weights)
+        if True in self.needs[count : 2 * count]:
+            part = dy.sum(0, dtype=accumulator(dy.dtype) if self.several else None)
+            self._bias_sum = part if self._bias_sum is None else self._bias_sum + part
+
+    def gradients(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """The gradient of each leaf; biases in `dtype`; None where it was added to weight.grad. Call it only once."""
+        count = len(self.weights)
+        sums: Any = self._sums or (None,) * count
+        needs = self.needs[count : 2 * count]
+        biases: Any = (None,) * len(needs)
+        if self.several:
+            each = zip(self.weights, sums, strict=True)
+            sums = [None if total is None else accumulate_grad(weight, total) for weight, total in each]
+        if self._bias_sum is not None:
+            parts = self._bias_sum.to(dtype).split_with_sizes(rows_of(self.weights))
+            biases = [part if need else None for part, need in zip(parts, needs, strict=True)]
+        return *sums, *biases, *(() if self.branch is None else self.branch.gradients())
+
+
+class _Linear(torch.autograd.Function):
+    """[..., sum N_i] from x [..., K], of two dims or more. rest, leaves: from `flatten`. handle: of x, or None."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rest: tuple[int, Any, Any], handle: Handle | None, *leaves):
+        layers, saved = Layers(leaves, rest, x.dtype), without_biases(leaves, rest[0])
+        y, h = layers.run(x)
+        if True in without_biases(ctx.needs_input_grad[3:], rest[0]):
+            saved = (*saved, h, x) if handle is None else (*saved, h, *handle.tensors)
+        ctx.save_for_backward(*saved)
+        ctx.options = rest, None if handle is None else handle.function
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        saved, (need_x, _, _, *needs) = ctx.saved_tensors, ctx.needs_input_grad
+        rest, function = ctx.options
+        count, rows, dx = len(needs), dy.flatten(0, -2), None
+        layers = Layers(saved[:count], rest, dy.dtype, needs)
+        dh = layers.inner_gradient(rows)
+        if len(saved) > count:  # else before dx, so that x and dx are not in memory together
+            h, *made_of = saved[count:]
+            layers.add_gradients(rows, recomputed(function, made_of).flatten(0, -2), h, dh)
+        if need_x:
+            dx = layers.input_gradient(rows, dh).view(*dy.shape[:-1], layers.weights[0].shape[1])
+        layers.add_bias_gradients(rows)
+        return dx, None, None, *layers.gradients(dy.dtype)
+
+
+def linears(x: Tensor, operands: Sequence[LinearOperand]) -> Tensor:
+    """Linear layers of one input side by side: [..., sum N_i], contiguous, from x [..., K]; see the top of the file.
+
+    The caller may overwrite the result of several. Raises InputError for operands that do not fit x.
+    """
+    how = choose(operands, x)
+    if how == "formula" or (how == "matmul" and len(operands) == 1 and operands[0].is_dense):
+        return linears_reference(x, operands)
+    if how not in ("gemv", "bits"):  # `choose` has checked the others: decoding is host-bound
+        operands = check("linear", "x", x, x.shape[-1], operands)
+    if how == "op" and not use_triton(x) and not has_bits([weight for weight, _, _ in operands]):
+        return linears_reference(x, operands)  # which has a second derivative
+    leaves, rest = flatten(operands)
+    if how == "op":
+        return apply(_Linear, x, rest, handle_of(x), *leaves)
+    return Layers(leaves, rest, x.dtype).run(x, kernel=how)[0]

@@ -1,0 +1,227 @@
+"""Attention: masks by definition, packed sequences, hidden rows, compilation."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+
+from ligermodels.kernels import attention, attention_reference
+from ligermodels.kernels._recompute import attach_to_view, handle_of
+from ligermodels.kernels.linear.linear import linears
+from ligermodels.kernels.linear.operand import LinearOperand
+from tests.kernels.ops.attention import our_attention
+
+engines = importlib.import_module("ligermodels.kernels.attention.attention")  # the name in the package is the function
+
+
+def inputs(length, num_keys, heads=(4, 2), size=8, batch_size=2, dtype=torch.float64, device="cpu"):
+    """q, k, v as strided views of packed rows, as a projection leaves them."""
+    num_heads, num_kv_heads = heads
+    packed = torch.randn(batch_size, num_keys, (num_heads + 2 * num_kv_heads) * size, dtype=torch.float64)
+    packed = packed.to(device, dtype).requires_grad_()
+    q, k, v = packed.split([num_heads * size, num_kv_heads * size, num_kv_heads * size], dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, size)) for x in (q, k, v))
+    return packed, q[:, num_keys - length :], k, v
+
+
+def left_and_right_padding(num_keys, batch_size=2, device="cpu"):
+    """Left padding in row 0 (its first queries see nothing), a hole and right padding in row 1."""
+    mask = torch.ones(2, num_keys, dtype=torch.bool)
+    mask[0, : (num_keys + 1) // 2] = False
+    mask[1, -1] = False
+    mask[1, num_keys // 3] = False
+    return mask[:batch_size].to(device)
+
+
+def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, padding=None):
+    """One query, one head at a time, visible keys collected in a list."""
+    batch_size, length, num_heads, size = q.shape
+    num_keys, groups = k.shape[1], num_heads // k.shape[2]
+    rows = []
+    for b, i, h in itertools.product(range(batch_size), range(length), range(num_heads)):
+        at = i + num_keys - length
+        keys = [
+            j
+            for j in range(num_keys)
+            if (not causal or j <= at)
+            and (window is None or j > at - window)
+            and (key_mask is None or key_mask[b, j])
+            and (segments is None or segments[j] == segments[at])
+            and (padding is None or not (padding[b, i] and padding[b, j]))
+        ] or [max(at, 0)]
+        scores = (k[b, keys, h // groups] @ q[b, i, h]) * (size**-0.5 if scale is None else scale)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        rows.append(torch.softmax(scores, 0) @ v[b, keys, h // groups])
+    return torch.stack(rows).view(q.shape)
+
+
+@pytest.mark.parametrize("length, num_keys", [(7, 7), (5, 9), (1, 6), (6, 4)])
+def test_the_reference_is_the_definition(length, num_keys):
+    for causal, window, softcap, masked in itertools.product([True, False], [None, 1, 3], [None, 2.0], [False, True]):
+        if causal and length > num_keys:
+            continue
+        options = {"causal": causal, "window": window, "softcap": softcap, "scale": 0.3 if softcap else None}
+        options["key_mask"] = left_and_right_padding(num_keys) if masked else None
+        if not masked and length == num_keys and not causal:
+            options["padding"] = torch.rand(2, length) < 0.4
+            options["padding"][0] = True
+        _, q, k, v = inputs(max(length, num_keys), max(length, num_keys))
+        q, k, v = q[:, :length], k[:, :num_keys], v[:, :num_keys]
+        torch.testing.assert_close(attention_reference(q, k, v, **options), by_hand(q, k, v, **options))
+
+
+# Packed sequences.
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4], [5, 0, 5, 2], [1, 1, 6, 1, 3, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("options", "masked"), [({}, False), ({"window": 2}, True), ({"causal": False}, True), ({"softcap": 2.0}, False)]
+)
+def test_packed_by_lengths_that_the_host_knows(lengths, options, masked, device):
+    """On the CPU, wherever q is; and the same where the device alone knows them. Neighbours of one length run as a
+    batch."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    segments = [i for i, length in enumerate(lengths) for _ in range(length)]
+    key_mask = left_and_right_padding(12, batch_size=1) if masked else None
+    packed, q, k, v = inputs(12, 12, batch_size=1)
+    exact = by_hand(q, k, v, segments=segments, key_mask=key_mask, **options)
+    weights = torch.randn(exact.shape, dtype=torch.float64)
+    grad = torch.autograd.grad(exact, packed, weights)[0]
+    leaf = packed.detach().to(device).requires_grad_()
+    q, k, v = (x.unflatten(-1, (-1, 8)) for x in leaf.split([32, 16, 16], -1))
+    mask = None if key_mask is None else key_mask.to(device)
+    for op, bounds in ((attention, ends), (attention, ends.to(device)), (attention_reference, ends.to(device))):
+        actual = op(q, k, v, cu_seqlens=bounds, key_mask=mask, **options)
+        torch.testing.assert_close(actual.cpu(), exact)
+        torch.testing.assert_close(torch.autograd.grad(actual, leaf, weights.to(device))[0].cpu(), grad)
+
+
+@pytest.mark.parametrize(
+    "lengths, expected",
+    [
+        ([256, 768, 1536, 512, 2304, 1024, 6912, 3072], False),  # 8 documents in 16,384 tokens, and in 32,768
+        ([512, 1536, 3072, 1024, 4608, 2048, 13824, 6144], True),
+        ([1024] * 16, True),  # images of one size are one launch
+        ([1024] * 4 + [1008] * 4, True),
+        ([2048, 2030], False),
+        ([81] * 10, False),
+    ],
+)
+def test_which_packed_sequences_run_one_by_one(lengths, expected):
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    assert engines._one_by_one(engines._runs(ends)) is expected
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}, {"key_mask": True}], ids=str)
+def test_masked_sequences_run_all_at_once(options, device, monkeypatch):
+    """Run by run they would meet the same kernel again."""
+    monkeypatch.setattr(engines, "_one_by_one", lambda runs: True)
+    called = []
+    monkeypatch.setattr(engines, "flash_attention", lambda q, *_, **__: called.append(q.shape) or q)
+    q, k, v = torch.randn(3, 1, 9, 2, 8, dtype=torch.float16, device=device)
+    if "key_mask" in options:
+        options = {"key_mask": torch.ones(1, 9, dtype=torch.bool, device=device)}
+    attention(q, k, v, cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32), **options)
+    assert called == ([(1, 9, 2, 8)] if options else [])
+
+
+# Rows and keys that are hidden.
+
+
+@pytest.mark.parametrize("seen", [(64, 65), (3, 131)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_hidden_ends_are_left_out(seen, causal, device, poison):
+    """Loops begin at the first key that is seen and end after the last one, whatever the borders of tiles."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    _, q, k, v = inputs(133, 133, heads=(1, 1), dtype=dtype, device=device)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    mask = torch.zeros(2, 133, dtype=torch.bool, device=device)
+    mask[0, slice(*seen)] = mask[1, ::7] = True
+    weights = torch.randn(q.shape, device=device).to(dtype)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    exact = attention_reference(*doubles, causal=causal, key_mask=mask)
+    actual = our_attention(*leaves, causal=causal, key_mask=mask)
+    tolerance = 1e-10 if dtype == torch.float64 else 5e-3  # bf16: 2^-8 a rounding
+    pairs = zip(torch.autograd.grad(actual, leaves, weights), torch.autograd.grad(exact, doubles, weights.double()),
+                strict=True)  # fmt: skip
+    for a, b in ((actual, exact), *pairs):
+        assert (a.double() - b).norm() <= tolerance * b.norm()
+
+
+def test_rows_do_not_leak(device):
+    """The last tile of a row of the batch ends in the next row, which holds NaN."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    _, *qkv = inputs(70, 70, dtype=dtype, device=device)
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    weights = torch.randn_like(leaves[0])
+    for x in (*leaves, weights):
+        x.detach()[1] = float("nan")
+    out = our_attention(*leaves)
+    for x in (out, *torch.autograd.grad(out, leaves, weights)):
+        assert x[0].isfinite().all() and x[1].isnan().all()
+
+
+def test_decode_is_the_last_row_of_prefill(device):
+    """Without gradients the keys of one query are split among programs, more than there may be keys for."""
+    for num_keys in (1, 7, 250):
+        _, q, k, v = inputs(num_keys, num_keys, heads=(6, 2), dtype=torch.float32, device=device)
+        expected = attention_reference(q.double(), k.double(), v.double(), softcap=2.0)[:, -1:]
+        with torch.no_grad():
+            split = our_attention(q[:, -1:], k, v, softcap=2.0)
+        torch.testing.assert_close(split.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# Engines.
+
+
+def test_head_chunks_change_nothing(device, monkeypatch):
+    """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
+    packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
+    weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
+    monkeypatch.setattr(engines, "_CHUNK_ELEMENTS", q.numel() // 3)
+    results = []
+    for head_chunks in (False, True):
+        out = attention(q, k, v, head_chunks=head_chunks)
+        joined = attach_to_view(out, out.flatten(2))
+        assert (handle_of(out) is not None) is (handle_of(joined) is not None) is head_chunks
+        y = linears(joined, [LinearOperand(weight)])
+        results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole)
+
+
+def test_one_compiled_decode_serves_growing_caches(device):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_keys in (5, 6, 7, 300):
+        q = torch.randn(2, 1, 8, 64, device=device, dtype=dtype)
+        k, v = torch.randn(2, 2, num_keys, 2, 64, device=device, dtype=dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [
+    {}, {"causal": False}, {"window": 100}, {"packed": True}, {"packed": True, "window": 50},
+], ids=str)  # fmt: skip
+def test_scores_are_never_in_memory(options):
+    """A mask of the scores' shape would be many times what bf16 attention takes at 16384 tokens."""
+    length, options = 16384, dict(options)
+    if options.pop("packed", False):
+        options["cu_seqlens"] = torch.tensor([0, length // 3, length], dtype=torch.int32, device="cuda")
+    batch = 1 if "cu_seqlens" in options else 2
+    packed, q, k, v = inputs(length, length, (8, 2), 128, batch, torch.bfloat16, "cuda")
+    weights = torch.randn(q.shape, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(attention(q, k, v, **options), packed, weights)
+    torch.cuda.synchronize()
+    spent = torch.cuda.max_memory_allocated() - before
+    # The output; dq, dk, dv, each with all query heads at most; dq again in fp32; and their packed sum.
+    assert spent < 12 * batch * length * 8 * 128 * 2
