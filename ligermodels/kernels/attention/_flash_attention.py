@@ -41,22 +41,23 @@ from ligermodels.kernels._triton import (
 from ligermodels.kernels.attention._flash_kernels import (
     LOG2E,
     add_row,
+    any_hidden,
+    apply_mask,
     capped,
     count,
     head_parts,
-    holes,
     inner,
     numbers,
     outer,
+    queries_of,
     query_block,
+    row_length,
     sequence_ends,
-    span,
     store,
     tile,
     tile_sizes,
     times,
     token_counts,
-    unhidden,
     visible_keys,
     zeros,
 )
@@ -68,14 +69,16 @@ if HAS_TRITON:
 @triton.jit(do_not_specialize=["S", "K", "window", "splits"])
 def _forward_kernel(
     o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, codes_ptr, counts_ptr, ends_ptr, S, K, window, splits,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, lse_s,
-    SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
+    SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M queries of one head; with SPLIT, over one of `splits` parts of the keys."""
+    """BLOCK_M queries of one head; with `splits`, over one of so many parts of the keys.
+
+    codes_ptr and counts_ptr, ends_ptr, window, splits: None without a mask, packing, a window, a split.
+    """
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
@@ -84,14 +87,14 @@ def _forward_kernel(
     # Programs of one key head's query heads follow each other, then those of the next block, longest causal rows first.
     m = (blocks - 1 - pid // GROUP % blocks) * BLOCK_M
     out_b = pid // (GROUP * blocks) // HK
-    b = out_b // splits
+    b = out_b if splits is None else out_b // splits
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
     lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
-        m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+        m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
     )
-    if SPLIT:
+    if splits is not None:
         part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += out_b % splits * part
         end = tl.minimum(end, begin + part)
@@ -106,8 +109,8 @@ def _forward_kernel(
         s = inner(q, k, REST, PRECISION, ACC)
         if CAP is not None:
             s, _ = capped(s, SCALE, CAP, dtype)
-        if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
-            visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
+        if (n < full_begin) | (n + BLOCK_N > full_end) | any_hidden(counts_ptr, n, n + BLOCK_N, K, pads, PAIRS):
+            visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, PAIRS)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
             # Subtract the maximum, then multiply. The other order is one fused instruction, which rounds differently
@@ -127,24 +130,24 @@ def _forward_kernel(
         v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
         acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
     empty = total == 0.0
-    if MASK or SPLIT:
+    if codes_ptr is not None or splits is not None:
         total = tl.where(empty, 1.0, total)
     lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
     if RUNNING_MAX:
         lse += highest.to(lse.dtype) * FACTOR
     else:
         total = tl.where(empty, 1.0, rounded)
-    if MASK:
+    if codes_ptr is not None:
         # A row without a visible key attends to itself; an infinite lse marks it for the backward.
-        own = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
-        at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + own * v_s
+        self_key = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
+        at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + self_key * v_s
         acc = add_row(acc[0], at, empty, 0, D), acc[1]
         if REST:
             acc = acc[0], add_row(acc[1], at, empty, MAIN, D)
         lse = tl.where(empty, float("inf"), lse)
-    elif SPLIT:
+    elif splits is not None:
         lse = tl.where(empty, float("-inf"), lse)
-    tl.store(lse_ptr + (out_b.to(tl.int64) * HQ + head) * lse_s + rows, lse, mask=rows < S)
+    tl.store(lse_ptr + (out_b.to(tl.int64) * HQ + head) * row_length(S) + rows, lse, mask=rows < S)
     store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), out_b, head, m, S, HQ, D, REST)
 
 
@@ -182,15 +185,13 @@ def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr
 def _dq_kernel(
     dq_ptr, delta_ptr, q_ptr, k_src, k_rest, v_src, v_rest, o_ptr, do_ptr, lse_ptr,
     codes_ptr, counts_ptr, ends_ptr, S, K, window,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
-    DQ: tl.constexpr,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(do * o), and dq, of BLOCK_M queries of one head."""
+    """delta = rowsum(do * o), and unless dq_ptr is None dq, of BLOCK_M queries of one head."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
@@ -201,7 +202,7 @@ def _dq_kernel(
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
-    at = (b.to(tl.int64) * HQ + head) * lse_s + rows
+    at = (b.to(tl.int64) * HQ + head) * row_length(S) + rows
     o = tile(o_ptr, o_ptr, b, head, m, S, tl.cast(S, tl.int64) * (HQ * D), HQ * D, D, BLOCK_M, D, MAIN, REST, False)
     do = tile(do_ptr, do_ptr, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, False)
     STATISTIC: tl.constexpr = delta_ptr.dtype.element_ty
@@ -209,9 +210,9 @@ def _dq_kernel(
     if REST:
         delta += tl.sum(o[1].to(STATISTIC) * do[1].to(STATISTIC), 1)
     tl.store(delta_ptr + at, delta, mask=rows < S)
-    if DQ:
+    if dq_ptr is not None:
         lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
-            m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, WINDOW, PACKED, MASK, PAIRS
+            m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
         )
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
         q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
@@ -222,8 +223,8 @@ def _dq_kernel(
             s = inner(q, k, REST, PRECISION, ACC)
             dp = inner(do, v, REST, PRECISION, ACC)
             p, slope = _weights(s, lse[:, None], SCALE, CAP, dtype)
-            if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
-                visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, MASK, PAIRS)
+            if (n < full_begin) | (n + BLOCK_N > full_end) | any_hidden(counts_ptr, n, n + BLOCK_N, K, pads, PAIRS):
+                visible = visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N, PAIRS)
                 p = tl.where(visible, p, 0.0)
             ds = p * (dp - delta[:, None]).to(ACC)
             if CAP is not None:
@@ -236,14 +237,16 @@ def _dq_kernel(
 def _dkdv_kernel(
     dk_ptr, dv_ptr, q_src, q_rest, k_ptr, v_ptr, do_src, do_rest, lse_src, delta_src,
     codes_ptr, counts_ptr, ends_ptr, S, K, window,
-    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
-    SCALE: tl.constexpr, CAP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h,
+    SCALE: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAIRS: tl.constexpr,
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys of one key head, over all the query heads that share it; tiles are transposed."""
+    """dk and dv of BLOCK_N keys of one key head, over all the query heads that share it; tiles are transposed.
+
+    dk_ptr, dv_ptr: None for a gradient that is not asked for.
+    """
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     GROUP: tl.constexpr = HQ // HK
@@ -253,15 +256,14 @@ def _dkdv_kernel(
     kv_head = pid // blocks % HK
     b = pid // blocks // HK
     keys = n + tl.arange(0, BLOCK_N)
-    lo, hi = span(tl.minimum(keys, K - 1), S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
-    begin, full_end = span(n, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
-    last = tl.minimum(n + BLOCK_N, K) - 1
-    full_begin, end = span(last, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    lo, hi = queries_of(tl.minimum(keys, K - 1), S, K, window, ends_ptr, CAUSAL)
+    begin, full_end = queries_of(n, S, K, window, ends_ptr, CAUSAL)
+    full_begin, end = queries_of(tl.minimum(n + BLOCK_N, K) - 1, S, K, window, ends_ptr, CAUSAL)
     k = tile(k_ptr, k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, False)
     v = tile(v_ptr, v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, False)
     hidden = 0
     pads = 0
-    if MASK:
+    if codes_ptr is not None:
         seen = tl.load(codes_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
         counts_ptr += b.to(tl.int64) * (2 * K + 4)
         hidden = count(counts_ptr, n, n + BLOCK_N, K, False)
@@ -281,7 +283,7 @@ def _dkdv_kernel(
         rows = m + tl.arange(0, BLOCK_M)
         q = tile(q_src, q_rest, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, TMA)
         do = tile(do_src, do_rest, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, TMA)
-        lse = numbers(lse_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+        lse = numbers(lse_src, b, head, m, S, HQ, BLOCK_M, TMA)
         s = inner(k, q, REST, PRECISION, ACC)
         p, slope = _weights(s, lse[None, :], SCALE, CAP, dtype)
         some = hidden > 0
@@ -289,29 +291,29 @@ def _dkdv_kernel(
             some = some | ((pads > 0) & (count(counts_ptr, m, m + BLOCK_M, S, True) > 0))
         if (m < full_begin) | (m + BLOCK_M > full_end) | some:
             visible = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
-            if MASK:
+            if codes_ptr is not None:
                 codes = rows
                 if PAIRS:
                     codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-                visible = unhidden(visible, seen[:, None], codes[None, :], PAIRS)
+                visible = apply_mask(visible, seen[:, None], codes[None, :], PAIRS)
             p = tl.where(visible, p, 0.0)
-        if DV:
-            given = p
-            if MASK:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
+        if dv_ptr is not None:
+            weights = p
+            if codes_ptr is not None:  # rows without a visible key: weight 1 for their own, whatever the scores  # noqa: SIM102
                 if (m + K - S < n + BLOCK_N) & (tl.maximum(m + BLOCK_M + K - S, 1) > n):
-                    own = tl.maximum(rows + K - S, 0)
-                    given = tl.where((keys[:, None] == own[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
-            dv = outer(given.to(dtype), do, dv, REST, PRECISION, ACC)
-        if DK:
-            delta = numbers(delta_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+                    self_key = tl.maximum(rows + K - S, 0)
+                    weights = tl.where((keys[:, None] == self_key[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
+            dv = outer(weights.to(dtype), do, dv, REST, PRECISION, ACC)
+        if dk_ptr is not None:
+            delta = numbers(delta_src, b, head, m, S, HQ, BLOCK_M, TMA)
             dp = inner(v, do, REST, PRECISION, ACC)
             ds = p * (dp - delta[None, :]).to(ACC)
             if CAP is not None:
                 ds = ds * slope
             dk = outer(ds.to(dtype), q, dk, REST, PRECISION, ACC)
-    if DK:
+    if dk_ptr is not None:
         store(dk_ptr, times(dk, SCALE, REST), b, kv_head, n, K, HK, D, REST)
-    if DV:
+    if dv_ptr is not None:
         store(dv_ptr, dv, b, kv_head, n, K, HK, D, REST)
 
 
@@ -373,8 +375,8 @@ def _forward(
     out = torch.empty(rows, *q.shape[1:], dtype=q.dtype if splits is None else accumulator(q.dtype), device=q.device)
     lse = _statistics(q, rows)
     widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
-    narrow = window is not None or ends is not None
-    block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), narrow, tma)
+    short = window is not None or ends is not None
+    block_m, block_n, warps, stages = tile_sizes("forward", size, q.element_size(), short, tma)
     if splits is not None:
         block_m = 16
     # exp2 of the bound, summed over many keys, must not overflow; fp16 has too few exponents.
@@ -382,10 +384,8 @@ def _forward(
     launch(
         _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
         out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
-        q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
-        length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
-        scale, softcap, running_max, splits is not None,
-        causal, window is not None, ends is not None, codes is not None, pairs,
+        codes, counts, ends, length, k.shape[1], window, splits, *_strides(q, k, v),
+        scale, softcap, running_max, causal, pairs,
         num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -418,16 +418,13 @@ class _Flash(torch.autograd.Function):
             for x, need in ((q, need_dq), (k, need_dk), (v, need_dv))
         )
         delta = _statistics(q, batch_size)
-        tensors = tuple(q if x is None else x for x in (codes, counts, ends))
-        sizes = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
-        flags = scale, softcap, causal, window is not None, ends is not None, codes is not None, pairs
-        widths, narrow = head_parts(size), window is not None or ends is not None
+        masks = codes, counts, ends, length, num_keys, window, *_strides(q, k, v, do), scale, softcap, causal, pairs
+        widths, short = head_parts(size), window is not None or ends is not None
         tma = _tma_takes(q, k.shape[1], k, v)
-        block_m, block_n, warps, stages = tile_sizes("dq", size, q.element_size(), narrow, tma)
+        block_m, block_n, warps, stages = tile_sizes("dq", size, q.element_size(), short, tma)
         launch(
             _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
-            out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
-            *tensors, *sizes, *flags, need_dq,
+            dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse, *masks,
             num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -436,16 +433,15 @@ class _Flash(torch.autograd.Function):
             make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
             if not make_dk and not make_dv:
                 continue
-            block_m, block_n, warps, stages = tile_sizes(kernel, size, q.element_size(), narrow, tma)
+            block_m, block_n, warps, stages = tile_sizes(kernel, size, q.element_size(), short, tma)
             statistics: tuple[Any, ...] = lse, delta
             if tma:
                 statistics = tuple(TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics)
             streamed = _streamed(block_m, widths, tma, q, do)
             launch(
                 _dkdv_kernel, (batch_size * num_kv_heads * cdiv(num_keys, block_n),),
-                dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
-                *tensors, *sizes, *flags, make_dk, make_dv,
-                num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+                dk if make_dk else None, dv if make_dv else None, *streamed[:2], k, v, *streamed[2:], *statistics,
+                *masks, num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
         return dq, dk, dv, None, None, None, None, None, None, None

@@ -18,23 +18,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # ---- Tile sizes ----
 
 
-def tile_sizes(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_N, warps, stages) of a kernel. narrow: windows or packed sequences, of short intervals."""
+def tile_sizes(kernel: str, size: int, itemsize: int, short: bool, tma: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_N, warps, stages) of a kernel. short: windows or packed sequences, of short intervals."""
     table = _EXACT if itemsize > 2 else _HOPPER if tma else _PORTABLE
     row = table[next(most for most in table if size <= most)]
-    return row.get(kernel + " narrow", row[kernel]) if narrow else row[kernel]
+    return row.get(kernel + " short", row[kernel]) if short else row[kernel]
 
 
-# By the largest head. The fastest measured on an H200; "narrow" where another is faster for short intervals.
+# By the largest head. The fastest measured on an H200; "short" where another is faster for short intervals.
 _HOPPER = {
     64: {"forward": (64, 128, 4, 2), "dq": (64, 64, 4, 3), "dkdv": (64, 64, 4, 3)},
     80: {"forward": (128, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 3)},
-    96: {"forward": (128, 64, 8, 3), "forward narrow": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
-    128: {"forward": (64, 64, 4, 3), "dq": (128, 64, 8, 3), "dq narrow": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
+    96: {"forward": (128, 64, 8, 3), "forward short": (64, 64, 4, 3), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
+    128: {"forward": (64, 64, 4, 3), "dq": (128, 64, 8, 3), "dq short": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
     256: {
         "forward": (128, 64, 8, 2),
         "dq": (64, 32, 4, 3),
-        "dq narrow": (64, 64, 4, 2),
+        "dq short": (64, 64, 4, 2),
         "dk": (64, 64, 4, 2),
         "dv": (64, 64, 4, 3),
     },
@@ -64,19 +64,32 @@ def head_parts(size: int) -> tuple[int, int]:
 
 
 @triton.jit
-def span(
-    x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """[lo, hi), the tokens of `limit` that token x attends to: from x + shift - before to x + shift + after."""
-    lo = x * 0
-    hi = lo + limit
-    if PACKED:
-        lo = tl.load(ends_ptr + 2 * x)
-        hi = tl.load(ends_ptr + 2 * x + 1)
-    if BEFORE:
-        lo = tl.maximum(lo, x + shift - before)
-    if AFTER:
-        hi = tl.minimum(hi, x + shift + after + 1)
+def keys_of(query, S, K, window, ends_ptr, CAUSAL: tl.constexpr):
+    """[lo, hi), the keys of K that a query of S may attend to. window, ends_ptr: None for none."""
+    lo = query * 0
+    hi = lo + K
+    if ends_ptr is not None:
+        lo = tl.load(ends_ptr + 2 * query)
+        hi = tl.load(ends_ptr + 2 * query + 1)
+    if window is not None:
+        lo = tl.maximum(lo, query + K - S - window + 1)
+    if CAUSAL:
+        hi = tl.minimum(hi, query + K - S + 1)
+    return lo, hi
+
+
+@triton.jit
+def queries_of(key, S, K, window, ends_ptr, CAUSAL: tl.constexpr):
+    """[lo, hi), the queries that may attend to a key; see `keys_of`."""
+    lo = key * 0
+    hi = lo + S
+    if ends_ptr is not None:
+        lo = tl.load(ends_ptr + 2 * key)
+        hi = tl.load(ends_ptr + 2 * key + 1)
+    if CAUSAL:
+        lo = tl.maximum(lo, key + S - K)
+    if window is not None:
+        hi = tl.minimum(hi, key + S - K + window)
     return lo, hi
 
 
@@ -132,19 +145,19 @@ def count(counts_ptr, start, end, limit, PADDING: tl.constexpr):
 
 
 @triton.jit
-def holes(counts_ptr, start, end, K, pads, MASK: tl.constexpr, PAIRS: tl.constexpr):
+def any_hidden(counts_ptr, start, end, K, pads, PAIRS: tl.constexpr):
     """True if any of the keys start .. end is hidden from a query of a block with `pads` tokens of padding."""
     if PAIRS:
         some = (pads > 0) & (count(counts_ptr, start, end, K, True) > 0)
         return some | (count(counts_ptr, start, end, K, False) > 0)
-    elif MASK:
+    elif counts_ptr is not None:
         return count(counts_ptr, start, end, K, False) > 0
     else:
         return False
 
 
 @triton.jit
-def unhidden(visible, keys, queries, PAIRS: tl.constexpr):
+def apply_mask(visible, keys, queries, PAIRS: tl.constexpr):
     """`visible` without hidden keys and, with PAIRS, without pairs of padding; keys, queries: codes."""
     if PAIRS:
         return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
@@ -171,19 +184,18 @@ def sequence_ends(cu_seqlens: Tensor, length: int) -> Tensor:
 @triton.jit
 def query_block(
     m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """For queries m .. m + BLOCK_M: lo and hi of each; begin .. end, the keys that any of them may see, and
     full_begin .. full_end, those that are in every interval; the queries' codes; their number of padding tokens; and
     the counts of their row of the batch."""
     rows = m + tl.arange(0, BLOCK_M)
-    lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-    begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-    last = tl.minimum(m + BLOCK_M, S) - 1
-    full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    lo, hi = keys_of(tl.minimum(rows, S - 1), S, K, window, ends_ptr, CAUSAL)
+    begin, full_end = keys_of(m, S, K, window, ends_ptr, CAUSAL)
+    full_begin, end = keys_of(tl.minimum(m + BLOCK_M, S) - 1, S, K, window, ends_ptr, CAUSAL)
     codes = rows
     pads = 0
-    if MASK:
+    if counts_ptr is not None:
         counts_ptr += b.to(tl.int64) * (2 * K + 4)
         begin = tl.maximum(begin, tl.load(counts_ptr))
         end = tl.minimum(end, tl.load(counts_ptr + 1))
@@ -194,15 +206,13 @@ def query_block(
 
 
 @triton.jit
-def visible_keys(
-    n, b, lo, hi, codes, codes_ptr, K, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr
-):  # fmt: skip
+def visible_keys(n, b, lo, hi, codes, codes_ptr, K, BLOCK_N: tl.constexpr, PAIRS: tl.constexpr):
     """Which of the keys n .. n + BLOCK_N the queries of a block attend to, [BLOCK_M, BLOCK_N]."""
     cols = n + tl.arange(0, BLOCK_N)
     visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
-    if MASK:
+    if codes_ptr is not None:
         seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-        visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+        visible = apply_mask(visible, seen[None, :], codes[:, None], PAIRS)
     return visible
 
 
@@ -241,13 +251,19 @@ def tile(
 
 
 @triton.jit
-def numbers(source, b, head, start, limit, stride, H: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Elements start .. start + ROWS of a row of [B, H, limit], whose rows are `stride` apart; zero past `limit`."""
+def row_length(limit):
+    """How far apart the rows of statistics [B, H, limit] are: multiples of 16 bytes."""
+    return (limit + 3) // 4 * 4
+
+
+@triton.jit
+def numbers(source, b, head, start, limit, H: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Elements start .. start + ROWS of a row of statistics [B, H, limit]; zero past `limit`."""
     if TMA:
         return source.load([b, head, start]).reshape(ROWS)
     else:
         rows = start + tl.arange(0, ROWS)
-        return tl.load(source + (b.to(tl.int64) * H + head) * stride + rows, mask=rows < limit, other=0.0)
+        return tl.load(source + (b.to(tl.int64) * H + head) * row_length(limit) + rows, mask=rows < limit, other=0.0)
 
 
 @triton.jit
