@@ -54,6 +54,7 @@ _SUM_ELEMENTS = 8192
 """Elements of shares that are loaded at a time to be summed."""
 MAX_BY_LAST = 16
 """Maximum number of shares that the last program of a row sums; a second kernel sums more."""
+_STAGES = tl.constexpr(3)
 _DIMS = 32
 """Dims of a head per program of the second kernel."""
 
@@ -96,21 +97,74 @@ def _scores_fp32(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N:
 
 
 @triton.jit
-def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def _queries(
+    q_ptr, columns, in_group, cos_ptr, sin_ptr, D: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """The query heads of a group, twice; with HALF rotated, and of PAIRS the first dim of each, and the second."""
+    if PAIRS:
+        q = tl.load(q_ptr + 2 * columns, mask=in_group, other=0.0)
+        return q, tl.load(q_ptr + 2 * columns + 1, mask=in_group, other=0.0)
+    elif HALF is not None:
+        q = _rotated(q_ptr, 0, columns, in_group, cos_ptr, sin_ptr, D, HALF)
+        return q, q
+    else:
+        q = tl.load(q_ptr + columns, mask=in_group, other=0.0)
+        return q, q
+
+
+@triton.jit
+def _scores(q, q_odd, k, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """q k^T. PAIRS: of fp8, two dims in one number of k; q has the first dim of each, q_odd the second."""
+    if PAIRS:
+        k, k_odd = unpack_pairs(k, q.dtype, PTX)
+        return tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
+    else:
+        return tl.dot(q, tl.trans(k.to(q.dtype)))
+
+
+@triton.jit
+def _weighted_values(p, v, v_scales, dtype: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
+    """p v, of PAIRS for the first and for the second dim of each; v_scales: of fp8, or None."""
+    if PAIRS:
+        v, v_odd = unpack_pairs(v, dtype, PTX)
+        if dtype == tl.float16:  # probabilities times small scales would leave its range
+            v = v.to(tl.float32) * v_scales[:, None]
+            v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
+    if v_scales is not None and dtype != tl.float16:
+        p = p * v_scales[None, :]
+    if dtype == tl.float32:  # a sum of its own for each tile, see _scores_fp32
+        product = tl.dot(p, v.to(dtype), input_precision="ieee", max_num_imprecise_acc=16)
+    else:
+        product = tl.dot(p.to(dtype), v.to(dtype))
+    odd = product
+    if PAIRS:
+        odd = tl.dot(p.to(dtype), v_odd)
+    return product, odd
+
+
+@triton.jit
+def _shares(starts_ptr, ends_ptr, b, window, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Row b: (first position, one past the last, positions per share, number of shares)."""
     first = tl.load(starts_ptr + b)
     end = tl.load(ends_ptr + b)
-    if WINDOW:
+    if window is not None:
         first = tl.maximum(first, end - window)
     share = tl.maximum(tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N, BLOCK_N)
     return first, end, share, tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
 
 
 @triton.jit
-def _scales(k_ptr, v_ptr, positions, end, stride, capacity, RING: tl.constexpr):
+def _columns(positions, capacity):
+    """Where the cache has these positions. capacity: of a ring, or None."""
+    if capacity is not None:
+        positions = positions % capacity
+    return positions.to(tl.int64)
+
+
+@triton.jit
+def _scales(k_ptr, v_ptr, positions, end, stride, capacity):
     """The scales of keys and of values at these positions."""
-    columns = positions % capacity if RING else positions
-    at, inside = columns.to(tl.int64) * stride, positions < end
+    at, inside = _columns(positions, capacity) * stride, positions < end
     return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
 
 
@@ -126,65 +180,68 @@ def _rotated(x_ptr, offsets, dims, mask, cos_ptr, sin_ptr, D: tl.constexpr, HALF
     return (x.to(tl.float32) * cos + y.to(tl.float32) * tl.where(dims < HALF, -sin, sin)).to(x.dtype)
 
 
+@triton.jit
+def _append(
+    new_k_ptr, new_v_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, at, new, dims, D: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Rotates a new key, writes it and its value into the cache, and returns both."""
+    k = _rotated(new_k_ptr, new, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
+    v = tl.load(new_v_ptr + new + dims, mask=dims < D, other=0.0)
+    tl.store(k_ptr + at + dims, k, mask=dims < D)
+    tl.store(v_ptr + at + dims, v, mask=dims < D)
+    return k, v
+
+
 @triton.jit(do_not_specialize=["window", "capacity"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
     new_k_ptr, new_v_ptr, cos_ptr, sin_ptr, starts_ptr, ends_ptr, window, capacity,
-    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s, new_k_b, new_k_h, new_v_b, new_v_h, table_b,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
+    q_b, q_h, cache_b, cache_s, cache_h, scales_b, scales_s, new_b, table_b,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr,
+    HK: tl.constexpr, D: tl.constexpr, GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr, HALF: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row over one share of its keys; the last to finish sums few shares.
 
-    HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache.
+    window: or None. capacity: of a ring, or None. k_scales_ptr, v_scales_ptr: of fp8, or None.
+    HALF: half of the dims that rotate, of q and of a new key that is not in the cache yet; None: all is in the cache,
+    and new_k_ptr, new_v_ptr, cos_ptr and sin_ptr are None.
     """
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
     PARTS: tl.constexpr = 2 if PAIRS else 1
     GROUP: tl.constexpr = HQ // HK
+    BLOCK_G: tl.constexpr = 16 if GROUP_2 < 16 else GROUP_2  # tl.dot takes no fewer rows
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
-    b = tl.program_id(0) // HK
-    kv_head = tl.program_id(0) % HK
-    split = tl.program_id(1)
-    first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    b, kv_head, split = tl.program_id(0) // HK, tl.program_id(0) % HK, tl.program_id(1)
+    first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
     if split >= used:
         return
     begin = first + split * share
     if SPLITS > 1:
         end = tl.minimum(end, begin + share)
     members, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    of_group = (members < GROUP)[:, None] & (dims < D)[None, :]
     b = b.to(tl.int64)
     head = b * HQ + kv_head * GROUP  # the first of the group
     q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
     columns = tl.arange(0, BLOCK_D // PARTS)
-    if PAIRS:  # q and acc have the first dim of each
-        of_pairs = (members < GROUP)[:, None] & (columns < D // 2)[None, :]
-        q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
-        q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
-        acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
-    elif HALF is not None:
+    in_group = (members < GROUP)[:, None] & (columns < D // PARTS)[None, :]
+    if HALF is not None:
         cos_ptr += b * table_b
         sin_ptr += b * table_b
-        q = _rotated(q_ptr, 0, dims[None, :], (members < GROUP)[:, None], cos_ptr, sin_ptr, D, HALF)
-    else:
-        q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
-    k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
-    v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
+    q, q_odd = _queries(q_ptr, columns[None, :], in_group, cos_ptr, sin_ptr, D, HALF, PAIRS)
+    k_ptr += b * cache_b + kv_head.to(tl.int64) * cache_h
+    v_ptr += b * cache_b + kv_head.to(tl.int64) * cache_h
     acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
+    acc_odd = acc
     total = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
     if HALF is not None:
         last = tl.load(ends_ptr + b) - 1  # where the new token goes
         if split == used - 1:
-            new_k = _rotated(new_k_ptr, b * new_k_b + kv_head * new_k_h, dims, dims < D, cos_ptr, sin_ptr, D, HALF)
-            new_v = tl.load(new_v_ptr + b * new_v_b + kv_head * new_v_h + dims, mask=dims < D, other=0.0)
-            slot = (last % capacity if RING else last).to(tl.int64)
-            tl.store(k_ptr + slot * k_s + dims, new_k, mask=dims < D)
-            tl.store(v_ptr + slot * v_s + dims, new_v, mask=dims < D)
+            at, new = _columns(last, capacity) * cache_s, b * new_b + kv_head * D
+            new_k, new_v = _append(new_k_ptr, new_v_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, at, new, dims, D, HALF)
             if last >= first:
                 highest = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1)
                 if CAP is not None:
@@ -192,80 +249,85 @@ def _kernel(
                 total += 1.0
                 acc += new_v.to(tl.float32)[None, :]
             end = tl.minimum(end, last)
-    if FP8:  # scales are loaded a tile ahead
-        scales = b * scales_b + kv_head
-        k_scales_ptr += scales
-        v_scales_ptr += scales
+    if k_scales_ptr is not None:  # scales are loaded a tile ahead
+        k_scales_ptr += b * scales_b + kv_head
+        v_scales_ptr += b * scales_b + kv_head
         positions = begin + tl.arange(0, BLOCK_N)
-        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity, RING)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s, capacity)
+    for n in tl.range(begin, end, BLOCK_N, num_stages=_STAGES):
         positions = n + tl.arange(0, BLOCK_N)
-        slots = (positions % capacity if RING else positions).to(tl.int64)[:, None]
+        rows = _columns(positions, capacity)[:, None] * cache_s
         inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
-        v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
-        if FP8:
+        v = tl.load(v_ptr + rows + columns[None, :], mask=inside, other=0.0)
+        v_scales = None
+        if k_scales_ptr is not None:
             k_scales, v_scales = to_fp32(next_k), to_fp32(next_v)
-            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s, capacity, RING)
+            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s, capacity)
         if dtype == tl.float32:
-            s = _scores_fp32(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
+            s = _scores_fp32(q_ptr, k_ptr + rows, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
         else:
-            k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
-            if PAIRS:
-                k, k_odd = unpack_pairs(k, dtype, PTX)
-                s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
-            else:
-                s = tl.dot(q, tl.trans(k.to(dtype)))
-        if FP8:
+            s = _scores(q, q_odd, tl.load(k_ptr + rows + columns[None, :], mask=inside, other=0.0), PAIRS, PTX)
+        if k_scales_ptr is not None:
             s = s * k_scales[None, :]
         if CAP is not None:
             s, _ = capped(s, SCALE, CAP, dtype)
         s = tl.where((positions < end)[None, :], s, float("-inf"))
-        # Less the maximum, then times the factor: see flash_attention.
+        # Less the maximum, then times the factor: see _flash_attention.
         higher = tl.maximum(highest, tl.max(s, 1))
         p = tl.exp2((s - higher[:, None]) * FACTOR)
         shrink = tl.exp2((highest - higher) * FACTOR)
         total = total * shrink + tl.sum(p, 1)
+        product, odd = _weighted_values(p, v, v_scales, dtype, PAIRS, PTX)
+        acc = acc * shrink[:, None] + product
         if PAIRS:
-            v, v_odd = unpack_pairs(v, dtype, PTX)
-            if dtype == tl.float16:  # probabilities times small scales would leave its range
-                v = v.to(tl.float32) * v_scales[:, None]
-                v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
-        if FP8 and dtype != tl.float16:
-            p = p * v_scales[None, :]
-        if dtype == tl.float32:  # a sum of its own for each tile, see _scores_fp32
-            acc = acc * shrink[:, None] + tl.dot(p, v.to(dtype), input_precision="ieee", max_num_imprecise_acc=16)
-        else:
-            acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype))
-        if PAIRS:
-            acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
+            acc_odd = acc_odd * shrink[:, None] + odd
         highest = higher
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)
     if SPLITS == 1:
         total = tl.where(total == 0.0, 1.0, total)  # a row without keys
         o_ptr += (head + members)[:, None] * D + dims[None, :]
-        tl.store(o_ptr, (acc / total[:, None]).to(dtype), mask=of_group)
+        tl.store(o_ptr, (acc / total[:, None]).to(dtype), mask=(members < GROUP)[:, None] & (dims < D)[None, :])
     else:
-        slot = (head + members) * tl.num_programs(1) + split
-        tl.store(stats_ptr + 2 * slot, highest, mask=members < GROUP)
-        tl.store(stats_ptr + 2 * slot + 1, total, mask=members < GROUP)
-        tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=of_group)
-        # The barrier orders all threads' stores before the atomic, which releases them; the program that counts last
-        # acquires the stores of all others.
+        _store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP, D)
         if used <= BY_LAST:
-            tl.debug_barrier()
-            count_ptr += tl.program_id(0)
-            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
-                tl.debug_barrier()
-                tl.store(count_ptr, 0)  # for the next launch
-                parts = tl.num_programs(1)
-                _sum_shares(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+            _sum_by_last(o_ptr, part_ptr, stats_ptr, count_ptr, head, used, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+
+
+@triton.jit
+def _store_share(part_ptr, stats_ptr, head, split, acc, total, highest, GROUP: tl.constexpr, D: tl.constexpr):
+    """Writes the sums of one share, relative to its highest score."""
+    members, dims = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    slot = (head + members) * tl.num_programs(1) + split
+    tl.store(stats_ptr + 2 * slot, highest, mask=members < GROUP)
+    tl.store(stats_ptr + 2 * slot + 1, total, mask=members < GROUP)
+    in_group = (members < GROUP)[:, None] & (dims < D)[None, :]
+    tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=in_group)
+
+
+@triton.jit
+def _sum_by_last(
+    o_ptr, part_ptr, stats_ptr, count_ptr, head, used, FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The program of a row that comes last sums the `used` shares.
+
+    The barrier orders all threads' stores before the atomic, which releases them; the program that counts last acquires
+    the stores of all others.
+    """
+    tl.debug_barrier()
+    count_ptr += tl.program_id(0)
+    if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+        tl.debug_barrier()
+        tl.store(count_ptr, 0)  # for the next launch
+        parts = tl.num_programs(1)
+        _sum_shares(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
 
 
 @triton.jit(do_not_specialize=["window", "parts"])
 def _many_kernel(
     o_ptr, part_ptr, stats_ptr, starts_ptr, ends_ptr, window, parts,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr,
+    SCALE: tl.constexpr, CAP: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr,
     HQ: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -273,7 +335,7 @@ def _many_kernel(
     wait_for_previous(OVERLAP)
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * LOG2E
     b = tl.program_id(0) // HQ
-    _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, SPLITS, BLOCK_N)
     if used <= BY_LAST:
         return
     head, first_dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * DIMS
@@ -297,15 +359,15 @@ def _sum_shares(
     for i in range(0, used, CHUNK):
         some = i + tl.arange(0, CHUNK)[:, None]
         slots = (head + members)[None, :] * parts + some
-        held = (some < used) & (members < GROUP)[None, :]
-        its_highest = tl.load(stats_ptr + 2 * slots, mask=held, other=float("-inf"))
-        its_total = tl.load(stats_ptr + 2 * slots + 1, mask=held, other=0.0)
-        inside = held[:, :, None] & (dims < D)[None, None, :]
+        valid = (some < used) & (members < GROUP)[None, :]
+        share_highest = tl.load(stats_ptr + 2 * slots, mask=valid, other=float("-inf"))
+        share_total = tl.load(stats_ptr + 2 * slots + 1, mask=valid, other=0.0)
+        inside = valid[:, :, None] & (dims < D)[None, None, :]
         part = tl.load(part_ptr + slots[:, :, None] * D + dims[None, None, :], mask=inside, other=0.0)
-        higher = tl.maximum(highest, tl.max(its_highest, 0))
-        weight = tl.where(its_total == 0.0, 0.0, tl.exp2((its_highest - higher[None, :]) * FACTOR))
+        higher = tl.maximum(highest, tl.max(share_highest, 0))
+        weight = tl.where(share_total == 0.0, 0.0, tl.exp2((share_highest - higher[None, :]) * FACTOR))
         shrink = tl.where(total == 0.0, 0.0, tl.exp2((highest - higher) * FACTOR))
-        total = total * shrink + tl.sum(its_total * weight, 0)
+        total = total * shrink + tl.sum(share_total * weight, 0)
         acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
         highest = higher
     total = tl.where(total == 0.0, 1.0, total)  # a row without keys
@@ -343,13 +405,21 @@ def rope_decode_attention(
     name, new = "rope_decode_attention", None
     rows_see_each_other = len(q) > 1 and keys.stride(0) == 0
     separate = scales is not None or rows_see_each_other or q.shape[-1] > 256 or q.dtype not in _HALF
+    separate = separate or keys.stride() != values.stride()  # which the kernel takes for equal, as all caches have them
     if separate or not use_triton(q):
         q = rope_to_cache(q, k, v, cos, sin, keys, values, ends, ring=ring, scales=scales)
     else:
         check_token(name, q, k, v, keys, values, ends, scales)
         tables = check_tables(name, q, q.shape[-1], cos, sin)
-        new = last_dim_contiguous(k), last_dim_contiguous(v), *tables
+        k, v = _alike(k, v)
+        new = *((k, v) if k.stride(2) == k.shape[3] else (k.contiguous(), v.contiguous())), *tables
     return _attention(q, keys, values, starts, ends, new, ring, window, softcap, scale, counters, scales)
+
+
+def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y of equal strides, with a contiguous last dim."""
+    x, y = last_dim_contiguous(x), last_dim_contiguous(y)
+    return (x, y) if x.stride() == y.stride() else (x.contiguous(), y.contiguous())
 
 
 def _attention(
@@ -377,7 +447,7 @@ def _attention(
         return decode_attention_reference(
             q, keys, values, starts, ends, ring=ring, window=window, softcap=softcap, scale=scale, scales=scales
         )
-    q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
+    q, (keys, values) = last_dim_contiguous(q), _alike(keys, values)
     starts, ends = starts.contiguous(), ends.contiguous()
     block_d = max(16, next_power_of_2(size))
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
@@ -385,7 +455,7 @@ def _attention(
     # fp8 tiles are smaller: a multiprocessor runs four programs at a time, and all shares fit in one wave.
     splits = min(_MAX_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
     parts = min(splits, cdiv(capacity, block_n))  # more than that would have no key
-    block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
+    group_2, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
     shares = stats = out
     if splits > 1:
@@ -395,27 +465,25 @@ def _attention(
             counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
     if scales is not None and q.dtype != torch.float32:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-    overlap, half, of_new = overlaps_launches(q), None, (0,) * 5
+    overlap, half, of_new = overlaps_launches(q), None, (0,) * 2
     if new is not None:
-        k, v, cos, _ = new
+        k, _, cos, _ = new
         half = operator.index(cos.shape[-1])
-        of_new = k.stride(0), k.stride(2), v.stride(0), v.stride(2), 0 if len(cos) == 1 else cos.stride(0)
+        of_new = k.stride(0), 0 if len(cos) == 1 else cos.stride(0)
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
-        out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (keys, values)),
-        *(new or (q, q, q, q)), starts, ends, window or 0, capacity,
-        q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
-        *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
-        of_scores, softcap, window is not None, ring, scales is not None, splits, MAX_BY_LAST,
-        num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
-        block_g, max(1, min(_SUM_ELEMENTS // (block_g * block_d), next_power_of_2(splits))),
+        out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (None, None)),
+        *(new or (None,) * 4), starts, ends, window, capacity if ring else None,
+        q.stride(0), q.stride(2), *keys.stride()[:3], *(scales[0].stride()[:2] if scales else (0, 0)), *of_new,
+        of_scores, softcap, splits, MAX_BY_LAST, num_heads, num_kv_heads, size,
+        group_2, block_d, block_n, max(1, min(_SUM_ELEMENTS // (group_2 * block_d), next_power_of_2(splits))),
         half, has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1 and parts > MAX_BY_LAST:  # a row may have more
         launch(
             _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
-            out, shares, stats, starts, ends, window or 0, parts,
-            of_scores, softcap, window is not None, splits, MAX_BY_LAST,
+            out, shares, stats, starts, ends, window, parts,
+            of_scores, softcap, splits, MAX_BY_LAST,
             num_heads, size, _DIMS, block_n, max(1, min(_SUM_ELEMENTS // _DIMS, next_power_of_2(splits))),
             overlap, num_warps=4, **overlapping(overlap),
         )  # fmt: skip

@@ -146,6 +146,58 @@ def write_gradient(row, out, class_weight, every_weight, label, is_class, z_labe
     tl.store(out + label, at_label.to(out.dtype.element_ty), mask=is_class)
 
 
+@triton.jit
+def _statistics(row, class_weight, z_label, V, END, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+                SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
+                KEEP: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr,
+                AXIS: tl.constexpr):  # fmt: skip
+    """Of a row: maximum, sum of exp(z_c - maximum), sum of w_c (z_y - z_c) with SMOOTHING, and where asked for argmax,
+    entropy and mean. Each strip of 8 columns, which belongs to one thread, has its own maximum and sum: threads
+    synchronise once, at the end, and rescaling the sums costs one exp per eight columns."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    entropy, mean = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
+    m = tl.full([R], -float("inf"), DTYPE)
+    s = tl.zeros([R], DTYPE)
+    below = tl.zeros([R], DTYPE)  # sum of w_c (z_y - z_c), for the smoothing
+    best = tl.zeros([R], tl.int32)
+    tilt = tl.zeros([R], DTYPE)  # sum of exp(z_c - m) (z_c - m), for the entropy
+    sums = tl.zeros([R], DTYPE)
+    for start in tl.range(0, V, R * 8, num_stages=STAGES):
+        columns = tile_columns(start, R, AXIS)
+        z, _ = load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, KEEP, PADDED)
+        peak = tl.max(z, AXIS)
+        if ARGMAX:
+            at_peak = tl.where(z == tl.expand_dims(peak, AXIS), columns, V)
+            best = tl.where(peak > m, tl.min(at_peak, AXIS), best)
+        raised = tl.maximum(m, peak)
+        shift = tl.where(raised == -float("inf"), 0.0, raised)
+        gap = z - tl.expand_dims(shift, AXIS)
+        e = tl.exp2(gap * LOG2E)
+        if ENTROPY:
+            drop = tl.where(m == -float("inf"), 0.0, m - shift)
+            weighed = tl.where(z == -float("inf"), 0.0, e * gap)
+            tilt = (tilt + s * drop) * tl.exp2(drop * LOG2E) + tl.sum(weighed, AXIS)
+        if MEAN:
+            sums += tl.sum(tl.where(columns < V, z, 0.0), AXIS)
+        s = s * tl.exp2((m - shift) * LOG2E) + tl.sum(e, AXIS)
+        m = raised
+        if SMOOTHING != 0.0:
+            gap = tl.where(columns < V, z_label - z, 0.0)
+            if class_weight is not None:
+                gap *= tl.load(class_weight + columns, mask=columns < V, other=0.0).to(DTYPE)
+            below += tl.sum(gap, AXIS)
+    maximum = tl.max(m, 0)
+    floor = tl.where(maximum == -float("inf"), 0.0, maximum)
+    total = tl.sum(s * tl.exp2((m - floor) * LOG2E), 0)
+    if ENTROPY:
+        drop = tl.where(m == -float("inf"), 0.0, m - floor)
+        entropy = tl.log(total) - tl.sum((tilt + s * drop) * tl.exp2(drop * LOG2E), 0) / total
+    if MEAN:
+        mean = tl.sum(sums, 0) / SHARPEN / V
+    guess = tl.minimum(tl.min(tl.where(m == maximum, best, V), 0), V - 1).to(tl.int64)
+    return maximum, total, tl.sum(below, 0), guess, entropy, mean
+
+
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream, upstream_entropy, stats, loss,
                  z_losses, correct, predicted, entropies, means, row_stride, out_stride, upstream_stride, first_row,
@@ -157,13 +209,13 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
     GRADIENT: writes the gradient to `out`, which may be `logits`. Without LOSS, it reads `stats` and `entropies`.
 
     Row r of `logits` and `out` is token first_row + r of all other tensors. Columns are read and written up to END: V,
-    or the row stride if the rows are PADDED. Programs stride over the rows. Each strip of 8 columns, which belongs to
-    one thread, has its own maximum and sum: threads synchronise once per row, at its end, and rescaling the sums costs
-    one exp per eight columns.
+    or the row stride if the rows are PADDED. Programs stride over the rows.
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
-    LOG2E: tl.constexpr = 1.4426950408889634
     KEEP: tl.constexpr = "evict_last" if GRADIENT else "evict_first"  # the gradient reads the row again
+    ARGMAX: tl.constexpr = predicted is not None or correct is not None
+    ENTROPY: tl.constexpr = entropies is not None
+    MEAN: tl.constexpr = means is not None
     for r in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         token = tl.cast(first_row + r, tl.int64)
         row = logits + tl.cast(r, tl.int64) * row_stride
@@ -186,45 +238,10 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                                              False)  # fmt: skip
 
             if LOSS:
-                m = tl.full([R], -float("inf"), DTYPE)
-                s = tl.zeros([R], DTYPE)
-                below = tl.zeros([R], DTYPE)  # sum of w_c (z_y - z_c), for the smoothing
-                best = tl.zeros([R], tl.int32)
-                tilt = tl.zeros([R], DTYPE)  # sum of exp(z_c - m) (z_c - m), for the entropy
-                sums = tl.zeros([R], DTYPE)
-                for start in tl.range(0, V, R * 8, num_stages=STAGES):
-                    columns = tile_columns(start, R, AXIS)
-                    z, _ = load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, KEEP, PADDED)
-                    peak = tl.max(z, AXIS)
-                    if predicted is not None or correct is not None:
-                        at_peak = tl.where(z == tl.expand_dims(peak, AXIS), columns, V)
-                        best = tl.where(peak > m, tl.min(at_peak, AXIS), best)
-                    raised = tl.maximum(m, peak)
-                    shift = tl.where(raised == -float("inf"), 0.0, raised)
-                    gap = z - tl.expand_dims(shift, AXIS)
-                    e = tl.exp2(gap * LOG2E)
-                    if entropies is not None:
-                        drop = tl.where(m == -float("inf"), 0.0, m - shift)
-                        weighed = tl.where(z == -float("inf"), 0.0, e * gap)
-                        tilt = (tilt + s * drop) * tl.exp2(drop * LOG2E) + tl.sum(weighed, AXIS)
-                    if means is not None:
-                        sums += tl.sum(tl.where(columns < V, z, 0.0), AXIS)
-                    s = s * tl.exp2((m - shift) * LOG2E) + tl.sum(e, AXIS)
-                    m = raised
-                    if SMOOTHING != 0.0:
-                        gap = tl.where(columns < V, z_label - z, 0.0)
-                        if class_weight is not None:
-                            gap *= tl.load(class_weight + columns, mask=columns < V, other=0.0).to(DTYPE)
-                        below += tl.sum(gap, AXIS)
-                maximum = tl.max(m, 0)
-                floor = tl.where(maximum == -float("inf"), 0.0, maximum)
-                total = tl.sum(s * tl.exp2((m - floor) * LOG2E), 0)
-                if entropies is not None:
-                    drop = tl.where(m == -float("inf"), 0.0, m - floor)
-                    entropy = tl.log(total) - tl.sum((tilt + s * drop) * tl.exp2(drop * LOG2E), 0) / total
-                if means is not None:
-                    mean = tl.sum(sums, 0) / SHARPEN / V
-                guess = tl.minimum(tl.min(tl.where(m == maximum, best, V), 0), V - 1).to(tl.int64)
+                maximum, total, below, guess, entropy, mean = _statistics(
+                    row, class_weight, z_label, V, END, ARGMAX, ENTROPY, MEAN,
+                    SMOOTHING, SOFTCAP, SHARPEN, DTYPE, KEEP, PADDED, STAGES, R, AXIS,
+                )  # fmt: skip
                 if stats is not None:
                     tl.store(stats + 2 * token, maximum)
                     tl.store(stats + 2 * token + 1, total)
@@ -242,7 +259,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                 lse = maximum + tl.log(total)
                 ce = (1.0 - SMOOTHING) * label_weight * nll
                 if SMOOTHING != 0.0:
-                    ce += (every_weight * nll + tl.sum(below, 0)) * SMOOTHING / V
+                    ce += (every_weight * nll + below) * SMOOTHING / V
                 z_part = factor * z_scale * Z_LOSS * lse * lse
                 token_loss = factor * ce_scale * ce + z_part
             if GRADIENT:
