@@ -91,7 +91,9 @@ def _forward_kernel(
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
-    lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+    if counts_ptr is not None:
+        counts_ptr += b.to(tl.int64) * (2 * K + 4)
+    lo, hi, begin, end, full_begin, full_end, codes, pads = query_block(
         m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
     )
     if splits is not None:
@@ -211,7 +213,9 @@ def _dq_kernel(
         delta += tl.sum(o[1].to(STATISTIC) * do[1].to(STATISTIC), 1)
     tl.store(delta_ptr + at, delta, mask=rows < S)
     if dq_ptr is not None:
-        lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr = query_block(
+        if counts_ptr is not None:
+            counts_ptr += b.to(tl.int64) * (2 * K + 4)
+        lo, hi, begin, end, full_begin, full_end, codes, pads = query_block(
             m, b, codes_ptr, counts_ptr, ends_ptr, S, K, window, BLOCK_M, CAUSAL, PAIRS
         )
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)

@@ -187,8 +187,8 @@ def query_block(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """For queries m .. m + BLOCK_M: lo and hi of each; begin .. end, the keys that any of them may see, and
-    full_begin .. full_end, those that are in every interval; the queries' codes; their number of padding tokens; and
-    the counts of their row of the batch."""
+    full_begin .. full_end, those that are in every interval; the queries' codes; and their number of padding tokens.
+    counts_ptr: of their row of the batch."""
     rows = m + tl.arange(0, BLOCK_M)
     lo, hi = keys_of(tl.minimum(rows, S - 1), S, K, window, ends_ptr, CAUSAL)
     begin, full_end = keys_of(m, S, K, window, ends_ptr, CAUSAL)
@@ -196,13 +196,12 @@ def query_block(
     codes = rows
     pads = 0
     if counts_ptr is not None:
-        counts_ptr += b.to(tl.int64) * (2 * K + 4)
         begin = tl.maximum(begin, tl.load(counts_ptr))
         end = tl.minimum(end, tl.load(counts_ptr + 1))
     if PAIRS:
         codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
         pads = count(counts_ptr, m, m + BLOCK_M, S, True)
-    return lo, hi, begin, end, full_begin, full_end, codes, pads, counts_ptr
+    return lo, hi, begin, end, full_begin, full_end, codes, pads
 
 
 @triton.jit

@@ -230,21 +230,22 @@ class _Route(torch.autograd.Function):
             )  # fmt: skip
         ctx.save_for_backward(weights, experts, *([] if normalize else [logits]))
         ctx.mark_non_differentiable(experts)
-        ctx.logits = num_experts, logits.dtype
+        ctx.options = num_experts, logits.dtype, normalize
         return weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_weights, _):
-        (weights, experts, *logits), (num_experts, dtype) = ctx.saved_tensors, ctx.logits
+        weights, experts, *logits = ctx.saved_tensors
+        num_experts, dtype, normalize = ctx.options
         n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
         d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
         if n_rows:
             *blocks, rows = _route_tile(num_experts, top_k)
             launch(
                 _route_backward_kernel, (cdiv(n_rows, rows),),
-                d_logits, d_weights.contiguous(), weights, experts, *(logits or [None]), n_rows,
-                logits[0].stride(0) if logits else 0, num_experts, top_k, not logits, *blocks, rows, num_warps=4,
+                d_logits, d_weights.contiguous(), weights, experts, None if normalize else logits[0], n_rows,
+                0 if normalize else logits[0].stride(0), num_experts, top_k, normalize, *blocks, rows, num_warps=4,
             )  # fmt: skip
         return d_logits, None, None
 
