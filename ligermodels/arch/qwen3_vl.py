@@ -3,8 +3,8 @@
 - What it shares with Qwen2-VL is in qwen_vl.py. The tower (qwen3_vl_tower.py) is Qwen3.5's too.
 - Text: Qwen3's blocks without windows. Rotary frequency i rotates by the row if i % 3 is 1, by the column if it is 2,
   up to the numbers in `mrope_section`; all others by time.
-- DeepStack (https://arxiv.org/abs/2406.04334): after blocks 0, 1 and 2 the states of three blocks of the tower are
-  added at the image tokens.
+- DeepStack (Meng et al. 2024, https://arxiv.org/abs/2406.04334): after blocks 0, 1 and 2 the states of three blocks
+  of the tower are added at the image tokens.
 - The frames of a video, two by two, stand apart in the text, each pair after its time, and have positions of images.
 
 Paper: Qwen Team 2025, https://arxiv.org/abs/2511.21631.

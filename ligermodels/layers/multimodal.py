@@ -6,8 +6,8 @@ frame and row by row. Patches are in the order of their tokens, and within a tok
 There is no loop over tokens. Tables for tokens and patches are computed on the device from the sizes of the images,
 which are on the host: nothing synchronises.
 
-Sources: Wang et al. 2024, https://arxiv.org/abs/2409.12191; Meng et al. 2024, "DeepStack",
-https://arxiv.org/abs/2406.04334; get_rope_index in modeling_qwen2_vl.py and vision_utils.py of transformers.
+Sources: Wang et al. 2024, https://arxiv.org/abs/2409.12191; get_rope_index in modeling_qwen2_vl.py and vision_utils.py
+of transformers.
 """
 
 import math
