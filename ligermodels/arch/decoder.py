@@ -263,7 +263,7 @@ class Decoder(BaseModel):
         self, rows: int, max_length: int, device: torch.device | str, kind: str, whole: bool = False
     ) -> list[State]:
         options = dict(kv_cache_dtype=kind, dtype=self.compute_dtype, device=device, whole=whole)
-        mixers: Any = (next((m for m in layer.modules() if hasattr(m, "new_state")), None) for layer in self.layers)
+        mixers = map(_mixer, self.layers)
         states = (None if mixer is None else mixer.new_state(rows, max_length, **options) for mixer in mixers)
         return [state or State() for state in states]
 
@@ -354,3 +354,21 @@ def _pads_only_after(mask: Tensor) -> bool:
     A row without tokens is the left padding of a prompt in chunks, which a recurrent mixer must not take for tokens.
     """
     return bool((mask[:, 1:] <= mask[:, :-1]).all() & mask[:, 0].all())
+
+
+def _mixer(layer: nn.Module) -> Any:
+    """The outermost module in a layer of the stack that makes a state; None where nothing in it reads other tokens.
+
+    Raises InputError for a module that reads them, since its forward takes a batch, and makes no state.
+    """
+    mixer = next((module for module in layer.modules() if hasattr(module, "new_state")), None)
+    if mixer is None:
+        blocks = [block for block in layer.modules() if isinstance(block, ResidualBlock)]
+        for module in {module for block in blocks for module in block.modules()} - {*blocks}:
+            if "batch" in inspect.signature(type(module).forward).parameters:
+                name = f"{type(module).__module__}.{type(module).__qualname__}"
+                raise InputError(
+                    f"a {name} cannot be cached: its forward takes a batch, and it has no method new_state(), which "
+                    "makes what it stores of the tokens before (or returns None: nothing); or pass use_cache=False"
+                )
+    return mixer
