@@ -1,5 +1,5 @@
-"""Layers that differ from each other in one stack: rotary tables, windows, heads and their sizes, states, what they
-pass on."""
+"""Layers that differ from each other in one stack: rotary tables, windows, heads and their sizes, MLPs and experts; see
+also test_toy_family.py."""
 
 import copy
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ import transformers
 
 import ligermodels
 from ligermodels.arch import CausalLM
-from ligermodels.arch.block import Block, ResidualBlock, RoutedBlock, attention, gated_mlp, mixture
+from ligermodels.arch.block import Block, RoutedBlock, attention, gated_mlp, mixture
 from ligermodels.arch.config import RoutedConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.gemma2 import Gemma2Block
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import generate_many
-from ligermodels.layers import Attention, Batch, Embedding, MultiTokenPrediction, RMSNorm, RotaryEmbedding
+from ligermodels.layers import Attention, Batch, MultiTokenPrediction, RotaryEmbedding
 from tests.arch.suite import LOGITS, relative, rope, tiny_config
+from tests.arch.toy_family import AttentionBlock
 from tests.generation.models import VOCAB, llama, padded, prompt
 
 SIZES = tiny_config(
@@ -124,105 +125,6 @@ def test_ropes_by_layer_type_are_read_by_architectures_that_have_them():
         Decoder(config, Gemma3Block)
 
 
-class Small(ligermodels.Llama.config_class):
-    """Layers 0 and 2 have attention, of other sizes; layer 1 is an MLP alone."""
-
-    def layer(self, layer):
-        config = copy.copy(self)
-        config.head_dim, config.num_key_value_heads, config.intermediate_size = (8, 2, 24) if layer else (8, 1, 48)
-        return config
-
-
-class Giver(Block):
-    """Adds its input, with a part of its own, to what it got."""
-
-    carries = True
-
-    def __init__(self, config, layer):
-        super().__init__(config, attention(config, layer), gated_mlp(config.layer(layer)))
-
-    def forward(self, x, residual, batch, cache=None, carry=None):
-        x, residual = super().forward(x, residual, batch, cache)
-        x = x * (1 + carry["own"].tanh())
-        return x, residual, {"given": (x, residual)}
-
-
-class Reader(ResidualBlock):
-    """An MLP as a block, without a state: reads what the block before has added."""
-
-    carries = True
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.norm, self.mlp = RMSNorm(config.hidden_size), gated_mlp(config.layer(layer), intermediate_size=40)
-
-    def forward(self, x, residual, batch, cache=None, carry=None):
-        x, residual = self.norm(x, residual)
-        assert cache is None or not cache.buffers
-        return self.mlp(x) + carry["given"][0] * carry["own"].sigmoid() + carry["given"][1], residual, {}
-
-
-class CarryingDecoder(Decoder):
-    def __init__(self, config):
-        super().__init__(config, lambda config, layer: (Reader if layer == 1 else Giver)(config, layer))
-        self.table = Embedding(config.vocab_size, 3 * config.hidden_size)
-
-    def first_carry(self, tokens, inputs, x):
-        return {"own": self.table(tokens).chunk(3, -1)}
-
-    def inputs_of(self, layer, carry):
-        return carry | {"own": carry["own"][layer]}
-
-
-class Carrying(ligermodels.Llama):
-    config_class = Small
-
-    @classmethod
-    def make_model(cls, config):
-        return CarryingDecoder(config)
-
-
-@pytest.fixture
-def carrying():
-    model = Carrying.from_config({**llama().config.to_hf(), "num_hidden_layers": 3, "head_dim": 8}, seed=0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def test_what_blocks_pass_on_and_a_block_without_a_state(carrying):
-    ids = prompt(2, 7)
-    with torch.no_grad():
-        whole = carrying(ids).logits
-        out = carrying(ids[:, :4], use_cache=True)
-        rest = carrying(ids[:, 4:], past_key_values=out.past_key_values).logits
-        torch.testing.assert_close(torch.cat([out.logits, rest], 1), whole)
-        packed = carrying(ids.reshape(1, -1), cu_seqlens=torch.tensor([0, 7, 14], dtype=torch.int32)).logits
-        torch.testing.assert_close(packed.view_as(whole), whole)
-        carrying.model.layers[1].register_forward_hook(lambda block, inputs, output: output * 1.0)
-        torch.testing.assert_close(carrying(ids).logits, whole)
-    found = carrying.generate(ids, max_new_tokens=12)
-    expected = ids
-    for _ in range(12):
-        expected = torch.cat([expected, carrying(expected, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    assert torch.equal(found, expected)
-    many = generate_many(carrying, list(ids), max_new_tokens=12)
-    assert torch.equal(torch.stack(many), found[:, 7:])
-
-
-@pytest.mark.parametrize("policy", ["mlp", "block"])
-def test_what_blocks_pass_on_has_gradients_where_blocks_are_recomputed(carrying, policy):
-    ids, gradients = prompt(2, 7), []
-    for recompute in ("none", policy):
-        carrying.train().gradient_checkpointing_enable({"recompute": recompute})
-        carrying.zero_grad()
-        carrying(ids, labels=ids).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in carrying.named_parameters()})
-    assert all(gradient is not None and gradient.any() for gradient in gradients[0].values())
-    for name, gradient in gradients[0].items():
-        assert torch.equal(gradient, gradients[1][name]), name
-
-
 class Adder(Block):
     """Adds to what blocks pass on, and reads nothing."""
 
@@ -245,8 +147,10 @@ def test_blocks_of_the_layer_for_multi_token_prediction_read_nothing():
     for block in plain.layers:
         block.__class__ = Block
     assert torch.equal(adders(x, x, batch), plain(x, x, batch))
-    reader = MultiTokenPrediction(config.hidden_size, [Adder(config), Giver(config, 0)], dict(eps=1e-6))
-    with pytest.raises(InputError, match="reads 'own' of what blocks pass on to each other, and none runs before it"):
+    reader = MultiTokenPrediction(config.hidden_size, [Adder(config), AttentionBlock(config, 0)], dict(eps=1e-6))
+    with pytest.raises(
+        InputError, match="reads 'inputs' of what blocks pass on to each other, and none runs before it"
+    ):
         reader(x, x, batch)
 
 

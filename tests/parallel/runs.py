@@ -13,27 +13,28 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.custom_architecture import Parallel as Custom
-from ligermodels.arch import ARCHS
-from ligermodels.checkpoint.weights import row_parts, whole_tensor
+from ligermodels import arch
+from ligermodels.checkpoint.weights import named_weights, row_parts, whole_tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear.joint import joint as joint_view
 from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_layers, fp32_names
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, add_mtp, offload
-from tests.arch import qwen2_vl, qwen3_vl
+from tests.arch import qwen2_vl, qwen3_vl, toy_family
 from tests.arch.suite import suites
 from tests.parallel.ranks import results_of_ranks
 from tests.tiny import ExactRouter
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
 SMALLEST = offload.SMALLEST
+ARCHS = {**arch.ARCHS, "toy": toy_family.Toy}
 SIZES = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, initializer_range=0.2,
 )  # fmt: skip
 EIGHT_HEADS = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
-"""Of Phi-3, whose key heads are in one weight with the others, so that four ranks need four."""
+"""Of families whose key heads are in one weight with the others, so that four ranks need four."""
 TOWER = dict(
     model_type="mllama_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1,
     attention_heads=2, image_size=8, patch_size=4, intermediate_layers_indices=[0, 1], vision_output_dim=48,
@@ -79,6 +80,7 @@ FAMILIES = {
         model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
     ),
+    "toy": toy_family.SIZES | EIGHT_HEADS,
 }  # fmt: skip
 """model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
 ALIKE = {"mistral": "llama", "gemma": "llama"}
@@ -114,10 +116,11 @@ def make(family, trained="", **changes):
             linear.bias = torch.nn.Parameter(torch.zeros(linear.out_features))
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(trained in name)
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+        for name, weight in named_weights(model):
+            if isinstance(weight, torch.nn.Parameter):
+                weight.requires_grad_(trained in name)
+            if weight.dim() == 1:
+                weight.add_(torch.randn(weight.shape, generator=draw), alpha=0.2)
     return model
 
 

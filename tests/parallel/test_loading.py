@@ -15,12 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from ligermodels.arch import ARCHS, Phi3, load
 from ligermodels.arch.phi3 import Phi3Block
 from ligermodels.checkpoint import quantization, reading, saving
-from ligermodels.checkpoint.weights import Exported, row_parts, same_bits, whole_tensor
+from ligermodels.checkpoint.weights import Exported, named_weights, row_parts, same_bits, whole_tensor
 from ligermodels.errors import HubError, InputError, LigermodelsError
 from ligermodels.layers import moe
 from ligermodels.layers.base import fp32_names
 from ligermodels.parallel import Checkpoints
 from ligermodels.training import AdamW
+from tests.arch import toy_family
 from tests.parallel.ranks import on_ranks, one_rank
 from tests.tiny import ExactRouter
 
@@ -36,6 +37,7 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "hybrid": dict(model_type="qwen3_5_text", head_dim=8, full_attention_interval=2, linear_num_key_heads=2,
                    linear_num_value_heads=6, linear_key_head_dim=5, linear_value_head_dim=3),
     "packed": dict(model_type="phi3"),  # and with biases, see PackedBlock
+    "toy": dict(toy_family.SIZES, vocab_size=98, intermediate_size=44, dtype="bfloat16"),  # and a gain in fp32
 }  # fmt: skip
 VISION = {  # more parameters that are drawn in ways of their own
     "towers": dict(model_type="mllama",
@@ -68,9 +70,9 @@ def random(family, **options):
 def write(family, folder):
     model = random(family, device="cpu")
     generator = torch.Generator().manual_seed(4)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data.normal_(1.0, 0.1, generator=generator)
+    for _, weight in named_weights(model):
+        if weight.ndim == 1:
+            weight.data.normal_(1.0, 0.1, generator=generator)
     model.save_pretrained(folder)
     return load(folder).save_pretrained(folder, max_shard_size="20KB")  # with all fields of a config that was read
 
@@ -113,8 +115,10 @@ def load_and_save(folder, families, mesh, **parallel):
 def on_two_ranks(folder):
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
-    load_and_save(folder, ["tied", "experts"], mesh)
-    load_and_save(folder, ["hybrid", "packed"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp")))
+    load_and_save(folder, ["tied", "experts", "toy"], mesh)
+    load_and_save(
+        folder, ["hybrid", "packed", "toy"], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    )
 
     # After a forward pass, which leaves the last group gathered in bf16.
     model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
@@ -212,6 +216,7 @@ def fail(rank, model, folder):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(Phi3, "block_class", PackedBlock)
+    monkeypatch.setitem(ARCHS, "toy", toy_family.Toy)
     for family in FAMILIES:
         write(family, tmp_path / family)
     return tmp_path

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
 from ligermodels.layers.base import REPLICATED, Layer
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.parallel.tensor import check_tensor
 from ligermodels.training import add_lora
 from tests.parallel.ranks import one_rank
-from tests.parallel.runs import ALIKE, FAMILIES, SUITES, make, run
+from tests.parallel.runs import ALIKE, ARCHS, FAMILIES, SUITES, make, run
 from tests.quantized import quantized, with_quantized_experts
 
 TOLERANCE = 2e-5
@@ -81,6 +80,11 @@ QUICK = [
     gradients("gemma2", "fsdp2", offloads=True),
     gradients("qwen2_vl", "cp2"),
     gradients("qwen3_vl", "tp2"),
+    gradients("toy", "fsdp2", recompute="block"),
+    gradients("toy", "tp2", kind="packed"),
+    gradients("toy", "cp2", kind="left"),
+    job("mixed", family="toy", split="fsdp2", low=True, recompute="block"),
+    job("mixed", family="toy", split="tp2", low=True),
     job("images_on_one_rank", family="qwen2_vl"),
     job("images_on_one_rank", family="qwen3_vl"),
     job("images_on_one_rank", family="mllama"),

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ligermodels.arch import hooks
+from tests.arch import test_toy_family
+from tests.arch.toy_family import Toy
 from tests.tools.models import Texts, make_ids, ours, theirs
 
 accelerate = pytest.importorskip("accelerate")
@@ -93,3 +95,15 @@ def test_offloaded_models_compute_what_they_did(folder, tmp_path, monkeypatch, o
         torch.testing.assert_close(following, expected_following, rtol=0, atol=1e-5)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4)
     assert torch.equal(model.generate(ids, **options), expected.generate(ids, do_sample=False, **options))
+
+
+def test_blocks_of_a_users_family_on_the_disk_and_the_cpu(tmp_path):
+    """With a carry between them, and buffers."""
+    folder, ids = test_toy_family.write(tmp_path), test_toy_family.IDS
+    others = {"model.rotary_emb": "cpu", "model.ropes": "cpu", "model.embed_blocks": "disk"}
+    places = {**DEVICE_MAP, **others, "model.layers.2": "disk", "model.layers.3": "cpu"}
+    model, expected = Toy.from_hub(folder, device_map=places, progress=False), Toy.from_hub(folder, progress=False)
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    assert torch.equal(model.generate(ids, max_new_tokens=6), expected.generate(ids, max_new_tokens=6))
+    again = Toy.from_hub(model.save_pretrained(tmp_path / "saved"), progress=False)
+    assert torch.equal(again(ids).logits, expected(ids).logits)

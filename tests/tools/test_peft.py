@@ -20,6 +20,8 @@ from ligermodels.cli import main  # noqa: E402
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
 from ligermodels.layers import LMHead, linear  # noqa: E402
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
+from tests.arch import test_toy_family  # noqa: E402
+from tests.arch.toy_family import Toy  # noqa: E402
 from tests.parallel.runs import run  # noqa: E402
 from tests.tools import models  # noqa: E402
 from tests.tools.models import ours_and_theirs, theirs  # noqa: E402
@@ -414,3 +416,20 @@ def test_plain_adapters_run_in_the_ops_of_their_layers(folders, change, autocast
     assert fused.keys() == alone.keys() and (len(fused) > 20 or change in ("off", "merged"))
     for name, value in alone.items():
         assert (fused[name] - value).norm() <= (0.1 if in_16_bits else 1e-5) * value.norm(), name
+
+
+def test_a_users_family_trains_saves_and_merges_adapters(tmp_path):
+    """With layers of its own, a carry and buffers."""
+    folder, ids = test_toy_family.write(tmp_path), test_toy_family.IDS
+    adapters = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = wrap(Toy.from_hub(folder, progress=False), adapters).train()
+    model(ids, labels=ids).loss.backward()
+    assert len(trainable(model)) == 16 and all(parameter.grad.any() for parameter in trainable(model).values())
+    logits, tokens = model.eval()(ids).logits, model.generate(input_ids=ids, max_new_tokens=6)
+    model.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(Toy.from_hub(folder, progress=False), tmp_path / "adapter")
+    assert torch.equal(again(ids).logits, logits)
+    merged = model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = Toy.from_hub(merged, progress=False)
+    torch.testing.assert_close(merged(ids).logits, logits, **LOGITS)
+    assert torch.equal(merged.generate(ids, max_new_tokens=6), tokens)
