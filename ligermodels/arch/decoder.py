@@ -125,7 +125,14 @@ class Decoder(BaseModel):
                     "ligermodels.arch.block.ResidualBlock instead of nn.Module"
                 )
         self.norm = RMSNorm(size, eps=config.rms_norm_eps, **(norm or {}))
-        head_dims = {config.rope(layer): config.layer(layer).head_dim for layer in range(config.num_hidden_layers)}
+        head_dims: dict[str, int] = {}
+        for i in range(config.num_hidden_layers):
+            name, head_dim = config.rope(i), config.layer(i).head_dim
+            if head_dims.setdefault(name, head_dim) != head_dim:
+                raise ConfigError(
+                    f"{config.model_type}: blocks with a head_dim of {head_dims[name]} and of {head_dim} read one "
+                    f"rope, {name!r}, whose tables have one size: config.rope(layer) has to name two"
+                )
         if config.ropes.keys() - head_dims.keys() or "full" not in config.ropes:
             raise ConfigError(
                 f"{config.model_type}: rope_parameters has ropes of {', '.join(config.ropes)}, and the blocks read "

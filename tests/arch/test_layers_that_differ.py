@@ -19,7 +19,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.generation import generate_many
 from ligermodels.layers import Attention, Batch, MultiTokenPrediction, RotaryEmbedding
 from tests.arch.suite import LOGITS, relative, rope, tiny_config
-from tests.arch.toy_family import AttentionBlock
+from tests.arch.toy_family import SIZES as TOY, AttentionBlock, Toy, ToyConfig
 from tests.generation.models import VOCAB, llama, padded, prompt
 
 SIZES = tiny_config(
@@ -123,6 +123,13 @@ def test_ropes_by_layer_type_are_read_by_architectures_that_have_them():
     config = Gemma3Config.from_hf({**SIZES, "model_type": "gemma2", "layer_types": ["full_attention"] * 4})
     with pytest.raises(ConfigError, match="has ropes of sliding, full, and the blocks read full"):
         Decoder(config, Gemma3Block)
+
+
+def test_heads_of_two_sizes_read_two_ropes(monkeypatch):
+    monkeypatch.setattr(ToyConfig, "rope", lambda config, layer: "full")
+    config = {**TOY, "rope_parameters": {"full_attention": rope("default")}}
+    with pytest.raises(ConfigError, match="toy: blocks with a head_dim of 8 and of 16 read one rope, 'full'"):
+        Toy.from_config(config, device="meta")
 
 
 class Adder(Block):
