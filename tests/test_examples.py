@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.cli import main
+from tests.recipes.runs import metrics, weights
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -58,6 +60,64 @@ def test_sft_has_labels_at_the_assistants_tokens_and_packs_without_leaks(example
     ]
     together = model(**sft.pack(rows, torch.device("cpu"))).loss
     torch.testing.assert_close(together, sum(alone) / sum(counts))
+
+
+def runs_by_hand(script, arguments, command, tmp_path, monkeypatch):
+    """What a script by hand returns for each step, once without a stop. It has the bits of `ligermodels train`.
+
+    command: the arguments of that. A second run is stopped in step 7 and continued.
+    """
+
+    def stops(text, **options):
+        if text.startswith("step 7:"):
+            raise KeyboardInterrupt
+
+    whole, stopped, trained = (tmp_path / name for name in ("whole", "stopped", "trained"))
+    values = script.main([*map(str, arguments), "--out", str(whole)])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(script, "print", stops, raising=False)
+        script.main([*map(str, arguments), "--out", str(stopped)])
+    continued = script.main([*map(str, arguments), "--out", str(stopped)])
+    assert 0 < len(continued) < 7 and continued == values[-len(continued) :]
+    options = ["--output-dir", trained, "--max-steps", len(values), "--max-length", script.LENGTH, "--show", 0]
+    assert main([str(argument) for argument in ("train", *command, *options)]) == 0
+    assert weights(whole / "model") == weights(stopped / "model") == weights(trained / "model")
+    return values
+
+
+def test_train_by_hand_has_the_bits_of_train_sft(example, tmp_path, monkeypatch):
+    script, model, chats = example("train_by_hand"), example("tiny").write_llama(), tmp_path / "chats.jsonl"
+    monkeypatch.setattr(script, "LENGTH", 128)
+    turns = [("user", "Who?"), ("assistant", "Pip é."), ("user", "And?"), ("assistant", "Ferrow Point.")]
+    several = [dict(role=role, content=content) for role, content in turns]
+    is_cut = [dict(role="user", content="a"), dict(role="assistant", content="b" * 200)]
+    is_dropped = [dict(role="user", content="a" * 200), dict(role="assistant", content="b")]
+    many = [[dict(role="user", content="a" * (7 * n % 50)), dict(role="assistant", content="bc")] for n in range(20)]
+    rows = [*many, several, several[:3], is_cut, is_dropped]
+    chats.write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
+    command = ["sft", model, "--data", chats, "--accumulation", script.FORWARDS, "--learning-rate", 3e-3]
+    values = runs_by_hand(script, [model, chats, "--steps", 10, "--lr", 3e-3], command, tmp_path, monkeypatch)
+    assert values == [*metrics(tmp_path / "trained").values()]
+    assert len(values) == 10 and values[-1] < 0.6 * values[0]
+
+
+@pytest.mark.parametrize("iterations, beta", [(1, 0.0), (2, 0.5)])
+def test_grpo_by_hand_has_the_bits_of_train_grpo(example, tmp_path, monkeypatch, iterations, beta):
+    script, file, model = example("grpo_by_hand"), tmp_path / "rows.jsonl", tmp_path / "sums" / "model"
+    constants = dict(ITERATIONS=iterations, BETA=beta, SAVE_EVERY=2, LENGTH=512, PROMPTS=6, SAMPLES=8)
+    for name, value in constants.items():
+        monkeypatch.setattr(script, name, value)
+    example("train_by_hand").main(["--steps", "10", "--out", str(model.parent)])  # it says digits
+    prompts = [[dict(role="user", content="0" * (7 * n % 50) + "+1")] for n in range(20)]
+    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": "1"}) for prompt in prompts))
+    command = ["grpo", model, "--data", file, "--learning-rate", 3e-3, "--num-iterations", iterations, "--beta", beta,
+               "--prompts", script.PROMPTS, "--num-generations", script.SAMPLES, "--max-completion-length",
+               script.NEW_TOKENS, "--reward-funcs", f"{EXAMPLES / 'grpo_by_hand.py'}:reward"]  # fmt: skip
+    arguments = [model, file, "--rollouts", 10 // iterations, "--lr", 3e-3]
+    values = runs_by_hand(script, arguments, command, tmp_path, monkeypatch)
+    rewards, losses, clipped = (metrics(tmp_path / "trained", name).values() for name in ("reward", "loss", "clipped"))
+    assert values == [*zip(rewards, losses, strict=True)]
+    assert len(values) == 10 and len({*rewards}) > 2 and any(clipped) == (iterations > 1)
 
 
 @pytest.mark.slow
