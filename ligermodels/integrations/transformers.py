@@ -40,7 +40,6 @@ from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
-from ligermodels.layers.base import fp32_names
 from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
@@ -91,18 +90,14 @@ class _Model:
         """False, so that transformers applies its conversions of names on disk, which suit our modules too."""
         return False
 
-    def _build(self: Any, config: PreTrainedConfig) -> CausalLM:
+    def _build(self, config: PreTrainedConfig) -> CausalLM:
         """Builds our model, whose modules this one takes, in torch's default dtype and on its default device.
 
-        The weights are initialised, except on the meta device, where transformers builds a model before loading it, in
-        one dtype but for those that it is told stay in fp32.
+        The weights are initialised, except on the meta device, where transformers builds a model before loading it.
         """
         if is_deepspeed_zero3_enabled():
             raise InputError("ZeRO-3 would shard this model while it is built; load it with ligermodels.load instead")
-        dtype, device = torch.get_default_dtype(), torch.empty(0).device
-        built = self.arch.from_config(_config_of(config), dtype=dtype, device=device)
-        self._keep_in_fp32_modules_strict = fp32_names(built)
-        return built
+        return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=torch.empty(0).device)
 
     def train(self: Any, mode: bool = True) -> Any:
         """Raises InputError after `use_liger_kernel=True`, which replaces forwards as if they were transformers'."""

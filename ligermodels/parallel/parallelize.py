@@ -121,8 +121,7 @@ def _shard_data(
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
     for block in _blocks(model):
-        if not isinstance(block, FSDPModule):
-            fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     if zoo is not None and isinstance(zoo.lm_head, LMHead):
         decoder, last = zoo.decoder, [zoo.decoder.norm, zoo.lm_head]
         if zoo.lm_head.is_tied:

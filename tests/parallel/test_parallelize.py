@@ -129,7 +129,7 @@ TWO = [
     *(job("mixed", family="llama", split=split, recompute="block") for split in ("tp2", "cp2")),
     *(job("mixed", family="mixtral_fp32", split=split) for split in ("fsdp2", "tp2", "cp2")),
     job("norm", family="mixtral_fp32", split="fsdp2"),
-    job("stepped", family="mixtral_fp32", split="fsdp2"),
+    job("stepped", family="mixtral_fp32", split="tp2"),
     *(job("mixed", family=family, split="fsdp2", **IMAGES.get(family, {})) for family in ("mixtral", "qwen2_vl")),
 ]  # fmt: skip
 TWO = [one for one in TWO if one not in QUICK]

@@ -16,7 +16,9 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.generation import graphs
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ligermodels.layers import moe
 from tests.arch import llama_vision, qwen2_vl, qwen3_vl
+from tests.tiny import ExactRouter
 from tests.tools.models import OWN, SIZES, write_checkpoint
 
 DRAWN = dict(initializer_range=0.2)
@@ -308,3 +310,16 @@ def test_classifier(folders, tmp_path, family):
     compare(
         theirs_class.from_pretrained(tmp_path, **PLAIN), AutoModelForSequenceClassification.from_pretrained(tmp_path)
     )
+
+
+def test_what_stays_in_fp32(tmp_path, monkeypatch):
+    monkeypatch.setattr(moe, "Router", ExactRouter)
+    config = {**SIZES, **DRAWN, "model_type": "mixtral", "num_local_experts": 4}
+    folder = ligermodels.Mixtral.from_config(config, seed=0).save_pretrained(tmp_path)
+    ours, model = (
+        load(folder, dtype=torch.bfloat16) for load in (ligermodels.load, AutoModelForCausalLM.from_pretrained)
+    )
+    dtypes = {name: parameter.dtype for name, parameter in ours.named_parameters()}
+    assert {torch.float32, torch.bfloat16} == {*dtypes.values()}
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == dtypes
+    assert torch.equal(model(ids()).logits, ours(ids()).logits)
