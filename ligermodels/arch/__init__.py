@@ -40,12 +40,12 @@ PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in
 """Names that `ligermodels` exports."""
 
 
-def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **found: Any) -> type[CausalLM]:
+def arch_of(folder: Path, config: Any = None, *, text_only: bool = False, **hub_options: Any) -> type[CausalLM]:
     """The class for the checkpoint in `folder`, or for `config`; arguments as in `pretrained.config_values`.
 
     text_only: as in `load`. Raises ConfigError for a model_type that is not in the zoo.
     """
-    values = config_values(folder, config, **found)
+    values = config_values(folder, config, **hub_options)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo has {', '.join(ARCHS)}")
@@ -75,9 +75,9 @@ def load(
         `Qwen3_5VL`. It is saved as a model of text. Raises ConfigError where the zoo has no class for that.
     `options` (dtype, device, device_map, quantization_config, ...) and the rest are those of `CausalLM.from_hub`.
     """
-    found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
-    folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-    arch = arch_of(folder, config, text_only=text_only, **found)
-    model = arch.from_hub(folder, config=config, allow_pickle=allow_pickle, **found, **options)
+    hub_options: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+    folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **hub_options)
+    arch = arch_of(folder, config, text_only=text_only, **hub_options)
+    model = arch.from_hub(folder, config=config, allow_pickle=allow_pickle, **hub_options, **options)
     model.config._name_or_path = model.name_or_path = str(id_or_folder)
     return model

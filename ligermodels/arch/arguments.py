@@ -32,10 +32,10 @@ def supported(options: Mapping[str, Any], accepted: Collection[str], parameters:
 
     Raises InputError for other options, unless they change nothing. None never does.
     """
-    found = {}
+    accepted_options = {}
     for name, value in options.items():
         if name in accepted:
-            found[name] = value
+            accepted_options[name] = value
         elif name in _WARNED and value:
             warnings.warn(f"{name}={value!r} changes nothing: ligermodels runs its own layers", stacklevel=4)
         elif not (
@@ -46,12 +46,12 @@ def supported(options: Mapping[str, Any], accepted: Collection[str], parameters:
         ):
             known = {*parameters, *accepted}
             raise InputError(f"argument {name}={value!r:.80} is not supported" + did_you_mean(name, known))
-    return found
+    return accepted_options
 
 
 def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> str:
     """torch's name of the dtype that either argument gives; "auto" if neither does. Raises InputError."""
-    names = {dtype_name(given) for given in (dtype, torch_dtype) if given is not None} - {"auto"}
+    names = {dtype_name(name) for name in (dtype, torch_dtype) if name is not None} - {"auto"}
     if len(names) > 1:
         raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")
     return names.pop() if names else "auto"

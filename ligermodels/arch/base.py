@@ -64,9 +64,11 @@ class CausalLM(Pretrained, TrainerInterface):
         super().__init_subclass__(**options)
         if "block_class" in vars(cls):
             cls._no_split_modules = [cls.block_class.__name__]
-        own, shared = (inspect.signature(forward).parameters for forward in (cls.forward, CausalLM.forward))
+        parameters, shared = (inspect.signature(forward).parameters for forward in (cls.forward, CausalLM.forward))
         cls.extra_inputs = frozenset(
-            name for name in own.keys() - shared.keys() if own[name].kind is not inspect.Parameter.VAR_KEYWORD
+            name
+            for name in parameters.keys() - shared.keys()
+            if parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
         )
 
     def __init__(self, config: ModelConfig):
@@ -185,7 +187,7 @@ class CausalLM(Pretrained, TrainerInterface):
         )  # fmt: skip
         targets, count = self._targets(asked, inputs)
         if targets is not None and asked.trains and self._trains_mtp and inputs.cache is None:
-            options["ahead"] = self.mtp
+            options["mtp"] = self.mtp
         output = self.model(inputs, output_hidden_states=output_hidden_states, **options)
         return self._with_head(output, asked, inputs, targets, count, attention_mask)
 
@@ -243,8 +245,8 @@ class CausalLM(Pretrained, TrainerInterface):
         elif targets is not None:
             with_logits = bool(wants_logits) and asked.loss_function is None
             computed = self._loss(x, targets, count, with_logits=with_logits, loss_function=asked.loss_function)
-            if "states_ahead" in output:
-                computed["mtp_loss"] = self._mtp_loss(output.pop("states_ahead"), asked, inputs, targets)
+            if "mtp_hidden_states" in output:
+                computed["mtp_loss"] = self._mtp_loss(output.pop("mtp_hidden_states"), asked, inputs, targets)
                 computed["loss"] = computed["loss"] + self.mtp.loss_weight * computed["mtp_loss"]
         elif wants_logits:
             computed["logits"] = self.logits_of(x[:, -asked.logits_to_keep :] if asked.logits_to_keep else x)
@@ -342,9 +344,9 @@ class CausalLM(Pretrained, TrainerInterface):
         """The device of the embedding, or the one that accelerate moves it to when it is offloaded."""
         table: Any = self.decoder.embed_tokens
         hook = getattr(table, "_hf_hook", None) if table.weight.is_meta else None
-        for one in getattr(hook, "hooks", [hook]):
-            if getattr(one, "execution_device", None) is not None:
-                return torch.device(one.execution_device)
+        for inner in getattr(hook, "hooks", [hook]):
+            if getattr(inner, "execution_device", None) is not None:
+                return torch.device(inner.execution_device)
         return table.weight.device
 
     @property

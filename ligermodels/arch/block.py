@@ -37,7 +37,7 @@ class ResidualBlock(Layer):
 def _or_hidden_state(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a block, which returns the hidden state where `residual` is not given.
 
-    `others`, which `Joined` passes, is filled with what the block returns beside x and residual.
+    `others`, which `HookedLayer` passes, is filled with what the block returns beside x and residual.
     """
 
     @functools.wraps(forward)

@@ -45,7 +45,7 @@ _DROPPED = frozenset("""
     partial_rotary_factor rope_scaling rope_theta torch_dtype transformers_version
 """.split())  # fmt: skip  # noqa: SIM905
 """Keys without effect on the model, or read under another name; not written back."""
-GENERIC = (KNOWN_NAMES - {"use_cache"}) | frozenset("""
+KNOWN_WITHOUT_EFFECT = (KNOWN_NAMES - {"use_cache"}) | frozenset("""
     _attn_implementation _attn_implementation_internal _auto_class _commit_hash _experts_implementation
     _experts_implementation_internal _flash_attn_2_enabled _from_model_config _is_quantized _name_or_path
     _output_attentions add_cross_attention architectures attn_implementation base_model_ep_plan base_model_fsdp_plan
@@ -108,7 +108,7 @@ class CheckedFields:
             if not number or not 0 <= value < math.inf:
                 raise self._error(name, "must be a finite number, zero or more")
         elif not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            names = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
             raise self._error(name, f"must be {names}")
 
     def _check_choice(self, name: str, choices: Iterable[str]) -> None:
@@ -311,10 +311,12 @@ class ModelConfig(CheckedFields):
             self._check_choice("dtype", dtypes.NAMES)
         if self.extra.get("rope_interleaved"):
             raise ConfigError(f"{self.model_type}: rope_interleaved is set, but halves of a head are rotated here")
-        if (given := self.extra.get("layer_types")) is not None:
+        if (layer_types := self.extra.get("layer_types")) is not None:
             computed = "full_attention" if self.window(0) is None else "sliding_attention"
-            if given != [computed] * self.num_hidden_layers:
-                raise ConfigError(f"{self.model_type}: layer_types is {given!r}, but every block is {computed} here")
+            if layer_types != [computed] * self.num_hidden_layers:
+                raise ConfigError(
+                    f"{self.model_type}: layer_types is {layer_types!r}, but every block is {computed} here"
+                )
         self._check_rope()
 
     def _check_rope(self) -> None:
@@ -324,8 +326,8 @@ class ModelConfig(CheckedFields):
 
     def _check_one_rope(self, rope: Mapping[str, Any]) -> None:
         if rope.get("rope_type") not in ROPE_TYPES:
-            found, supported = rope.get("rope_type"), ", ".join(ROPE_TYPES)
-            raise ConfigError(f"{self.model_type}: rope_type {found!r} is not supported; supported: {supported}")
+            rope_type, supported = rope.get("rope_type"), ", ".join(ROPE_TYPES)
+            raise ConfigError(f"{self.model_type}: rope_type {rope_type!r} is not supported; supported: {supported}")
         for name in ("rope_theta", "partial_rotary_factor"):
             value = rope.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -455,17 +457,23 @@ class NestedFields(CheckedFields):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{cls.model_type}: {name} is {value!r:.80}, expected an object")
         if text.get("model_type", cls.text_type) not in (cls.text_type, cls.model_type):
-            found = f"the text_config has model_type {text['model_type']!r}"
-            raise ConfigError(f"{cls.model_type}: {found}, expected {cls.text_type!r}")
+            what = f"the text_config has model_type {text['model_type']!r}"
+            raise ConfigError(f"{cls.model_type}: {what}, expected {cls.text_type!r}")
         ids, types = {"bos_token_id", "eos_token_id", "pad_token_id"}, {"dtype", "torch_dtype"}
         quantized = {"quantization_config"} if config.get("quantization_config") else set()  # which is refused
-        left_out = GENERIC - cls.field_names() - types - quantized | {"root", "text_config", "vision_config"}
+        left_out = KNOWN_WITHOUT_EFFECT - cls.field_names() - types - quantized | {
+            "root",
+            "text_config",
+            "vision_config",
+        }
         root = {key: value for key, value in config.items() if key not in left_out | ids}
         text = {key: value for key, value in text.items() if key not in left_out | (types & root.keys() and types)}
         tied = root.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
-        made = parent.from_hf({**root, **text, "vision_config": vision, "tie_word_embeddings": tied})
-        made.root = {key: made.extra.pop(key) for key in root if key in made.extra and key not in text}
-        return made
+        config_of_text = parent.from_hf({**root, **text, "vision_config": vision, "tie_word_embeddings": tied})
+        config_of_text.root = {
+            key: config_of_text.extra.pop(key) for key in root if key in config_of_text.extra and key not in text
+        }
+        return config_of_text
 
     def __post_init__(self: Any) -> None:
         if isinstance(self.vision_config, Mapping):
@@ -508,7 +516,7 @@ class LayerTypesConfig(WindowConfig):
         blocks = self.num_hidden_layers
         if self.layer_types is None:
             self.layer_types = [self.default_layer_type(layer) for layer in range(blocks)]
-        if len(self.layer_types) != blocks or any(one not in LAYER_TYPES for one in self.layer_types):
+        if len(self.layer_types) != blocks or any(kind not in LAYER_TYPES for kind in self.layer_types):
             raise self._error("layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {blocks} blocks")
         if self.sliding_window is None and "sliding_attention" in self.layer_types:
             raise self._error(
@@ -565,7 +573,7 @@ class RoutedConfig(ModelConfig):
 
 def _unknown(extra: Mapping[str, Any], unused: frozenset[str]) -> list[str]:
     """The keys that may ask for something that is not computed here; null asks for nothing."""
-    return sorted(key for key, value in extra.items() if value is not None and key not in GENERIC | unused)
+    return sorted(key for key, value in extra.items() if value is not None and key not in KNOWN_WITHOUT_EFFECT | unused)
 
 
 def _classes(hint: Any) -> tuple[type, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.block import ResidualBlock
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.hooks import is_plain, watched
+from ligermodels.arch.hooks import for_user_hooks, is_plain
 from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import ConfigError, InputError
@@ -46,9 +46,9 @@ class BaseModel(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         parameters = inspect.signature(cls.run).parameters.values()
-        own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        keywords = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        cls.run_options = frozenset(own | Decoder.run_options if passes_on else own)
+        cls.run_options = frozenset(keywords | Decoder.run_options if passes_on else keywords)
 
     def forward(
         self,
@@ -181,10 +181,10 @@ class Decoder(BaseModel):
         *,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        ahead: nn.Module | None = None,
+        mtp: nn.Module | None = None,
     ) -> CausalLMOutput:
-        """`forward` for checked inputs. ahead: a `MultiTokenPrediction`, whose states are `states_ahead` of the output;
-        those of the last token of a text mean nothing."""
+        """`forward` for checked inputs. mtp: a `MultiTokenPrediction`, whose states are `mtp_hidden_states` of the
+        output; those of the last token of a text mean nothing."""
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
@@ -194,7 +194,7 @@ class Decoder(BaseModel):
             tokens = tokens.reshape(1, -1, *tokens.shape[2:])
         batch, x = self._batch(tokens, inputs), self._embedded(tokens, inputs)
         shape = (*inputs.tokens.shape[:2], x.shape[-1]) if self.context is None else x.shape
-        following = None if ahead is None else self._following(tokens, inputs, x)
+        following = None if mtp is None else self._following(tokens, inputs, x)
         if self.tp is not None:
             x = self.tp.scatter(x, 1)
         hidden_states: list[Tensor] = []
@@ -207,7 +207,7 @@ class Decoder(BaseModel):
             if output_hidden_states:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
             is_plain_block = isinstance(layer, ResidualBlock) and not is_touched(layer)
-            block, carries = (layer, layer.carries) if is_plain_block else watched(layer)
+            block, carries = (layer, layer.carries) if is_plain_block else for_user_hooks(layer)
             more = (self.inputs_of(i, carry),) if carries else ()
             x, residual, *added = run(i, block, x, residual, batch, None if cache is None else cache[i], *more)
             if added:
@@ -219,8 +219,8 @@ class Decoder(BaseModel):
         else:  # a user's hook, wrapper or norm takes and returns the hidden state
             x = self.norm(x if residual is None else x + residual)
         last = {"last_hidden_state": x}
-        if ahead is not None:
-            last["states_ahead"] = ahead(following, last["last_hidden_state"], batch)
+        if mtp is not None:
+            last["mtp_hidden_states"] = mtp(following, last["last_hidden_state"], batch)
         if self.tp is not None:
             last = {name: self.tp.all_gather(x, 1) for name, x in last.items()}
         output = CausalLMOutput({name: x.reshape(shape) for name, x in last.items()})

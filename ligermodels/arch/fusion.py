@@ -64,21 +64,21 @@ def fusion_report(model: Any) -> FusionReport:
     device = model.device
     if device.type == "meta":
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[tuple[Any, ...], list[str]] = {}
+    names_of: dict[tuple[Any, ...], list[str]] = {}
     gathered = _gathered(model)
     for name, module in model.named_modules():
         if ".original_module" in name:
             continue  # kept by PEFT beside the trained copy
         at = FusionContext(model.dtype, device, name in gathered)
         for row in module.fusion_parts(at) if isinstance(module, Layer) else ():
-            found.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
+            names_of.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
     if takes_labels(unwrapped(model.lm_head)):
         head = FusionPart("lm_head, loss", "one op", True)
     else:
         reason = obstacle(model.lm_head, LMHead)
         head = FusionPart("lm_head, loss", "logits, all in memory", False, reason or "a wrapper around the head")
-    found["lm_head", *head] = ["lm_head"]
-    rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
+    names_of["lm_head", *head] = ["lm_head"]
+    rows = (FusionRow(tuple(names), *key[1:]) for key, names in names_of.items())
     return FusionReport(_kernels(device), tuple(rows))
 
 

@@ -28,16 +28,16 @@ def is_plain(*modules: nn.Module) -> bool:
     return all(map(_passes_on, changes))
 
 
-def watched(layer: nn.Module) -> "tuple[nn.Module | Joined, bool]":
-    """(`layer`, or a `Joined` around it if a user's hook, wrapper or forward needs its hidden state; whether a block in
-    it carries)."""
+def for_user_hooks(layer: nn.Module) -> "tuple[nn.Module | HookedLayer, bool]":
+    """(`layer`, or a `HookedLayer` around it if a user's hook, wrapper or forward needs its hidden state; whether a
+    block in it carries)."""
     is_block = isinstance(layer, ResidualBlock)
     blocks = [module for module in ([layer] if is_block else layer.modules()) if isinstance(module, ResidualBlock)]
     plain = (is_block or _passes_on(type(layer))) and is_plain(layer, *blocks)
-    return layer if plain else Joined(layer, blocks), any(block.carries for block in blocks)
+    return layer if plain else HookedLayer(layer, blocks), any(block.carries for block in blocks)
 
 
-class Joined:
+class HookedLayer:
     """A layer of a stack, and the blocks in it; called like a block, but returns (hidden_states, None, ...)."""
 
     def __init__(self, layer: nn.Module, blocks: Sequence[ResidualBlock]):
@@ -60,9 +60,9 @@ class Joined:
                 handle.remove()
         output = output[0] if isinstance(output, tuple) else output  # as before transformers 5
         if not isinstance(output, Tensor) or output.shape != x.shape:
-            found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            returned = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise InputError(
-                f"a hook or wrapper of a {type(self.layer).__name__} returned {found}; expected hidden states "
+                f"a hook or wrapper of a {type(self.layer).__name__} returned {returned}; expected hidden states "
                 f"{list(x.shape)}, like those it got"
             )
         return output, None, *others

@@ -207,10 +207,10 @@ def check_labels(
         raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
 
 
-def _check_tensors(**given: Tensor | None) -> Tensor:
+def _check_tensors(**tensors: Tensor | None) -> Tensor:
     """Returns the first tensor. Raises InputError for another type, a wrong dtype, or tensors on several devices."""
     first: Any = None
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor):
@@ -283,9 +283,9 @@ def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
         )
 
 
-def _check_cache(given: Any, num_layers: int) -> Cache:
+def _check_cache(past_key_values: Any, num_layers: int) -> Cache:
     """`given`, or a view of a cache of transformers. Raises InputError for anything else, and for another model's."""
-    cache = as_cache(given, num_layers)
+    cache = as_cache(past_key_values, num_layers)
     if len(cache) != num_layers:
         raise InputError(
             f"past_key_values has {len(cache)} layers, the model {num_layers}; was it made for another model? "

@@ -71,8 +71,8 @@ class LlamaVisionConfig(NestedFields, LlamaConfig):
                 raise self._error(name, "is not supported: this architecture has none")
         if self.head_dim * self.num_attention_heads != self.hidden_size:
             raise self._error("head_dim", f"must be hidden_size {self.hidden_size} / num_attention_heads")
-        found, blocks = self.cross_attention_layers, self.num_hidden_layers
-        if not all(0 <= i < blocks for i in found) or len({*found}) == blocks:
+        cross_layers, blocks = self.cross_attention_layers, self.num_hidden_layers
+        if not all(0 <= i < blocks for i in cross_layers) or len({*cross_layers}) == blocks:
             raise self._error("cross_attention_layers", f"must be of the blocks 0 to {blocks - 1}, and leave one out")
         self.tie_word_embeddings = False  # whatever the file says, as in transformers
 
@@ -303,5 +303,5 @@ class LlamaVision(CausalLM):
         "model.multi_modal_projector.{rest}": "multi_modal_projector.{rest}",
         "lm_head.weight": "language_model.lm_head.weight",
     }
-    ALSO_READ = ({},)
+    OTHER_LAYOUTS = ({},)
     """The names that transformers has in memory since 4.52."""

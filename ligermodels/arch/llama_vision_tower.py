@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arch.config import GENERIC, VisionConfig
+from ligermodels.arch.config import KNOWN_WITHOUT_EFFECT, VisionConfig
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
 from ligermodels.layers.base import Draw, Layer, normal, zeros
 from ligermodels.layers.multimodal import PatchEmbedding
@@ -38,7 +38,7 @@ RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 class LlamaVisionTowerConfig(VisionConfig):
     """vision_config of a config.json of model_type mllama."""
 
-    dropped: ClassVar = GENERIC
+    dropped: ClassVar = KNOWN_WITHOUT_EFFECT
 
     hidden_size: int = 1280
     hidden_act: str = "gelu"

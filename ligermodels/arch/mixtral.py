@@ -65,4 +65,4 @@ class Mixtral(CausalLM):
         ),
         "model.layers.{i}.mlp.experts.down_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
     }
-    ALSO_READ = ({},)
+    OTHER_LAYOUTS = ({},)

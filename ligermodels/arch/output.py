@@ -66,9 +66,9 @@ class GenerationConfig(Attributes):
 
     to_diff_dict = to_dict  # which transformers' pipelines ask for
 
-    def update(self, *given: Any, defaults_only: bool = False, **values: Any) -> None:
+    def update(self, *mappings: Any, defaults_only: bool = False, **values: Any) -> None:
         """`dict.update`. defaults_only: keeps existing values, for Seq2SeqTrainer."""
-        new = dict(*given, **values)
+        new = dict(*mappings, **values)
         super().update({name: new[name] for name in new if not defaults_only or self.get(name) is None})
 
     def _get_default_generation_params(self) -> dict[str, Any]:

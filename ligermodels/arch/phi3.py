@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5, phi-4, Phi-4-mini and their fine-tunes: Llama with its projections packed on disk as in memory.
+"""Phi-3, Phi-3.5, phi-4, Phi-4-mini and their fine-tunes: Llama with joint projections, on disk as in memory.
 
 - q, k and v are rows of one tensor on disk, gate and up of another (gate first). Nothing has a bias.
 - Long contexts by LongRoPE: one table of frequencies up to `original_max_position_embeddings` tokens, another beyond,

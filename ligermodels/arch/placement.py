@@ -49,7 +49,7 @@ def plan(
     Raises InputError.
     """
     if isinstance(device_map, Mapping):
-        found: dict[str, Any] = dict(device_map)
+        places: dict[str, Any] = dict(device_map)
     else:
         accelerate = _accelerate(device_map)
         options = {"no_split_module_classes": model._no_split_modules, **sizes}
@@ -58,23 +58,23 @@ def plan(
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
             max_memory = accelerate.utils.get_balanced_memory(model, max_memory, low_zero=low_zero, **options)
-        found = dict(accelerate.infer_auto_device_map(model, max_memory=max_memory, **options))
+        places = dict(accelerate.infer_auto_device_map(model, max_memory=max_memory, **options))
     names = [name for name, _ in named_weights(model)]
-    if missing := [name for name in names if _place(found, name) is None]:
+    if missing := [name for name in names if _place(places, name) is None]:
         raise InputError(f"device_map has no device for {', '.join(missing[:3])}{', ...' * (len(missing) > 3)}")
-    if unknown := found.keys() - {name for name, _ in model.named_modules()} - set(names):
+    if unknown := places.keys() - {name for name, _ in model.named_modules()} - set(names):
         raise InputError(f"device_map names {sorted(unknown)[0]!r}, which the model does not have")
     _accelerate(device_map)  # before anything is read: `dispatch` needs it
-    found = dict(_disjoint(model, found))
-    moves = {*found.values()} - {"cpu", "disk"}
-    if still := [name for name in names if name in found and (moves or found[name] == "disk")]:
+    places = dict(_disjoint(model, places))
+    moves = {*places.values()} - {"cpu", "disk"}
+    if still := [name for name in names if name in places and (moves or places[name] == "disk")]:
         raise InputError(
             f"device_map splits {still[0].rpartition('.')[0] or 'the model'}, which has weights of its own, such as "
             f"{still[0]}, and accelerate moves whole modules: give it one device"
         )
-    if model.tied_weights and "" not in found:
-        found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
-    return found
+    if model.tied_weights and "" not in places:
+        places["lm_head"] = _place(places, model.tied_weights["lm_head.weight"])
+    return places
 
 
 def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:

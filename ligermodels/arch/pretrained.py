@@ -39,11 +39,11 @@ class Pretrained(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     DISK_NAMES: ClassVar[weights.Table] = {}
     """Our names of weights -> the names on disk, where they or the order of rows differ; see weights.py."""
-    ALSO_READ: ClassVar[tuple[weights.Table, ...]] = ()
+    OTHER_LAYOUTS: ClassVar[tuple[weights.Table, ...]] = ()
     """Tables of other layouts that can be loaded; models are saved by `DISK_NAMES`."""
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Patterns of names on disk that are not loaded."""
-    CARRIED: ClassVar[tuple[str, ...]] = ()
+    COPIED_ON_SAVE: ClassVar[tuple[str, ...]] = ()
     """Patterns of names that are not loaded either, and that saving copies from the checkpoint of the model."""
 
     config: Any
@@ -57,7 +57,7 @@ class Pretrained(nn.Module):
     source_folder: Path | None = None
     """The folder that the model was loaded from."""
     carried: tuple[str, ...] = ()
-    """The names in it that `CARRIED` matches."""
+    """The names in it that `COPIED_ON_SAVE` matches."""
     mtp: Any
     """A layer for multi-token prediction, where training/mtp.py has added one; else None."""
 
@@ -161,19 +161,21 @@ class Pretrained(nn.Module):
         dtype = arguments.one_dtype(dtype, torch_dtype)
         _check_mesh(mesh, parallel, device, device_map)
         place = placement.one_device(device, device_map) if mesh is None else torch.device(mesh.device_type)
-        found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
-        folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
+        hub_options: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+        folder = hub.resolve(
+            id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **hub_options
+        )
         with unreplaced(folder), config_of(folder) if config is None else contextlib.nullcontext():
-            values, saved_with = quantization.split(config_values(folder, config, **found), quantization_config)
-            made = cls._checked_config(values, changes)
-            made._name_or_path = str(id_or_folder)
+            values, saved_with = quantization.split(config_values(folder, config, **hub_options), quantization_config)
+            model_config = cls._checked_config(values, changes)
+            model_config._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)
             if mesh is not None and quantizer is not None:
                 raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
             if mtp_loss_weight is not None and quantizer is not None:
                 raise InputError("mtp_loss_weight= reads plain weights, and these are quantised: use training.load_mtp")
-            model = cls._on_meta(made, dtype, activation_checkpointing, mtp_loss_weight)
+            model = cls._on_meta(model_config, dtype, activation_checkpointing, mtp_loss_weight)
             if config is not None and dtype == "auto" and (of_file := model._dtype_of(opened.headers)):
                 model.config.dtype = str(of_file).removeprefix("torch.")
                 model.to(of_file)
@@ -303,14 +305,14 @@ class Pretrained(nn.Module):
             reshard(self)
             if any(parameter.is_meta for parameter in self.parameters()):
                 state_dict = placement.offloaded_state(self)
-        given = dict(weights.named_weights(self)) if state_dict is None else dict(state_dict)
-        writes, processes = is_main_process is not False, Processes.of_tensors(given.values())
-        if is_main_process is None and not any(hasattr(tensor, "full_tensor") for tensor in given.values()):
+        state = dict(weights.named_weights(self)) if state_dict is None else dict(state_dict)
+        writes, processes = is_main_process is not False, Processes.of_tensors(state.values())
+        if is_main_process is None and not any(hasattr(tensor, "full_tensor") for tensor in state.values()):
             writes = not any(hasattr(p, "full_tensor") for p in self.parameters()) or torch.distributed.get_rank() == 0
         if processes.size == 1 and not writes:
             return target
         with processes.raise_on_all():
-            tensors, files, metadata = self._exported(given, state_dict is not None, target)
+            tensors, files, metadata = self._exported(state, state_dict is not None, target)
         saving.write_checkpoint(
             target,
             tensors,
@@ -325,13 +327,13 @@ class Pretrained(nn.Module):
         return target
 
     def _exported(
-        self, given: Mapping[str, Tensor], is_state: bool, target: Path
+        self, state: Mapping[str, Tensor], is_state: bool, target: Path
     ) -> tuple[weights.Exported, dict[str, Any], Mapping[str, str] | None]:
         """(tensors, other files, metadata of the safetensors) that `save_pretrained` writes to `target`.
 
-        given: the weights, or with `is_state` the caller's state_dict. Raises CheckpointError.
+        state: the weights, or with `is_state` the caller's state_dict. Raises CheckpointError.
         """
-        if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()):
+        if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in state.values()):
             raise CheckpointError(
                 "The weights are partitioned by DeepSpeed's ZeRO-3. Call model_engine.save_16bit_model(folder), or "
                 "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
@@ -341,14 +343,14 @@ class Pretrained(nn.Module):
         quantizer = None if quantised_by is None else quantization.quantizer_of(quantised_by)
         config = copy.copy(self.config)
         config.tie_word_embeddings = bool(tied)
-        config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
-        beside = {name: x for name, x in given.items() if weights.plain_name(name).startswith("mtp.")}
-        given = {name: x for name, x in given.items() if name not in beside}
+        config.dtype = str(self._saved_dtype(state)).removeprefix("torch.")
+        beside = {name: x for name, x in state.items() if weights.plain_name(name).startswith("mtp.")}
+        state = {name: x for name, x in state.items() if name not in beside}
         if self.mtp is not None:
             empty = empty_mtp(self, self.mtp.loss_weight)
             layer = {f"mtp.{name}": tensor.shape for name, tensor in weights.named_weights(empty)}
-            found = {weights.plain_name(name): x.shape for name, x in beside.items()}
-            if differ := sorted(name for name in {*layer, *found} if layer.get(name) != found.get(name)):
+            stored = {weights.plain_name(name): x.shape for name, x in beside.items()}
+            if differ := sorted(name for name in {*layer, *stored} if layer.get(name) != stored.get(name)):
                 raise CheckpointError(
                     f"The weights cannot be saved.\n  {', '.join(differ[:3])} and {len(differ)} in all are missing, or "
                     "not those of the layer for multi-token prediction.\n  Likely: adapters in it (merge_lora first), "
@@ -358,7 +360,7 @@ class Pretrained(nn.Module):
         # Shapes by config.json: the weights of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(shapes, self.names_on_disk, given, weights.row_parts(self))
+            tensors = weights.export(shapes, self.names_on_disk, state, weights.row_parts(self))
         elif is_state:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
@@ -420,7 +422,9 @@ class Pretrained(nn.Module):
 
     @property
     def names_on_disk(self) -> weights.Names:
-        return weights.Names(self.DISK_NAMES, self.ALSO_READ, (*self.IGNORE, *self.CARRIED), self.tied_weights)
+        return weights.Names(
+            self.DISK_NAMES, self.OTHER_LAYOUTS, (*self.IGNORE, *self.COPIED_ON_SAVE), self.tied_weights
+        )
 
     def names_in_fp32(self, table: weights.Table) -> set[str]:
         """The names on disk, by this table, of the weights that stay in fp32 when the model is cast to 16 bits."""
@@ -436,7 +440,7 @@ class Pretrained(nn.Module):
     @classmethod
     def carries(cls, name: str) -> bool:
         """Whether a tensor of this name is not loaded, and copied when the model is saved."""
-        return any(re.search(pattern, name) for pattern in cls.CARRIED)
+        return any(re.search(pattern, name) for pattern in cls.COPIED_ON_SAVE)
 
     @property
     def tied_weights(self) -> dict[str, str]:
@@ -460,10 +464,10 @@ def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, devi
         raise InputError(
             "mesh= and device_map= both say where the weights go: pass mesh= alone, in each of its processes"
         )
-    own = torch.empty(0, device=mesh.device_type).device  # with its index
-    if device is not None and torch.device(device) not in (torch.device(mesh.device_type), own):
+    of_process = torch.empty(0, device=mesh.device_type).device  # with its index
+    if device is not None and torch.device(device) not in (torch.device(mesh.device_type), of_process):
         raise InputError(
-            f"device={device!r}, but the mesh puts this process on {own}: leave device out; "
+            f"device={device!r}, but the mesh puts this process on {of_process}: leave device out; "
             "torch.cuda.set_device chooses the GPU of a process"
         )
 
@@ -474,10 +478,10 @@ def _parallelize(model: Any, mesh: Any, parallel: Mapping[str, Any] | None) -> A
     return parallelize(model, mesh, **(parallel or {}))
 
 
-def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
+def config_values(folder: Path, config: Any = None, **hub_options: Any) -> ModelConfig | Mapping[str, Any]:
     """The `config` argument of `from_hub`, as a config or the contents of a config.json; default: the folder's.
 
-    found: token, cache_dir and local_files_only of `hub.resolve`. Raises CheckpointError or HubError.
+    hub_options: token, cache_dir and local_files_only of `hub.resolve`. Raises CheckpointError or HubError.
     """
     if config is None:
         place = folder / "config.json"
@@ -492,4 +496,4 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
     if hasattr(config, "to_json_string"):  # of transformers
         return json.loads(config.to_json_string())
     path = Path(config).expanduser()
-    return read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
+    return read_json(path if path.is_file() else hub.resolve(config, weights=False, **hub_options) / "config.json")

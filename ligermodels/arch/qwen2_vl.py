@@ -171,7 +171,7 @@ class Qwen2VL(QwenVL):
         "model.visual.{rest}": "visual.{rest}",
         "model.language_model.{rest}": "model.{rest}",
     }
-    ALSO_READ: ClassVar = ({}, {"model.language_model.{rest}": "model.language_model.model.{rest}"})
+    OTHER_LAYOUTS: ClassVar = ({}, {"model.language_model.{rest}": "model.language_model.model.{rest}"})
 
     @classmethod
     def make_model(cls, config: Qwen2VLConfig) -> QwenVLModel:

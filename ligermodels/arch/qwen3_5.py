@@ -85,14 +85,14 @@ class Qwen3_5Config(ModelConfig):
         if self.layer_types is None:
             interval = self.full_attention_interval
             self.layer_types = [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(blocks)]
-        if len(self.layer_types) != blocks or any(one not in LAYER_TYPES for one in self.layer_types):
+        if len(self.layer_types) != blocks or any(kind not in LAYER_TYPES for kind in self.layer_types):
             raise self._error("layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {blocks} blocks")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise self._error("linear_num_value_heads", f"must be a multiple of {self.linear_num_key_heads} key heads")
         self._check_choice("hidden_act", ("silu", "swish"))
         for name, expected in (("attn_output_gate", True), ("mlp_only_layers", [])):
-            if (given := self.extra.get(name, expected)) != expected:
-                raise ConfigError(f"{self.model_type}: {name}={given!r} is not supported; supported: {expected!r}")
+            if (value := self.extra.get(name, expected)) != expected:
+                raise ConfigError(f"{self.model_type}: {name}={value!r} is not supported; supported: {expected!r}")
 
 
 class Qwen3_5Block(ResidualBlock):
@@ -134,9 +134,9 @@ class Qwen3_5(CausalLM):
 
     config_class = Qwen3_5Config
     block_class = Qwen3_5Block
-    ALSO_READ = ({"model.{rest}": "model.language_model.{rest}"},)
+    OTHER_LAYOUTS = ({"model.{rest}": "model.language_model.{rest}"},)
     IGNORE = (*CausalLM.IGNORE, r"^model\.visual\.")
-    CARRIED = (r"^mtp\.",)
+    COPIED_ON_SAVE = (r"^mtp\.",)
 
     @classmethod
     def make_model(cls, config: ModelConfig) -> Decoder:
@@ -146,7 +146,7 @@ class Qwen3_5(CausalLM):
     def make_mtp(config: Qwen3_5Config) -> MultiTokenPrediction:
         """The layer `mtp.*`, uninitialised. Raises ConfigError for one that was never released."""
         for name, expected in (("mtp_num_hidden_layers", 1), ("mtp_use_dedicated_embeddings", False)):
-            if (given := config.extra.get(name, expected)) != expected:
-                raise ConfigError(f"{config.model_type}: {name}={given!r} is not supported; supported: {expected!r}")
+            if (value := config.extra.get(name, expected)) != expected:
+                raise ConfigError(f"{config.model_type}: {name}={value!r} is not supported; supported: {expected!r}")
         block = Qwen3_5Block(dataclasses.replace(config, num_hidden_layers=1, layer_types=["full_attention"]), 0)
         return MultiTokenPrediction(config.hidden_size, [block], dict(eps=config.rms_norm_eps, **NORM))

@@ -63,7 +63,7 @@ class Qwen3_5VL(QwenVL):
 
     config_class = Qwen3_5VLConfig
     _no_split_modules: ClassVar = ["Qwen3_5Block", "VisionBlock"]
-    CARRIED = Qwen3_5.CARRIED
+    COPIED_ON_SAVE = Qwen3_5.COPIED_ON_SAVE
     make_mtp = staticmethod(Qwen3_5.make_mtp)
 
     @classmethod

@@ -81,4 +81,4 @@ class Qwen3Moe(CausalLM):
         "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "gate_proj.weight", EXPERT + "up_proj.weight"),
         "model.layers.{i}.mlp.experts.down_proj": EXPERT + "down_proj.weight",
     }
-    ALSO_READ = ({},)
+    OTHER_LAYOUTS = ({},)

@@ -66,7 +66,7 @@ class DcpSource(Source):
         """The prefix of the model's names."""
         model, names_here = model_on_meta(self.config, str(self._config_folder)), set(stored)
         best, found = 0, ""
-        for table in (model.DISK_NAMES, *model.ALSO_READ):
+        for table in (model.DISK_NAMES, *model.OTHER_LAYOUTS):
             names = [region.source for region in weights.regions(model, table)]
             embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
             for prefix in sorted({name.removesuffix(embedding) for name in names_here if name.endswith(embedding)}):

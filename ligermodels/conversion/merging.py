@@ -169,5 +169,5 @@ def _aliases(model: CausalLM) -> dict[str, str]:
         return region.param, str(region.index)  # a slice has no hash before Python 3.12
 
     on_disk = {box(region): region.source for region in weights.regions(model, model.DISK_NAMES)}
-    others = [region for table in ({}, *model.ALSO_READ) for region in weights.regions(model, table)]
+    others = [region for table in ({}, *model.OTHER_LAYOUTS) for region in weights.regions(model, table)]
     return {region.source: on_disk[box(region)] for region in others if box(region) in on_disk}

@@ -40,7 +40,7 @@ class View(Source):
 
     text_only: of a model that reads images, its text, where the zoo has a class for that.
     model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
-    What a save would copy is kept, such as mtp.* (`CausalLM.CARRIED`). Tied copies and other names that the
+    What a save would copy is kept, such as mtp.* (`CausalLM.COPIED_ON_SAVE`). Tied copies and other names that the
     architecture ignores are dropped. Reading a tensor that is joined from several and cast needs memory for both the
     joined and the cast tensor.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.

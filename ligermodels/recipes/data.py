@@ -25,7 +25,7 @@ from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.examples import best_fit
 from ligermodels.recipes.formats import format_of, label_of
-from ligermodels.recipes.rows import Joined, Rows, held_out, open_rows, open_sources
+from ligermodels.recipes.rows import HookedLayer, Rows, held_out, open_rows, open_sources
 from ligermodels.recipes.workers import map_ahead
 from ligermodels.text.chat import TemplateError
 
@@ -309,7 +309,7 @@ class Data:
         if options.max_samples is not None:
             number, total = min(options.max_samples, len(self.rows)), len(self.rows)
             step = total / number if len(options.data) > 1 else 1.0  # of several sets, each its share
-            self.rows = Joined([self.rows], [int(n * step) for n in range(number)])
+            self.rows = HookedLayer([self.rows], [int(n * step) for n in range(number)])
         if options.eval_data is not None:
             self.eval_rows = open_rows(options.eval_data)
         elif options.eval_share:

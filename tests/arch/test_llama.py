@@ -100,13 +100,13 @@ def test_what_torch_wraps_and_hooks_leaves_a_block_as_it_is(written, monkeypatch
     """FSDP2, checkpointing and torch.compile: the fast path stays."""
     model, ids = ligermodels.load(written(tiny(num_hidden_layers=3)), progress=False), torch.randint(3, 90, (2, 9))
     expected, layers = model(ids).logits, model.model.layers
-    monkeypatch.setattr(hooks, "Joined", None)
+    monkeypatch.setattr(hooks, "HookedLayer", None)
     with one_rank(tmp_path):
         fully_shard(layers[0])
         layers[1], layers[2] = checkpoint_wrapper(layers[1]), torch.compile(layers[2], backend="eager")
         assert layers[0]._forward_hooks and relative(model(ids).logits, expected) < LOGITS
         layers[0].register_forward_hook(lambda block, args, output: output)
-        with pytest.raises(TypeError):  # for Joined
+        with pytest.raises(TypeError):  # for HookedLayer
             model(ids)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from ligermodels.arch.config import GENERIC
+from ligermodels.arch.config import KNOWN_WITHOUT_EFFECT
 from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
 from ligermodels.errors import InputError
 from tests.arch.llama_vision import images, placements, tiny
@@ -72,7 +72,7 @@ class TestText(Suite):
     def earlier_generation(self, config):
         text, vision = dict(config["text_config"]), dict(config["vision_config"])
         for part in (text, vision):  # as transformers 4 writes them
-            part |= {name: None for name in GENERIC - part.keys()} | {"top_k": 50, "is_decoder": False}
+            part |= {name: None for name in KNOWN_WITHOUT_EFFECT - part.keys()} | {"top_k": 50, "is_decoder": False}
         text = super().earlier_generation({"dtype": None, **text, "torch_dtype": None})
         text["torch_dtype"] = vision["torch_dtype"] = "float32"
         root = {key: value for key, value in config.items() if key != "dtype"}

@@ -121,7 +121,7 @@ class Stacked(ligermodels.Mixtral):
         EXPERTS + "gate_up_proj": Rearranged(EXPERTS + "gate_up_proj", in_turn, dim=1, transposed=True),
         EXPERTS + "down_proj": Rearranged(EXPERTS + "down_proj", transposed=True),
     }
-    ALSO_READ = (ligermodels.Mixtral.DISK_NAMES,)
+    OTHER_LAYOUTS = (ligermodels.Mixtral.DISK_NAMES,)
 
 
 class OneByOne(ligermodels.Mixtral):

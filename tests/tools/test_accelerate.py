@@ -81,7 +81,7 @@ def loaded_and_dispatched(folder, where):
 
 @pytest.mark.parametrize("offload", [dispatched, loaded_and_dispatched])
 def test_offloaded_models_compute_what_they_did(folder, tmp_path, monkeypatch, offload):
-    monkeypatch.setattr(hooks, "Joined", None)  # the forward of accelerate leaves a block as it is
+    monkeypatch.setattr(hooks, "HookedLayer", None)  # the forward of accelerate leaves a block as it is
     model, expected = offload(folder, str(tmp_path)), theirs(folder)
     ids = make_ids(2, 6)
     assert model.device == torch.device("cpu")
