@@ -178,11 +178,17 @@ def part(made, i, n):
     return {name: x if name == "max_seqlen" else x.chunk(n, axes.get(name, 0))[i] for name, x in made.items()}
 
 
+@functools.cache
+def mesh_of(split):
+    """One mesh for all jobs: each one more makes groups, and groups make threads."""
+    return make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
+
+
 class Spread:
     """A model over a mesh of all ranks, and this rank's rows of a batch."""
 
     def __init__(self, family, split, *, trained="", dtype=torch.float32, **options):
-        self.mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
+        self.mesh = mesh_of(split)
         self.model = parallelize(make(family, trained).to(dtype), self.mesh, **options)
         together = self.mesh["cp"].size() * self.mesh["tp"].size()
         self.parts, self.index = dist.get_world_size() // together, dist.get_rank() // together
@@ -424,7 +430,7 @@ def adapted(split):
     model, inputs = made(), batch("qwen2", "plain")
     loss = model(**inputs).loss
     loss.backward()
-    mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
+    mesh = mesh_of(split)
     spread, data = parallelize(made(), mesh), mesh["dp_shard"]
     found = spread(**part(inputs, data.get_local_rank(), data.size())).loss
     found.backward()
@@ -440,7 +446,7 @@ def custom(split):
 
     model, ids = made(), batch("llama", "plain")["input_ids"]
     model(ids[:, :-1], labels=ids[:, 1:]).backward()
-    mesh = make_mesh(**SPLITS[split], device_type="cpu")
+    mesh = mesh_of(split)
     spread = parallelize(made(), mesh)
     rows = ids.chunk(mesh.size())[dist.get_rank()]
     (spread(rows[:, :-1], labels=rows[:, 1:]) / mesh.size()).backward()
