@@ -25,6 +25,7 @@ from ligermodels.kernels.loss.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 from ligermodels.layers.state import Cache
+from ligermodels.libraries import integration
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -343,11 +344,8 @@ class CausalLM(Pretrained, TrainerInterface):
     def device(self) -> torch.device:
         """The device of the embedding, or the one that accelerate moves it to when it is offloaded."""
         table: Any = self.decoder.embed_tokens
-        hook = getattr(table, "_hf_hook", None) if table.weight.is_meta else None
-        for inner in getattr(hook, "hooks", [hook]):
-            if getattr(inner, "execution_device", None) is not None:
-                return torch.device(inner.execution_device)
-        return table.weight.device
+        accelerate = integration("accelerate") if table.weight.is_meta else None
+        return (accelerate and accelerate.execution_device(table)) or table.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,10 +22,10 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.base import Layer
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.head import keep_table
 from ligermodels.layers.linear import is_touched
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
+from ligermodels.libraries import integration
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 MANY_TOKENS = 2**20
@@ -96,7 +96,7 @@ class Decoder(BaseModel):
     param_dtype: torch.dtype | None = None
     """The dtype of the weights in the blocks under FSDP's mixed precision; None: as they are stored."""
     _tied_head: Any = None
-    """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
+    """A weak reference to the head that is tied to the table, which `LMHead.tie` sets."""
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class Decoder(BaseModel):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "embed_tokens":
-            keep_table(self, value)
+        if name == "embed_tokens" and (peft := integration("peft")) is not None:
+            peft.untie_for_modules_to_save(self, value)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from ligermodels.kernels.loss.linear_logprobs import LogprobsOutput, linear_logp
 from ligermodels.kernels.loss.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from ligermodels.layers.base import Draw, Layer, Shard, zeros
 from ligermodels.layers.embedding import vocabulary
-from ligermodels.layers.linear import is_untouched, obstacle, operands_of, warns
+from ligermodels.layers.linear import is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup, local_shard
+from ligermodels.libraries import integration
 
 _LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
 _LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
@@ -63,8 +64,7 @@ class LMHead(Layer):
         super().__init__()
         self.in_features = hidden_size
         self.out_features = vocab_size
-        own = None if tied_to is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self._parameters["weight"] = own
+        self._parameters["weight"] = nn.Parameter(torch.empty(vocab_size, hidden_size)) if tied_to is None else None
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
         self.tie(tied_to)
         self.reset_parameters()
@@ -73,7 +73,7 @@ class LMHead(Layer):
         """Replaces the head's own weight by the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
-            if hasattr(tied_to, "_tied_head"):  # read by `keep_table`; a weak reference makes no cycle
+            if hasattr(tied_to, "_tied_head"):  # for Decoder.__setattr__; a weak one, to make no cycle
                 object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
         object.__setattr__(self, "_tied_to", tied_to)  # nn.Module would register it as a submodule
 
@@ -84,12 +84,12 @@ class LMHead(Layer):
 
     @property
     def weight(self) -> Tensor:
-        own = self._parameters.get("weight")
-        if own is not None:
-            return own
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            return weight
         embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
-        adapter = embedding._modules.get("token_adapter")  # PEFT's, which wraps this head too: see `unwrapped`
-        return (embedding if adapter is None else adapter.base_layer).weight
+        peft = None if isinstance(embedding, nn.Embedding) else integration("peft")
+        return embedding.weight if peft is None else peft.table_of(embedding)
 
     @property
     def is_tied(self) -> bool:
@@ -186,20 +186,15 @@ class LMHead(Layer):
         if not self.is_tied:
             return weight
         embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
-        if weight.is_meta and not x.is_meta:
-            hook = getattr(embedding, "_hf_hook", None)  # accelerate's name for it
-            if hook is None:
+        if weight.device != x.device and not x.is_meta:
+            accelerate = integration("accelerate")
+            if accelerate is not None:
+                weight = accelerate.load_table(weight, self, embedding, x.device)
+            if weight.is_meta:
                 raise InputError(
                     "lm_head is tied to an embed_tokens whose weight is on the meta device; load the model"
                 )
-            hook.pre_forward(embedding)
-            weight = embedding.weight
-            hook.post_forward(embedding, None)
-        elif hasattr(self, "_hf_hook") and weight.device != x.device and not x.is_meta:
-            weight = weight.to(
-                x.device
-            )  # accelerate's device map takes a tied head for empty, and may put it elsewhere
-        elif self.tp is None and hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
+        if self.tp is None and hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
             raise InputError(
                 "lm_head is tied to embed_tokens, which FSDP shards as a group of its own: its table is not gathered "
                 "when the head runs. Leave embed_tokens to the root's fully_shard(model), or shard both in one group: "
@@ -217,51 +212,21 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def keep_table(decoder: nn.Module, embedding: Any) -> None:
-    """Unties the head of `decoder` if `embedding`, about to become its embed_tokens, is PEFT's modules_to_save wrapper.
-
-    The wrapper trains a copy of the table. transformers' tied head keeps the original one, also after merge_and_unload,
-    and so does ours; with ensure_weight_tying PEFT wraps the head too.
-    """
-    inside = getattr(embedding, "_modules", {})
-    if inside.get("modules_to_save") is None or inside.get("original_module") is None:
-        return
-    found: Any = getattr(decoder, "_tied_head", None)
-    head = None if found is None else found()
-    if head is not None and head.is_tied and head._tied_to is decoder:
-        head.weight = inside["original_module"].weight
-
-
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
-    """`head`, or the LMHead inside of a wrapper of PEFT that only replaces its weight, with that weight.
-
-    - trainable_token_indices: the LMHead gets the weight with the trained rows, the embedding's where the two are tied.
-    - modules_to_save with ensure_weight_tying: the wrapper has an nn.Linear on the embedding's copy; the LMHead gets
-      its weight.
-    """
+    """`head`, or the LMHead inside of a wrapper of PEFT that only replaces its weight, with that weight."""
     if isinstance(head, LMHead) or not is_untouched(head):
         return head
-    inside: Any = head._modules
-    adapter: Any = inside.get("token_adapter", head)
-    if isinstance(inner := getattr(adapter, "base_layer", None), LMHead) and hasattr(adapter, "get_merged_weights"):
-        source, active = adapter.tied_adapter or adapter, adapter.active_adapters
-        trained = active and not (adapter.disable_adapters or adapter.merged)
-        weight = source.get_merged_weights(active) if trained else source.base_layer.weight
-        return functools.partial(inner, weight=weight)
-    inner, copies = inside.get("original_module"), inside.get("modules_to_save")
-    chooses = isinstance(inner, LMHead) and inner.bias is None and copies and not takes_labels(head)
-    if chooses and all(operands_of([copy]) and copy.bias is None for copy in copies.values()):
-        return functools.partial(inner, weight=head.weight)
-    return head
+    peft = integration("peft")
+    return head if peft is None else peft.unwrapped(head)
 
 
 def takes_labels(head: Callable[..., Any]) -> bool:
-    """True if head(x, labels=...) calls an LMHead, directly or through PEFT's modules_to_save."""
+    """True if head(x, labels=...) calls an LMHead, directly or through a wrapper of PEFT."""
     head = head.func if isinstance(head, functools.partial) else head
-    inside = getattr(head, "_modules", {})
-    if inside.get("modules_to_save") is not None and "original_module" in inside:
-        return all(isinstance(module, LMHead) for module in inside["modules_to_save"].values())
-    return isinstance(head, LMHead)
+    if isinstance(head, LMHead):
+        return True
+    peft = integration("peft")
+    return peft is not None and peft.saves_heads(head)
 
 
 def warn_unfused_head(head: nn.Module, x: Tensor) -> None:

@@ -18,11 +18,12 @@ from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear.joint import make_joint
 from ligermodels.kernels.linear.linear import linears
-from ligermodels.kernels.linear.operand import Adapter, LinearOperand
+from ligermodels.kernels.linear.operand import LinearOperand
 from ligermodels.layers.base import Layer
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRAQuantizedLinear
 from ligermodels.layers.parallel import ShardedLinear
 from ligermodels.layers.quantized import QuantizedLinear
+from ligermodels.libraries import integration
 
 _OURS = (nn.Linear, LoRALinear, QuantizedLinear, LoRAQuantizedLinear)
 
@@ -62,9 +63,10 @@ def _operand_of(module: Any) -> LinearOperand | None:
     kind, parameters, adapter = type(module), module._parameters, None
     if kind is ShardedLinear:
         return LinearOperand(*module.parts())
-    if kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear":
-        return _operand_of_peft(module)
-    if kind not in _OURS or not _are_plain(parameters.values()):
+    if kind not in _OURS:
+        peft = None if torch.compiler.is_compiling() else integration("peft")
+        return None if peft is None else peft.operand_of(module)
+    if not _are_plain(parameters.values()):
         return None
     if isinstance(module, Adapted):
         factors = module.lora_A, module.lora_B
@@ -77,31 +79,6 @@ def _operand_of(module: Any) -> LinearOperand | None:
 
 def _are_plain(parameters: Iterable[Any]) -> bool:
     return all([parameter is None or type(parameter) is nn.Parameter for parameter in parameters])
-
-
-def _operand_of_peft(module: Any) -> LinearOperand | None:
-    """The operand of PEFT's LoRA around an untouched nn.Linear, or None.
-
-    None unless exactly one adapter is on, without dropout, DoRA, bias or other variants. PEFT computes the adapter in
-    the dtype of its weights: by default fp32, also where the base is in 16 bits. Source: PEFT 0.21.
-    """
-    base, names = module.base_layer, module.active_adapters
-    if torch.compiler.is_compiling() or module.disable_adapters or module.merged:
-        return None
-    if len(names) != 1 or names[0] not in module.lora_A:
-        return None
-    name = names[0]
-    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-    if name in module.lora_variant or module.fan_in_fan_out or (module.training and type(dropout) is not nn.Identity):
-        return None
-    for linear in (base, a, b):
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or is_touched(linear):
-            return None
-    weight, device = base.weight, base.weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype
-    if torch.promote_types(dtype, weight.dtype) != dtype or b.bias is not None:
-        return None
-    return LinearOperand(weight, base.bias, Adapter(a.weight, b.weight, module.scaling[name], dtype))
 
 
 def is_untouched(module: nn.Module) -> bool:

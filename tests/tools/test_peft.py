@@ -18,7 +18,8 @@ peft = pytest.importorskip("peft")
 from ligermodels import CheckpointError  # noqa: E402
 from ligermodels.cli import main  # noqa: E402
 from ligermodels.integrations.transformers import AutoModelForCausalLM  # noqa: E402
-from ligermodels.layers import LMHead, linear  # noqa: E402
+from ligermodels.layers import LMHead  # noqa: E402
+from ligermodels.libraries import integration  # noqa: E402
 from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
 from tests.arch import test_toy_family  # noqa: E402
 from tests.arch.toy_family import Toy  # noqa: E402
@@ -400,9 +401,10 @@ def test_plain_adapters_run_in_the_ops_of_their_layers(folders, change, autocast
             parameter.data = parameter.data.float()
     if change == "merged":
         model.merge_adapter()
-    found, read = [], linear._operand_of_peft
+    ours = integration("peft")
+    found, read = [], ours.operand_of
     for one in (lambda module: (found.append(read(module)), found[-1])[1], lambda module: None):
-        monkeypatch.setattr(linear, "_operand_of_peft", one)
+        monkeypatch.setattr(ours, "operand_of", one)
         model.zero_grad()
         torch.manual_seed(0)
         off = model.disable_adapter() if change == "off" else contextlib.nullcontext()
