@@ -48,12 +48,17 @@ def check_count(num_items_in_batch: Tensor | int) -> None:
 
 
 class _Loss(nn.Module):
-    """A module with options of the function `op`. Raises TypeError for an option that `op` does not have."""
+    """The function `op` with options. Raises TypeError for an option that `op` does not have."""
 
     def __init__(self, op: Callable[..., Any], **options: Any):
         super().__init__()
         inspect.signature(op).bind_partial(**options)
-        self._options = options
+        self._op, self._options = op, options
+
+    def _loss(self, *tensors: Tensor, **others: Any) -> Any:
+        if others.get("num_items_in_batch") is not None:
+            check_count(others["num_items_in_batch"])
+        return self._op(*tensors, **others, **self._options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
@@ -69,13 +74,9 @@ class CrossEntropyLoss(_Loss):
     weight: Tensor | None
 
     def __init__(
-        self,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        **options: Any,
-    ):
+        self, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, **options: Any,
+    ):  # fmt: skip
         options |= {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         super().__init__(cross_entropy, **options)
         self.register_buffer("weight", weight, persistent=False)
@@ -83,11 +84,7 @@ class CrossEntropyLoss(_Loss):
     def forward(
         self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | CrossEntropyOutput:
-        if num_items_in_batch is not None:
-            check_count(num_items_in_batch)
-        return cross_entropy(
-            logits, labels, class_weight=self.weight, num_items_in_batch=num_items_in_batch, **self._options
-        )
+        return self._loss(logits, labels, class_weight=self.weight, num_items_in_batch=num_items_in_batch)
 
 
 class LinearCrossEntropyLoss(_Loss):
@@ -99,40 +96,20 @@ class LinearCrossEntropyLoss(_Loss):
     class_weight: Tensor | None
 
     def __init__(
-        self,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        **options: Any,
-    ):
+        self, class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, **options: Any,
+    ):  # fmt: skip
         options |= {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
         super().__init__(linear_cross_entropy, **options)
         self.register_buffer("class_weight", class_weight, persistent=False)
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        bias: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        num_valid: int | None = None,
-    ) -> Tensor | CrossEntropyOutput:
+        self, x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None, num_valid: int | None = None,
+    ) -> Tensor | CrossEntropyOutput:  # fmt: skip
         """x: [..., hidden_size], weight: [V, hidden_size], labels: [...]."""
-        if num_items_in_batch is not None:
-            check_count(num_items_in_batch)
-        return linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            bias=bias,
-            class_weight=self.class_weight,
-            num_items_in_batch=num_items_in_batch,
-            num_valid=num_valid,
-            **self._options,
-        )
+        options: Any = dict(bias=bias, num_items_in_batch=num_items_in_batch, num_valid=num_valid)
+        return self._loss(x, weight, labels, class_weight=self.class_weight, **options)
 
 
 class KLDivLoss(_Loss):
@@ -146,7 +123,7 @@ class KLDivLoss(_Loss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input, target: of one shape, or broadcast to one."""
-        return kl_div(input, target, **self._options)
+        return self._loss(input, target)
 
 
 class JSDLoss(_Loss):
@@ -160,7 +137,7 @@ class JSDLoss(_Loss):
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
         """input, target: [..., V], the student's and the teacher's; labels: [...], shifted already."""
-        return jsd(input, target, labels=labels, **self._options)
+        return self._loss(input, target, labels=labels)
 
 
 class LinearJSDLoss(_Loss):
@@ -174,27 +151,11 @@ class LinearJSDLoss(_Loss):
         super().__init__(linear_jsd, beta=beta, **options)
 
     def forward(
-        self,
-        student_x: Tensor,
-        student_weight: Tensor,
-        teacher_x: Tensor,
-        teacher_weight: Tensor,
-        labels: Tensor | None = None,
-        *,
-        student_bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
+        self, student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor,
+        labels: Tensor | None = None, *, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
         num_valid: int | None = None,
-    ) -> Tensor | LinearJSDOutput:
+    ) -> Tensor | LinearJSDOutput:  # fmt: skip
         """student_x: [..., H], student_weight: [V, H], teacher_x: [..., H'], teacher_weight: [V or more, H'],
         labels: [...], shifted already."""
-        return linear_jsd(
-            student_x,
-            student_weight,
-            teacher_x,
-            teacher_weight,
-            labels=labels,
-            student_bias=student_bias,
-            teacher_bias=teacher_bias,
-            num_valid=num_valid,
-            **self._options,
-        )
+        options: Any = dict(labels=labels, student_bias=student_bias, teacher_bias=teacher_bias, num_valid=num_valid)
+        return self._loss(student_x, student_weight, teacher_x, teacher_weight, **options)
