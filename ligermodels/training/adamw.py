@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
-from ligermodels.kernels.optimizer.adamw import ROUNDINGS, WHOLE, Piece, adamw, join_master
+from ligermodels.kernels.optimizer.adamw import ROUNDINGS, UNSHARDED, ShardLayout, adamw, join_master
 
-_HOW = ("rounding", "master_weights", "state_dtype", "capturable")
+_STORAGE_OPTIONS = ("rounding", "master_weights", "state_dtype", "capturable")
 """Group options for how numbers are stored; loading a state does not change them."""
 
 
@@ -105,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self._stepped: set[Tensor] = set()  # by their backward, since the last step() or zero_grad()
-        self._pieces: dict[Tensor, Piece] = {}  # of DTensors: each takes about 100 us to compute
+        self._layouts: dict[Tensor, ShardLayout] = {}  # of DTensors: each takes about 100 us to compute
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles)
 
@@ -167,8 +167,8 @@ class AdamW(torch.optim.Optimizer):
             return join_master(p.detach(), remainder.view(torch.int16))
         from torch.distributed.tensor import DTensor
 
-        piece = join_master(p.detach().to_local(), remainder.to_local().view(torch.int16))  # type: ignore[attr-defined]
-        return DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())  # type: ignore[attr-defined]
+        shard = join_master(p.detach().to_local(), remainder.to_local().view(torch.int16))  # type: ignore[attr-defined]
+        return DTensor.from_local(shard, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())  # type: ignore[attr-defined]
 
     def _update(self, group: dict[str, Any], ready: Sequence[tuple[int, Tensor]], factor: Tensor | None) -> None:
         """The step of parameters of one group, each with its number."""
@@ -190,13 +190,13 @@ class AdamW(torch.optim.Optimizer):
             if capturable and state["step"].device != device:  # the option was set later
                 state["step"] = state["step"].to(device)
             tensors: Any = (p, _grad(p), state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
-            piece = WHOLE
+            layout = UNSHARDED
             if not plain:
                 tensors = tuple(None if x is None else x.to_local() for x in tensors)
                 if group["rounding"] == "stochastic" and torch.bfloat16 in (p.dtype, state["exp_avg"].dtype):
-                    if p not in self._pieces:
-                        self._pieces[p] = _piece(p)
-                    piece = self._pieces[p]
+                    if p not in self._layouts:
+                        self._layouts[p] = _layout(p)
+                    layout = self._layouts[p]
             weight, grad, exp_avg, exp_avg_sq, remainder = tensors
             adamw(
                 weight,
@@ -213,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
                 rounding=group["rounding"],
                 seed=group["seed"],
                 number=number,
-                piece=piece,
+                layout=layout,
             )
         torch.autograd.graph.increment_version([p for _, p in ready])  # so that a backward that still needs them raises
 
@@ -247,12 +247,12 @@ class AdamW(torch.optim.Optimizer):
         moments are cast to state_dtype; a missing remainder starts at 0. A tensor lr stays the same tensor.
         Raises InputError for another optimizer's state.
         """
-        given: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
-        def take(_: Any, found: dict[str, Any]) -> dict[str, Any]:  # torch would cast all states to the weight's dtype
-            given.update(found)
-            _check_loadable(found)
-            return {**found, "state": {}}
+        def take(_: Any, state: dict[str, Any]) -> dict[str, Any]:  # torch would cast all states to the weight's dtype
+            loaded.update(state)
+            _check_loadable(state)
+            return {**state, "state": {}}
 
         before = self.param_groups
         handle = self.register_load_state_dict_pre_hook(take)
@@ -260,13 +260,13 @@ class AdamW(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-        for old, group, saved in zip(before, self.param_groups, given["param_groups"], strict=True):
-            group.update({key: old[key] for key in old if key in _HOW or key not in group})
+        for old, group, saved in zip(before, self.param_groups, loaded["param_groups"], strict=True):
+            group.update({key: old[key] for key in old if key in _STORAGE_OPTIONS or key not in group})
             if isinstance(old["lr"], Tensor):
                 group["lr"] = old["lr"].copy_(torch.as_tensor(group["lr"]))
             for key, p in zip(saved["params"], group["params"], strict=True):
-                if given["state"].get(key):
-                    self.state[p] = _loaded_state(p, group, given["state"][key])
+                if loaded["state"].get(key):
+                    self.state[p] = _loaded_state(p, group, loaded["state"][key])
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -315,8 +315,8 @@ def _check(group: dict[str, Any]) -> None:
         wrong = f"rounding must be one of {', '.join(ROUNDINGS)}"
     if dtype is not None:
         group["state_dtype"] = str(dtype).removeprefix("torch.")  # distributed checkpoints cannot store dtypes
-        found = getattr(torch, group["state_dtype"], None)
-        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        parsed = getattr(torch, group["state_dtype"], None)
+        if not (isinstance(parsed, torch.dtype) and parsed.is_floating_point):
             wrong = "state_dtype must be a floating dtype, or None"
     if type(seed) is not int or not 0 <= seed < 2**63:
         wrong = "seed must be an integer from 0 to 2^63 - 1"
@@ -368,7 +368,7 @@ def _check_loadable(state_dict: dict[str, Any]) -> None:
 def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     dtype = _moments(p, group)
     where = p.device if group["capturable"] else "cpu"
-    found = {
+    loaded = {
         "step": torch.as_tensor(state["step"]).detach().to(where, torch.float32, copy=True),
         "exp_avg": state["exp_avg"].to(p.device, dtype),
         "exp_avg_sq": state["exp_avg_sq"].to(p.device, dtype),
@@ -377,8 +377,8 @@ def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> di
         remainder = state.get("remainder", torch.zeros_like(p))
         if remainder.dtype != torch.bfloat16:
             raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}; expected torch.bfloat16")
-        found["remainder"] = remainder.to(p.device)
-    return found
+        loaded["remainder"] = remainder.to(p.device)
+    return loaded
 
 
 def _total_norm(parameters: Sequence[Tensor]) -> Tensor:
@@ -454,7 +454,7 @@ def _grad(p: Any) -> Any:
     return p.grad.redistribute(placements=p.placements)
 
 
-def _piece(p: Any) -> Piece:
+def _layout(p: Any) -> ShardLayout:
     """The elements of a DTensor that this rank has.
 
     Raises InputError if they are not evenly spaced runs: two dims are sharded, and one between them is not.
@@ -470,7 +470,7 @@ def _piece(p: Any) -> Piece:
             'rounding="nearest" does not need it'
         )
     if math.prod(shape) == 0:
-        return WHOLE
+        return UNSHARDED
     first = sum(at * stride for at, stride in zip(offset, _strides(p.shape), strict=True))
     runs: list[tuple[int, int]] = []  # (count, stride), the innermost last
     for count, stride in zip(shape, _strides(p.shape), strict=True):
@@ -485,7 +485,7 @@ def _piece(p: Any) -> Piece:
             f"AdamW: a shard of {_name(p)} is not evenly spaced runs of elements, with placements {p.placements}; "
             'shard other dims, or set rounding="nearest"'
         )
-    return Piece(first) if len(runs) == 1 else Piece(first, runs[1][0], runs[0][1])
+    return ShardLayout(first) if len(runs) == 1 else ShardLayout(first, runs[1][0], runs[0][1])
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -167,7 +167,7 @@ OTHER_CALLS: list[tuple[str, Callable]] = [
     ("contiguous", lambda: quantized.quantize(W, "int8").dequantize(out=torch.empty(16, 8).t())),
     (r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape", step(MOMENT[:3])),
     ("supported: stochastic, nearest", step(rounding="up")),
-    (r"Piece\(first=0, inner=8, stride=4\); expected", step(piece=adamw.Piece(0, 8, 4))),
+    (r"ShardLayout\(first=0, inner=8, stride=4\); expected", step(layout=adamw.ShardLayout(0, 8, 4))),
     ("give vocab_size", of_a_shard(first_id=60)),
     ("no shard of a vocabulary of 128", of_a_shard(first_id=65, vocab_size=128)),
     ("no shard", of_a_shard(first_id=-1, vocab_size=128)),

@@ -40,11 +40,11 @@ _CPU_LANES = 16  # of torch's longest vectors; torch rounds the elements that do
 _CPU_CHUNK = 32768  # the largest number of elements that torch leaves to one thread; in fp32, 128 KiB
 
 
-class Piece(NamedTuple):
+class ShardLayout(NamedTuple):
     """Where a tensor's elements are in the whole parameter: in rows of `inner` elements that begin `stride` apart.
 
     Element i of the tensor is element first + i // inner * stride + i % inner of the whole, both in row-major order.
-    Eight elements of the whole share a call of Philox, so pieces are fastest where first, inner and stride are
+    Eight elements of the whole share a call of Philox, so shards are fastest where first, inner and stride are
     multiples of 8, or first is and inner == stride.
     """
 
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     stride: int = 1
 
 
-WHOLE = Piece()
+UNSHARDED = ShardLayout()
 
 
 def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
@@ -74,14 +74,14 @@ def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> li
 
 
 def random_bits(
-    x: Tensor, streams: list[int], *, seed: int, number: int, step: int | Tensor, piece: Piece, start: int = 0
+    x: Tensor, streams: list[int], *, seed: int, number: int, step: int | Tensor, layout: ShardLayout, start: int = 0
 ) -> Tensor:  # fmt: skip
     """16 random bits per stream and element of x, as int32 [streams, *x.shape].
 
-    streams: 0 for the weight, 1 and 2 for its moments; number, step, piece: as in `adamw`; start: the element of the
-    piece at which x begins. Eight elements of the whole share a call of Philox.
+    streams: 0 for the weight, 1 and 2 for its moments; number, step, layout: as in `adamw`; start: the element of
+    the shard at which x begins. Eight elements of the whole share a call of Philox.
     """
-    first, inner, stride = piece
+    first, inner, stride = layout
     if inner == stride and (first + start) % 8 == 0:
         group = torch.arange(cdiv(x.numel(), 8), device=x.device) + (first + start) // 8
         at: Any = slice(x.numel())
@@ -118,7 +118,8 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def adamw_reference(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
     step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, piece: Piece = WHOLE,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0,
+    layout: ShardLayout = UNSHARDED,
 ) -> None:  # fmt: skip
     acc, (beta1, beta2) = accumulator(weight.dtype), betas
     t, lr = (x.double() if isinstance(x, Tensor) else x for x in (step, lr))
@@ -129,18 +130,18 @@ def adamw_reference(
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(eps)
     w.mul_(1 - lr * weight_decay).sub_((m * (lr / (1 - beta1**t))).div_(root))
-    _write((weight, exp_avg, exp_avg_sq), remainder, (w, m, v), rounding, seed, number, step, piece)
+    _write((weight, exp_avg, exp_avg_sq), remainder, (w, m, v), rounding, seed, number, step, layout)
 
 
 def _adamw_on_cpu(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, *,
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None, rounding: str, seed: int, number: int, piece: Piece,
+    factor: Tensor | None, rounding: str, seed: int, number: int, layout: ShardLayout,
 ) -> None:  # fmt: skip
     """`adamw_reference` on contiguous tensors, by torch's fused step.
 
     Stochastic rounding, the factor and the remainder, which that step lacks, are computed before and after it, on fp32
-    copies of pieces that fit in a core's cache; a piece runs in one thread.
+    copies of chunks that fit in a core's cache; a chunk runs in one thread.
     """
 
     def fused(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
@@ -160,10 +161,10 @@ def _adamw_on_cpu(
 
     @torch.no_grad()  # which another thread does not inherit
     def update(start: int) -> None:
-        pieces = [x[start : start + _CPU_CHUNK] for x in flat]
+        chunks = [x[start : start + _CPU_CHUNK] for x in flat]
         low = None if remainder is None else remainder.view(-1)[start : start + _CPU_CHUNK]
-        w, g, m, v = (x.to(acc) for x in pieces)
-        w = w if low is None else join_master(pieces[0], low)
+        w, g, m, v = (x.to(acc) for x in chunks)
+        w = w if low is None else join_master(chunks[0], low)
         g = g if factor is None else g * factor
         size = w.numel()
         if size % _CPU_LANES:
@@ -171,8 +172,8 @@ def _adamw_on_cpu(
         fused(w, g, m, v)
         if size % _CPU_LANES:
             w, m, v = w[:size], m[:size], v[:size]
-        held = pieces[0], pieces[2], pieces[3]
-        _write(held, low, (w, m, v), rounding, seed, number, step, piece, start)
+        held = chunks[0], chunks[2], chunks[3]
+        _write(held, low, (w, m, v), rounding, seed, number, step, layout, start)
 
     starts = range(0, weight.numel(), _CPU_CHUNK)
     with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), len(starts))) as pool:
@@ -181,7 +182,7 @@ def _adamw_on_cpu(
 
 def _write(
     tensors: tuple[Tensor, Tensor, Tensor], remainder: Tensor | None, exact: tuple[Tensor, Tensor, Tensor],
-    rounding: str, seed: int, number: int, step: int | Tensor, piece: Piece, start: int = 0,
+    rounding: str, seed: int, number: int, step: int | Tensor, layout: ShardLayout, start: int = 0,
 ) -> None:  # fmt: skip
     """Rounds the exact weight and moments into the tensors that hold them."""
     w, m, v = exact
@@ -191,7 +192,7 @@ def _write(
     pairs = list(zip(tensors, (w, m, v), strict=True))
     streams = [i for i, (held, x) in enumerate(pairs) if held.dtype == torch.bfloat16 and x.dtype == torch.float32]
     if streams and rounding == "stochastic":
-        bits = random_bits(w, streams, seed=seed, number=number, step=step, piece=piece, start=start)
+        bits = random_bits(w, streams, seed=seed, number=number, step=step, layout=layout, start=start)
         for stream, some in zip(streams, bits, strict=True):
             pairs[stream] = pairs[stream][0], round_stochastically(pairs[stream][1], some)
     for held, x in pairs:
@@ -288,7 +289,8 @@ def _adamw_kernel(
 def adamw(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
     step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, piece: Piece = WHOLE,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0,
+    layout: ShardLayout = UNSHARDED,
 ) -> None:  # fmt: skip
     """One step of AdamW: writes weight, exp_avg, exp_avg_sq and remainder; grad is read only.
 
@@ -296,18 +298,18 @@ def adamw(
     weight, or None. step: which step this is, from 1; a 0-dim fp32 tensor on the weight's device may hold it, as one
     may hold lr. factor: a number on the device, times which the gradient counts, or None.
     rounding: of what is bf16 (weight, unless it has a remainder, and moments), "stochastic" or "nearest". seed (below
-    2^63), number (of the parameter, below 2^29), step and the element's place choose the random bits; piece: the
-    places of this tensor's elements, where it is a piece of a larger one.
+    2^63), number (of the parameter, below 2^29), step and the element's place choose the random bits; layout: the
+    places of this tensor's elements, where it is a shard of a larger one.
     Raises InputError for shapes or dtypes that do not fit.
     """
-    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding, piece)
+    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding, layout)
     if not weight.numel():
         return
     given = weight, exp_avg, exp_avg_sq, remainder
     held: Any = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
     w, m, v, r = held
     options: dict[str, Any] = dict(
-        eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, piece=piece
+        eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, layout=layout
     )
     if weight.is_cpu and not use_triton(weight):
         _adamw_on_cpu(w, grad.contiguous(), m, v, r, step=int(step), lr=float(lr), betas=betas, **options)
@@ -319,7 +321,7 @@ def adamw(
             bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
         else:
             bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        size, (first, inner, stride) = weight.numel(), piece
+        size, (first, inner, stride) = weight.numel(), layout
         contiguous = inner == stride
         whole_groups = first % 8 == 0 and (contiguous or (inner % 8 == 0 and stride % 8 == 0))
         launch(
@@ -335,7 +337,7 @@ def adamw(
 
 def _check(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str,
-    piece: Piece,
+    layout: ShardLayout,
 ) -> None:  # fmt: skip
     shape = weight.shape
     if not (
@@ -351,5 +353,5 @@ def _check(
         raise InputError(f"adamw: a remainder beside a weight of {weight.dtype}; it completes bf16 weights to fp32")
     if rounding not in ROUNDINGS:
         raise InputError(f"adamw: rounding={rounding!r} is unknown; supported: {', '.join(ROUNDINGS)}")
-    if not (piece.first >= 0 and 1 <= piece.inner <= piece.stride):
-        raise InputError(f"adamw: {piece}; expected first at 0 or more, and inner from 1 to stride")
+    if not (layout.first >= 0 and 1 <= layout.inner <= layout.stride):
+        raise InputError(f"adamw: {layout}; expected first at 0 or more, and inner from 1 to stride")

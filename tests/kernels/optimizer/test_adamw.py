@@ -5,8 +5,8 @@ import torch
 
 from ligermodels.kernels.optimizer import adamw as adamw_file
 from ligermodels.kernels.optimizer.adamw import (
-    WHOLE,
-    Piece,
+    UNSHARDED,
+    ShardLayout,
     adamw,
     adamw_reference,
     join_master,
@@ -56,7 +56,7 @@ def where(request, monkeypatch):
 @pytest.mark.parametrize(
     ("weight", "states", "remainder", "options"),
     [
-        (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, piece=Piece(2**36))),
+        (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, layout=ShardLayout(2**36))),
         (torch.bfloat16, torch.bfloat16, True, {}),
         (torch.bfloat16, torch.float32, False, dict(rounding="nearest")),
         (torch.float32, torch.bfloat16, False, dict(seed=1)),
@@ -97,32 +97,32 @@ def words_of(place, *, seed, step, stream):
 
 def test_the_random_bits_of_whole_parameters_stay(device):
     """Runs that were begun with an earlier version go on with its bits."""
-    bits = random_bits(torch.zeros(19, device=device), [0, 1, 2], seed=2**40 + 7, number=5, step=3, piece=WHOLE)
+    bits = random_bits(torch.zeros(19, device=device), [0, 1, 2], seed=2**40 + 7, number=5, step=3, layout=UNSHARDED)
     assert bits[:, -3:].tolist() == [[42432, 25657, 37753], [45610, 32532, 28785], [56045, 2479, 35576]]
 
 
-PIECES = [
-    WHOLE,
-    Piece(13),  # a range that begins within a group
-    Piece(2**35 + 16, 40, 2**33),  # columns, of groups that stay whole
-    Piece(32, 49, 97),  # uneven columns
-    Piece(5, 1, 3),  # one column
+LAYOUTS = [
+    UNSHARDED,
+    ShardLayout(13),  # a range that begins within a group
+    ShardLayout(2**35 + 16, 40, 2**33),  # columns, of groups that stay whole
+    ShardLayout(32, 49, 97),  # uneven columns
+    ShardLayout(5, 1, 3),  # one column
 ]
 
 
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("where", ["kernel", "reference", "pieces on the CPU"], indirect=True)
-def test_the_random_bits_of_pieces_are_those_of_the_whole(where, device, piece):
+def test_the_random_bits_of_pieces_are_those_of_the_whole(where, device, layout):
     """Gradients that are the first moment, exactly, and are rounded up by their bits but by none smaller."""
     device = "cpu" if where == "pieces on the CPU" else device
-    places = [piece.first + i // piece.inner * piece.stride + i % piece.inner for i in range(ODD)]
+    places = [layout.first + i // layout.inner * layout.stride + i % layout.inner for i in range(ODD)]
     seed, number = 2**40 + 7, 5
     bits = torch.tensor([words_of(place, seed=seed, step=1, stream=number * 4 + 1) for place in places], device=device)
     op = adamw_reference if where == "reference" else adamw
     for more, expected in ((0, 0x3F81), (-1, 0x3F80)):
         grad = ((0x3F80 << 16) + (65536 + more - bits)).int().view(torch.float32)
         w, m, v, _ = start((ODD,), torch.bfloat16, torch.bfloat16, device)
-        op(w, grad, m, v, **PLAIN, seed=seed, number=number, piece=piece)
+        op(w, grad, m, v, **PLAIN, seed=seed, number=number, layout=layout)
         assert (bits_of(m) == expected).all()
 
 
@@ -166,7 +166,7 @@ def test_more_than_2_31_elements():
     tail = [x[-1003:].clone() for x in (w, grad, m, v)]
     options = dict(step=1, lr=1e-3, **BETAS, seed=2)
     adamw(w, grad, m, v, **options)
-    adamw(*tail, **options, piece=Piece(2**31))
+    adamw(*tail, **options, layout=ShardLayout(2**31))
     for whole, piece in zip((w, m, v), (tail[0], *tail[2:]), strict=True):
         assert torch.equal(whole[-1003:], piece)
 
