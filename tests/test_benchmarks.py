@@ -197,8 +197,10 @@ def test_decoding_is_measured_and_other_ids_are_refused(monkeypatch, run):
     assert code == 0 and [row["baseline"] for row in record["rows"]] == ["captured-fp8", "host", "hf"]
     assert all(row["the host's"] + row["ties"] == 5 * 32 and row["wrong"] == 0 for row in record["ids"])
     assert "cpu" not in graphs.DEVICES
-    forward = graphs.Step._forward
-    monkeypatch.setattr(graphs.Step, "_forward", lambda self, *inputs: (forward(self, *inputs), self.logits.neg_()))
+    forward = graphs.DecodeStep._forward
+    monkeypatch.setattr(
+        graphs.DecodeStep, "_forward", lambda self, *inputs: (forward(self, *inputs), self.logits.neg_())
+    )
     code, record, _ = run(decode, *few)
     assert code == 1 and "those without" in record["red"][0] and "rows" not in record
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
@@ -223,9 +225,9 @@ def test_drafting_is_measured_where_it_writes_the_text_of_plain_decoding(monkeyp
         code, record, _ = run(decode, *few, share)
         assert code == 0 and [row["proposals"] for row in record["drafted"]] == [0, 1, 2]
         assert [15 / row["tokens a turn"] for row in record["drafted"]] == pytest.approx(turns)
-    forward = graphs.Step._forward
+    forward = graphs.DecodeStep._forward
     wrong = lambda self, *inputs: (forward(self, *inputs), self.tokens == 3 and self.logits.neg_())  # noqa: E731
-    monkeypatch.setattr(graphs.Step, "_forward", wrong)
+    monkeypatch.setattr(graphs.DecodeStep, "_forward", wrong)
     code, record, _ = run(decode, *few, "0.5")
     assert code == 1 and "not that of plain decoding" in record["red"][0] and not record["drafted"]
 

@@ -8,6 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ligermodels"
 MAY_IMPORT = {
     "errors": set(),
+    "attr_dict": set(),
     "libraries": set(),
     "processes": {"errors"},
     "kernels": {"errors"},
@@ -17,7 +18,7 @@ MAY_IMPORT = {
     "parallel": {"layers", "checkpoint", "processes", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},
-    "generation": {"layers", "kernels", "text", "errors"},
+    "generation": {"layers", "kernels", "text", "attr_dict", "errors"},
     "arch": {
         "layers",
         "kernels",
@@ -25,6 +26,7 @@ MAY_IMPORT = {
         "parallel",
         "checkpoint",
         "generation",
+        "attr_dict",
         "libraries",
         "processes",
         "errors",

@@ -22,7 +22,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.base import Layer
 from ligermodels.layers.batch import NextToken
-from ligermodels.layers.linear import is_touched
+from ligermodels.layers.linear import has_hooks
 from ligermodels.layers.parallel import MeshGroup
 from ligermodels.layers.state import KV_CACHE_DTYPES, Cache, State
 from ligermodels.libraries import integration
@@ -206,7 +206,7 @@ class Decoder(BaseModel):
         for i, layer in enumerate(self.layers):
             if output_hidden_states:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            is_plain_block = isinstance(layer, ResidualBlock) and not is_touched(layer)
+            is_plain_block = isinstance(layer, ResidualBlock) and not has_hooks(layer)
             block, carries = (layer, layer.carries) if is_plain_block else for_user_hooks(layer)
             more = (self.inputs_of(i, carry),) if carries else ()
             x, residual, *added = run(i, block, x, residual, batch, None if cache is None else cache[i], *more)
@@ -237,8 +237,9 @@ class Decoder(BaseModel):
     def new_cache(self, rows: int, max_length: int, *, kv_cache_dtype: str | None = None, whole: bool = False) -> Cache:
         """An empty cache for `rows` sequences of up to `max_length` tokens, beyond which it grows.
 
-        kv_cache_dtype: "fp8" takes half the memory. whole: layers with a window store all tokens too, as `Cache.put`
-        asks of its source. Raises InputError where it is larger than the device's memory, see `check_cache_size`.
+        kv_cache_dtype: "fp8" takes half the memory. whole: layers with a window store all tokens too, as the
+        source of `Cache.copy_rows_from` must. Raises InputError where it is larger than the device's memory, see
+        `check_cache_size`.
         """
         kind = "auto" if kv_cache_dtype is None else kv_cache_dtype
         if kind not in KV_CACHE_DTYPES:

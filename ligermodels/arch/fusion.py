@@ -17,7 +17,7 @@ from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
 from ligermodels.layers import LMHead
 from ligermodels.layers.base import FusionContext, FusionPart, Layer
 from ligermodels.layers.head import takes_labels, unwrapped
-from ligermodels.layers.linear import obstacle
+from ligermodels.layers.linear import why_not_fused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def fusion_report(model: Any) -> FusionReport:
     if takes_labels(unwrapped(model.lm_head)):
         head = FusionPart("lm_head, loss", "one op", True)
     else:
-        reason = obstacle(model.lm_head, LMHead)
+        reason = why_not_fused(model.lm_head, LMHead)
         head = FusionPart("lm_head, loss", "logits, all in memory", False, reason or "a wrapper around the head")
     names_of["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in names_of.items())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.block import ResidualBlock
 from ligermodels.errors import InputError
-from ligermodels.layers.linear import is_touched
+from ligermodels.layers.linear import has_hooks
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PASS_ON = ("torch.", "deepspeed.", "accelerate.")
@@ -21,7 +21,7 @@ _PASS_ON = ("torch.", "deepspeed.", "accelerate.")
 
 def is_plain(*modules: nn.Module) -> bool:
     """Whether these modules have no hook and no replaced forward but those of torch, DeepSpeed and accelerate."""
-    if not any(map(is_touched, modules)):
+    if not any(map(has_hooks, modules)):
         return True
     changes = [hook for module in modules for kind in _KINDS for hook in getattr(module, kind).values()]
     changes += [vars(module)["forward"] for module in modules if "forward" in vars(module)]

@@ -5,11 +5,12 @@ from typing import Any, Self
 
 import torch.utils._pytree as pytree
 
+from ligermodels.attr_dict import AttrDict
 from ligermodels.errors import InputError
-from ligermodels.generation.options import CACHE_ALIAS, KNOWN_NAMES, TOKEN_IDS, Attributes
+from ligermodels.generation.options import CACHE_ALIAS, KNOWN_NAMES, TOKEN_IDS
 
 
-class CausalLMOutput(Attributes):
+class CausalLMOutput(AttrDict):
     """The output of a forward. A field that was not computed is absent as a key and None as an attribute.
 
     The exception is `logits` after a loss that was computed without them: reading the attribute, or a position after
@@ -51,7 +52,7 @@ _NO_LOGITS = (
 )
 
 
-class GenerationConfig(Attributes):
+class GenerationConfig(AttrDict):
     """The contents of generation_config.json, whose values are the defaults of `generate`."""
 
     fields = KNOWN_NAMES | {"_from_model_config"}

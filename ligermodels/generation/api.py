@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.attr_dict import AttrDict
 from ligermodels.errors import InputError
 from ligermodels.generation.continuous import ContinuousEngine
 from ligermodels.generation.drafters import DraftingEngine
 from ligermodels.generation.engine import PaddedEngine
-from ligermodels.generation.options import CACHE_ALIAS, DRAFTERS, Attributes
+from ligermodels.generation.options import CACHE_ALIAS, DRAFTERS
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 
 _OF_ONE_BATCH = frozenset("""
@@ -22,7 +23,7 @@ _OF_ONE_BATCH = frozenset("""
 """Arguments of `generate` that `generate_many` does not take."""
 
 
-class GenerateOutput(Attributes):
+class GenerateOutput(AttrDict):
     """The result of `generate(return_dict_in_generate=True)`: a dict whose fields are attributes too, None if absent.
 
     sequences: [B * num_return_sequences, S + new]. scores, with output_scores: the logits of each step after all
@@ -168,8 +169,8 @@ def generate_many(
             beyond the original length, where rotary positions depend on the longest row of a batch ("longrope",
             "dynamic").
     """
-    found = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
-    return [found[i] for i in range(len(found))]
+    by_index = dict(generate_many_iter(model, prompts, batch_size=batch_size, **options))
+    return [by_index[i] for i in range(len(by_index))]
 
 
 def generate_many_iter(
@@ -197,18 +198,18 @@ def generate_many_iter(
     checked_prompt(model, torch.cat(texts)[None].to(model.device), None, None)
     longest = max(texts, key=len)[None].to(model.device)
     # A finished row is not padded, so no pad id is needed. Options in _OF_ONE_BATCH that a config sets are off.
-    own = dict.fromkeys(_OF_ONE_BATCH) | {"attention_mask": torch.ones_like(longest), "use_cache": True}
-    request = Request(model, **{"pad_token_id": 0, **options, **own, "input_ids": longest})
+    fixed = dict.fromkeys(_OF_ONE_BATCH) | {"attention_mask": torch.ones_like(longest), "use_cache": True}
+    request = Request(model, **{"pad_token_id": 0, **options, **fixed, "input_ids": longest})
     if request.inputs:
         raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     limits = [request.options.new_tokens(len(text), positions) for text in texts]
-    rotary, most = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
+    rotary, total = model.decoder.rotary_emb, max(len(text) + limit for text, limit in zip(texts, limits, strict=True))
     always_long = rotary.rope_type == "longrope" and min(map(len, texts)) > rotary.original_length
-    if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
+    if rotary.rope_type in ("dynamic", "longrope") and total > rotary.original_length and not always_long:
         raise InputError(
             f"generate_many: rope_type={rotary.rope_type!r} chooses its frequencies by the longest row of a batch, and "
-            f"{most} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
+            f"{total} tokens exceed its original length, {rotary.original_length}; call `generate` for each prompt"
         )
     return ContinuousEngine(request, texts, limits, batch_size).continuations()
 
@@ -231,10 +232,10 @@ def generate_batch(
 
     continuous_batching_config, progress_bar: ignored. options: those of `generate_many`.
     """
-    found = generate_many(model, inputs, generation_config=generation_config, **options)
-    copies, names = len(found) // max(1, len(inputs)), [f"req_{i}" for i in range(len(found))]
+    completions = generate_many(model, inputs, generation_config=generation_config, **options)
+    copies, names = len(completions) // max(1, len(inputs)), [f"req_{i}" for i in range(len(completions))]
     prompts = (list(prompt) for prompt in inputs for _ in range(copies))
-    outputs = zip(names, prompts, (ids.tolist() for ids in found), strict=True)
+    outputs = zip(names, prompts, (ids.tolist() for ids in completions), strict=True)
     return {output[0]: BatchOutput(*output) for output in outputs}
 
 
@@ -244,6 +245,6 @@ def _as_ids(index: int, prompt: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"prompt {index} is a {type(prompt).__name__}; it must be a list of token ids") from error
     if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
-        found = f"prompt {index} is {list(ids.shape)} of {ids.dtype}"
-        raise InputError(f"{found}; it must be a list of at least one token id, or such a tensor [S] of torch.int64")
+        fault = f"prompt {index} is {list(ids.shape)} of {ids.dtype}"
+        raise InputError(f"{fault}; it must be a list of at least one token id, or such a tensor [S] of torch.int64")
     return ids.long()

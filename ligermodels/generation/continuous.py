@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.generation.engine import Engine
-from ligermodels.generation.graphs import Step
+from ligermodels.generation.graphs import DecodeStep
 from ligermodels.generation.request import Request
 from ligermodels.kernels._triton import cdiv
 from ligermodels.layers.async_copy import to_device
@@ -41,8 +41,8 @@ class ContinuousEngine(Engine):
     def __init__(self, request: Request, prompts: Sequence[Tensor], limits: Sequence[int], batch_size: int):
         self.prompts, self.limits, self.copies = prompts, limits, request.options.num_return_sequences
         self.capacity = max(map(len, prompts)) + max(limits)
-        self.left = len(prompts) * self.copies  # continuations that have no row yet
-        rows = min(batch_size, self.left)
+        self.remaining = len(prompts) * self.copies  # continuations that have no row yet
+        rows = min(batch_size, self.remaining)
         super().__init__(request, rows)
         self.ids = torch.zeros(rows, 2 * self.capacity, dtype=torch.int64, device=self.device)
         self.length = self.capacity
@@ -53,8 +53,8 @@ class ContinuousEngine(Engine):
 
     def continuations(self) -> Iterator[tuple[int, Tensor]]:
         """(index in the result, new ids) of each continuation as it ends."""
-        with contextlib.closing(self.decode()) as turns:  # `close` of this iterator keeps the cache at once
-            for _ in turns:
+        with contextlib.closing(self.decode()) as steps:  # `close` of this iterator keeps the cache at once
+            for _ in steps:
                 for row in self.rows:
                     if row is not None and row.done:
                         yield row.index, torch.tensor(row.ids)
@@ -71,8 +71,8 @@ class ContinuousEngine(Engine):
         for b in ended:
             self.rows[b] = None
         free = [b for b, row in enumerate(self.rows) if row is None]
-        if fills := self.left and len(free) >= min(max(1, len(self.rows) // REFILL_FRACTION), self.left):
-            self._fill(free)
+        if fills := self.remaining and len(free) >= min(max(1, len(self.rows) // REFILL_FRACTION), self.remaining):
+            self._assign_prompts(free)
         if self.length == self.ids.shape[1]:
             self.ids[:, : self.capacity] = self.ids[:, -self.capacity :].clone()
             self.length = self.capacity
@@ -80,21 +80,21 @@ class ContinuousEngine(Engine):
         self.first = self.length - max(texts, default=0)
         if texts and (fills or ended):
             if self.captured is None:  # not before: the first prompts decide the dtype of the cache
-                self.captured = Step.of(self.model, self.cache, self.capacity, by_host=self.by_host)
+                self.captured = DecodeStep.of(self.model, self.cache, self.capacity, by_host=self.by_host)
             # A free row begins again, so that it stays shorter than the others.
             starts = [0 if row is None else row.start for row in self.rows]
             ends = [0 if row is None else row.start + row.prompt + len(row.ids) for row in self.rows]
             self.cache.length = max(ends)
-            self.captured.place(*to_device([starts, ends], self.device, torch.int32))
+            self.captured.set_columns(*to_device([starts, ends], self.device, torch.int32))
         return bool(texts)
 
     def step(self) -> None:
         self.run_captured()
         self.logits = self.logits.float()
 
-    def _fill(self, free: list[int]) -> None:
+    def _assign_prompts(self, free: list[int]) -> None:
         """Puts prompts into the `free` rows, and runs more of them when none is ready."""
-        while free and self.left:
+        while free and self.remaining:
             if not self.ready:
                 self._run_prompts(cdiv(len(free), self.copies))
             ran: Any = self.prompt_cache
@@ -102,11 +102,11 @@ class ContinuousEngine(Engine):
             sources, indices = zip(*(self.ready.popleft() for _ in into), strict=True)
             prompts = [self.prompts[index // self.copies] for index in indices]
             for b, index, prompt in zip(into, indices, prompts, strict=True):
-                most, start = self.limits[index // self.copies], ran.length - len(prompt)
-                self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), most, index, start)
-            self.left -= len(into)
+                max_new_tokens, start = self.limits[index // self.copies], ran.length - len(prompt)
+                self.rows[b] = self.new_row(len(prompt), prompt[-8:].tolist(), max_new_tokens, index, start)
+            self.remaining -= len(into)
             taken, rows = to_device(sources, self.device), to_device(into, self.device)
-            self.cache.put(ran, taken, rows)
+            self.cache.copy_rows_from(ran, taken, rows)
             ids = to_device(pad_sequence(prompts, True, _EMPTY_ID, "left"), self.device)
             self.ids[rows] = _EMPTY_ID
             self.ids[rows, self.length - ids.shape[1] : self.length] = ids

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation.engine import PaddedEngine
-from ligermodels.generation.graphs import BUCKET, Step
+from ligermodels.generation.graphs import BUCKET, DecodeStep
 from ligermodels.generation.request import Request, check_device
 from ligermodels.kernels.linear.operand import autocast_dtype
 from ligermodels.kernels.loss.argmax import argmax
@@ -105,7 +105,7 @@ class MultiToken:
         step.states[: len(ids), 0].copy_(states)
         return self.draft()
 
-    def follow(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
+    def propose_on_device(self, ids: Tensor, states: Tensor, last: Tensor) -> Tensor:
         """`propose` after tokens that only the device knows: row i of the last pass has states[i] and the next id
         ids[i], and row `last`, int64 [1], has the last of the text. Returns `count` ids."""
         step = self.step
@@ -121,7 +121,7 @@ class MultiToken:
         return self.step.proposed
 
 
-class DraftStep(Step):
+class DraftStep(DecodeStep):
     """One draft of `MultiToken` after up to count + 1 new tokens: the step reads count + 1, and drops the others.
 
     own_cache: the layer's. states [count + 1, 1, H]: of the tokens; ids: the token after each. last [1]: the index of
@@ -162,14 +162,14 @@ def _states_ahead(model: Any, ids: Tensor, states: Tensor, positions: Tensor, ca
 class DraftingEngine(PaddedEngine):
     """`generate` of one row with a drafter. Logits after a proposed token exist before that token is sampled.
 
-    A turn drafts and verifies. The host waits for it once: for `found`, int64 [1 or 3, N], the N tokens of the pass,
-    and where nothing but the logits decides (`greedy`), below them what follows each, of `argmax`. The next turn then
-    needs nothing from the host, and where the drafter is `MultiToken`, it begins before the host waits.
+    A turn drafts and verifies. The host waits for it once: for `step_tokens`, int64 [1 or 3, N], the N tokens of the
+    pass, and where nothing but the logits decides (`greedy`), below them what follows each, of `argmax`. The next turn
+    then needs nothing from the host, and where the drafter is `MultiToken`, it begins before the host waits.
 
-    text: the ids of the row. reading: `found` of this turn, for the host; None after a pass of one token. next_reading:
-    that of the next turn, where it has begun; the cache does not count its tokens yet. proposed: the number of
-    proposals. verified: index of the last token that sampling confirmed. hidden: [N, H], the states after the tokens.
-    unread: states that the drafter has not read.
+    text: the ids of the row. reading: the copy of `step_tokens` to the host; None after a pass of one token.
+    next_reading: that of the next turn, where it has begun; the cache does not count its tokens yet. proposed: the
+    number of proposals. verified: index of the last token that sampling confirmed. hidden: [N, H], the states after the
+    tokens. unread: states that the drafter has not read.
     """
 
     def __init__(self, request: Request):
@@ -187,13 +187,13 @@ class DraftingEngine(PaddedEngine):
         self.reading: AsyncToHost | None = None
         self.next_reading: AsyncToHost | None = None
         self.greedy = not (options.do_sample or self.processors or self.keeps_logits)
-        self.found = self.hidden = torch.empty(0)
+        self.step_tokens = self.hidden = torch.empty(0)
         self.unread: list[Tensor] = []
         self.call = self._run
 
     def prefill(self) -> None:
         super().prefill()
-        self.reads_behind = False
+        self.overlap_read = False
         if isinstance(self.drafter, MultiToken):
             self.drafter.begin(self.cache, self.capacity, captures=self.captures)
 
@@ -219,8 +219,8 @@ class DraftingEngine(PaddedEngine):
         # A pass of several tokens has one set of rotary frequencies.
         fits = self.model.decoder.rotary_emb.tokens_left(self.longest) >= self.drafter.count
         guesses: list[int] | Tensor = []
-        if fits and (most := self.end - self.length - 1):
-            guesses = self.drafter.propose(self.text, torch.cat(self.unread))[:most]
+        if fits and (remaining := self.end - self.length - 1):
+            guesses = self.drafter.propose(self.text, torch.cat(self.unread))[:remaining]
             self.unread = []
         self.cache.crop(self.length - 1)  # the GPU drafts meanwhile
         self.drop_stale()
@@ -230,12 +230,12 @@ class DraftingEngine(PaddedEngine):
             return
         if self.captured is None:
             by_host, tokens = not self.captures, 1 + self.drafter.count
-            self.captured = Step.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
+            self.captured = DecodeStep.of(self.model, self.cache, self.capacity, tokens, by_host=by_host)
         self.place(self.captured, last, guesses)
         self.proposed = len(guesses)
         self.begin_turn(self.verify(self.captured))
 
-    def place(self, step: Step, last: int, guesses: list[int] | Tensor) -> None:
+    def place(self, step: DecodeStep, last: int, guesses: list[int] | Tensor) -> None:
         """Puts each token into a row of its own, so that the kernels of decoding let it attend up to itself. The last
         token stands in for guesses that are missing."""
         past, known = self.cache.length, [last] if isinstance(guesses, Tensor) else [last, *guesses]
@@ -244,31 +244,31 @@ class DraftingEngine(PaddedEngine):
         if isinstance(guesses, Tensor):
             step.ids[1 : 1 + len(guesses), 0] = guesses
 
-    def verify(self, step: Step) -> AsyncToHost:
+    def verify(self, step: DecodeStep) -> AsyncToHost:
         """Computes the logits after each token of the step, and sends the host what it reads of them."""
         step.run(self.model, self.cache)
-        self.hidden, self.logits, self.found = step.hidden, step.logits[:1], step.ids.t()
+        self.hidden, self.logits, self.step_tokens = step.hidden, step.logits[:1], step.ids.t()
         if self.greedy:
-            self.found = torch.cat([self.found, argmax(step.logits)])
-        return AsyncToHost(self.found)
+            self.step_tokens = torch.cat([self.step_tokens, argmax(step.logits)])
+        return AsyncToHost(self.step_tokens)
 
     def begin_turn(self, reading: AsyncToHost) -> None:
         """Begins to sample the tokens of a turn, and begins the next if nothing but a stop can make it useless."""
         step: Any = self.captured
         self.cache.length = self.length - 1  # where the turn began is known now
         self.cache.advance(step.tokens)
-        self.reading, self.verified, self.next_reading, left = reading, 0, None, self.end - self.length
+        self.reading, self.verified, self.next_reading, remaining = reading, 0, None, self.end - self.length
         if not self.greedy:
             return
-        tokens, following, _ = self.found
-        self.ids[0, self.length : self.length + step.tokens] = following[:left]
+        tokens, following, _ = self.step_tokens
+        self.ids[0, self.length : self.length + step.tokens] = following[:remaining]
         if (
-            left > step.tokens and isinstance(self.drafter, MultiToken) and self.captures
+            remaining > step.tokens and isinstance(self.drafter, MultiToken) and self.captures
             and self.model.decoder.rotary_emb.tokens_left(self.longest) == math.inf
         ):  # fmt: skip
             right = tokens[1:] == following[:-1]
             last = right.long().cumprod(0).sum(0, keepdim=True)  # index of the last token that is right
-            guesses = self.drafter.follow(following, step.hidden, last)
+            guesses = self.drafter.propose_on_device(following, step.hidden, last)
             step.ids[:, 0] = torch.cat([following[last], guesses])
             step.ends.add_(last)
             self.next_reading = self.verify(step)

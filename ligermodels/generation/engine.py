@@ -1,7 +1,7 @@
 """The engine: one loop that decodes, `Engine.decode`.
 
-A turn of the loop samples a token of each row on the model's device, and computes the logits after it. The host reads
-one small tensor a turn; where steps are graphs, while the model computes the next logits. graphs.py has the step that
+A step of the loop samples a token of each row on the model's device, and computes the logits after it. The host reads
+one small tensor a step; where steps are graphs, while the model computes the next logits. graphs.py has the step that
 it runs, continuous.py the engine of `generate_many`, drafters.py the one that verifies proposed tokens.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graphs
-from ligermodels.generation.graphs import Step
+from ligermodels.generation.graphs import DecodeStep
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import ADAPTED, Request, is_adapted
-from ligermodels.generation.stopping import StopText, ask_criteria
+from ligermodels.generation.stopping import StopText, apply_stopping_criteria
 from ligermodels.kernels.loss.argmax import argmax
 from ligermodels.layers.async_copy import AsyncToHost, to_device
 from ligermodels.layers.state import as_cache
@@ -29,13 +29,13 @@ from ligermodels.layers.state import as_cache
 class Row:
     """One continuation of a prompt that is being decoded, as far as the host knows it.
 
-    prompt: number of tokens of the prompt. most: maximum number of new tokens. text: searches for stop strings.
+    prompt: number of tokens of the prompt. text: searches for stop strings.
     index: of the continuation in the result of `generate_many`. start: the row's first column in the cache.
     ids: the sampled tokens, all but the one that the host has not read.
     """
 
     prompt: int
-    most: int
+    max_new_tokens: int
     text: StopText | None = None
     index: int = 0
     start: int = 0
@@ -48,19 +48,19 @@ class Engine:
 
     rows: a Row for each sequence of the batch, or None where none decodes. ids [B, columns]: the text of every row ends
     before column `length`; processors read it from column `first` on. logits [B, V]: of the next tokens.
-    mask [B, columns]: True at tokens; None: no padding. reads_behind: the next step begins before the host reads a
+    mask [B, columns]: True at tokens; None: no padding. overlap_read: the next step begins before the host reads a
     token.
     """
 
     prefill: Callable[[], None]  # allocates the cache; where all rows start together, runs the prompts
-    admit: Callable[[], bool]  # acts on the rows that ended in the last turn; returns whether any row decodes
+    admit: Callable[[], bool]  # acts on the rows that ended in the last step; returns whether any row decodes
     step: Callable[[], None]  # sets `logits` to those after the last token of each row
     ids: Tensor
 
     def __init__(self, request: Request, rows: int, mask: Tensor | None = None):
         options = request.options
         self.request, self.options, self.model, self.device = request, options, request.model, request.model.device
-        self.reads_behind = True
+        self.overlap_read = True
         self.rows: list[Row | None] = [None] * rows
         self.call: Callable[..., Any] = self.model
         # PEFT's prompt learning replaces this method, and makes a cache with virtual tokens before the prompt.
@@ -69,11 +69,11 @@ class Engine:
         self.logits = torch.empty(0)
         self.cache: Any = None
         self.kept: Any = None  # an entry of `KeptCaches.take`, for the next call
-        self.captured: Step | None = None  # None before `begin`, and after the model ran in another way
+        self.captured: DecodeStep | None = None  # None before `begin`, and after the model ran in another way
         keeps = options.return_dict_in_generate
         self.scores: list[Tensor] | None = [] if keeps and options.output_scores else None
         self.raw_logits: list[Tensor] | None = [] if keeps and options.output_logits else None
-        self.processors = make_processors(request, self.rows, None if request.without_ids else mask)
+        self.processors = make_processors(request, self.rows, None if request.num_embed_columns else mask)
         # Whether anyone may store the logits; the caller's processor may.
         self.keeps_logits = self.raw_logits is not None or self.scores is not None or bool(request.processors)
         self.generator = None
@@ -89,10 +89,10 @@ class Engine:
             while self.admit():
                 chosen = self.sample()
                 reading = AsyncToHost(chosen)
-                if begun := self.reads_behind and self.goes_on(unread=1):
+                if begun := self.overlap_read and self.needs_step(unread=1):
                     self.step()
                 yield self.read(reading)
-                if not begun and self.goes_on():
+                if not begun and self.needs_step():
                     self.step()
         except BaseException as error:
             # Unless the caller left the loop, some layers may have stored tokens that others have not.
@@ -110,11 +110,11 @@ class Engine:
         self.cache.advance(1)
         self.logits = step.logits
 
-    def new_row(self, prompt: int, recent: Sequence[int], most: int, index: int = 0, start: int = 0) -> Row:
+    def new_row(self, prompt: int, recent: Sequence[int], max_new_tokens: int, index: int = 0, start: int = 0) -> Row:
         """A row after a prompt of `prompt` tokens, whose last ones are `recent`."""
         strings = self.options.stop_strings
         text = StopText(self.request.tokenizer, strings, recent) if strings else None
-        return Row(prompt, most, text, index, start)
+        return Row(prompt, max_new_tokens, text, index, start)
 
     def run(
         self, ids: Tensor, cache: Any, longest: int, *, past: int = 0, mask: Tensor | None = None,
@@ -131,21 +131,21 @@ class Engine:
         with self.model.decoder.rotary_emb.of_length(longest):
             for begin in range(past, length, chunk):
                 end = min(begin + chunk, length)
-                own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+                part = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
                 rest = {"logits_to_keep": 1, **(inputs or {})} if end == length else {"return_logits": False}
-                given = self.prepare(
+                prepared = self.prepare(
                     ids[:, begin:end], attention_mask=None if mask is None else mask[:, :end],
                     position_ids=None if positions is None else positions[:, begin:end], past_key_values=cache,
-                    use_cache=self.options.use_cache, **own, **rest,
+                    use_cache=self.options.use_cache, **part, **rest,
                 )  # fmt: skip
-                if own and given.get("inputs_embeds") is not own["inputs_embeds"]:
+                if part and prepared.get("inputs_embeds") is not part["inputs_embeds"]:
                     raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
-                output = self.call(**given | {"input_ids": None} if own else given)
+                output = self.call(**prepared | {"input_ids": None} if part else prepared)
         return output
 
-    def goes_on(self, unread: int = 0) -> bool:
+    def needs_step(self, unread: int = 0) -> bool:
         """Whether a row needs another token, as far as the host knows. unread: tokens that it has not read."""
-        return any(row is not None and not row.done and len(row.ids) + unread < row.most for row in self.rows)
+        return any(row is not None and not row.done and len(row.ids) + unread < row.max_new_tokens for row in self.rows)
 
     def sample(self) -> Tensor:
         """Appends a token to each row. Returns [2, B]: the tokens, and 1 where no token is possible."""
@@ -180,11 +180,11 @@ class Engine:
             raise InputError(f"the logits are NaN (or all -inf), so no token can be chosen; likely {causes}")
         if self.request.criteria:
             seen = None if self.scores is None else tuple(self.scores)
-            asked = ask_criteria(self.request.criteria, self.ids[:, self.first : self.length], seen).tolist()
+            asked = apply_stopping_criteria(self.request.criteria, self.ids[:, self.first : self.length], seen).tolist()
         for b, row in going:
             row.ids.append(values[b])
-            found = row.text is not None and row.text.ends_with(values[b])
-            row.done = found or asked[b] or values[b] in self.request.eos_ids or len(row.ids) == row.most
+            is_stop = row.text is not None and row.text.ends_with(values[b])
+            row.done = is_stop or asked[b] or values[b] in self.request.eos_ids or len(row.ids) == row.max_new_tokens
         return new
 
     def can_capture(self, *reasons: Any) -> bool:
@@ -198,7 +198,7 @@ class Engine:
         return reason is None
 
     def close(self) -> None:
-        """Keeps the cache for the next call, unless the caller gets it."""
+        """Keeps the cache for the next call, unless it is returned to the caller."""
         if self.kept is not None and not self.options.return_dict_in_generate:
             self.model.kept_caches.keep(self.kept)
 
@@ -216,7 +216,7 @@ class PaddedEngine(Engine):
         all_rows = None if self.mask is None else self.mask.repeat_interleave(copies, 0)
         super().__init__(request, len(prompt) * copies, all_rows)
         self.ids, self.embeds = F.pad(prompt.long(), (0, new)), request.embeds
-        self.first, self.start = request.without_ids, prompt.shape[1]
+        self.first, self.start = request.num_embed_columns, prompt.shape[1]
         self.length, self.end = self.start, self.start + new
         recent = prompt[:, max(self.first, self.start - 8) :].tolist()
         self.rows[:] = [self.new_row(self.start, ids, new) for ids in recent for _ in range(copies)]
@@ -234,7 +234,7 @@ class PaddedEngine(Engine):
         model, rows, kind = self.model, len(self.ids), self.options.kv_cache_dtype
         is_foreign = self.cache is not None and self.cache.foreign is not None
         steps = self.options.use_cache and self.request.max_new_tokens > 1
-        self.captures = self.reads_behind = (
+        self.captures = self.overlap_read = (
             steps
             and not self.synced
             and self.can_capture(
@@ -259,7 +259,7 @@ class PaddedEngine(Engine):
         self.mask, self.embeds = (None if x is None else x[source] for x in (self.mask, self.embeds))
         if self.kept is not None:
             prompts, self.cache = self.cache, self.kept[1]
-            self.cache.put(prompts, source)
+            self.cache.copy_rows_from(prompts, source)
         elif self.cache is not None:
             self.cache.reorder(source)
 
@@ -287,8 +287,8 @@ class PaddedEngine(Engine):
             self.forward()
             return
         if self.captured is None:
-            self.captured = Step.of(self.model, self.cache, self.capacity)
-            self.captured.place(0 if self.mask is None else self.mask[:, : self.past].int().argmax(1), self.past)
+            self.captured = DecodeStep.of(self.model, self.cache, self.capacity)
+            self.captured.set_columns(0 if self.mask is None else self.mask[:, : self.past].int().argmax(1), self.past)
         self.run_captured()
 
     @property

@@ -1,9 +1,9 @@
 """A step of decoding, which on CUDA is a graph, and the caches with their graphs that a model keeps.
 
-A `Step` reads and writes the memory of one cache, at positions that are on the device. As a graph it repeats the
+A `DecodeStep` reads and writes the memory of one cache, at positions that are on the device. As a graph it repeats the
 kernels of its capture, with the addresses and numbers of that time. Every call therefore checks what a graph cannot
 run, hooks and modules and weights of unknown kinds (`obstacle_to_capture`), and captures again where anything has
-changed that the capture read (`Step.begin`). `KeptCaches` keeps caches with their steps for the next call:
+changed that the capture read (`DecodeStep.begin`). `KeptCaches` keeps caches with their steps for the next call:
 `model.kept_caches`, freed by `model.release()`.
 """
 
@@ -18,11 +18,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from ligermodels.kernels._triton import as_if_capturing, cdiv
 from ligermodels.kernels.linear.operand import autocast_dtype
 from ligermodels.layers.async_copy import to_device
-from ligermodels.layers.linear import is_untouched
+from ligermodels.layers.linear import is_plain_call
 from ligermodels.layers.state import Cache
 
 DEVICES = {"cuda"}
-"""Types of devices that decode by `Step`. Others can, without a graph, which tests make use of."""
+"""Types of devices that decode by `DecodeStep`. Others can, without a graph, which tests make use of."""
 BUCKET = 512
 """The capacity of kept caches is a multiple of this number of tokens."""
 MAX_KEPT = 4
@@ -33,7 +33,7 @@ KEPT_SHARE = 8
 _PLAIN = {bool, int, float, str, type(None)}
 
 
-class Step:
+class DecodeStep:
     """One forward pass of N tokens over `cache`: one of each row, or the next N = `tokens` of one row.
 
     ids [N, 1]: the tokens. starts, ends: int32 [N] on the device, the column of a row's first token and the column
@@ -56,31 +56,31 @@ class Step:
     @classmethod
     def of(cls, model: Any, cache: Cache, length: int, tokens: int = 1, *, by_host: bool = False) -> Self:
         """The step of `tokens` tokens a row, which `cache.steps` keeps. length, by_host: as in `begin`."""
-        found = cache.steps.get(tokens)
-        if found is None or (len(found.ids), found.ids.device) != (cache.rows * tokens, cache.device):
-            found = cache.steps[tokens] = cls(cache, tokens)
-        found.begin(model, cache, length, by_host=by_host)
-        return found
+        step = cache.steps.get(tokens)
+        if step is None or (len(step.ids), step.ids.device) != (cache.rows * tokens, cache.device):
+            step = cache.steps[tokens] = cls(cache, tokens)
+        step.begin(model, cache, length, by_host=by_host)
+        return step
 
     def begin(self, model: Any, cache: Cache, length: int, *, by_host: bool) -> None:
         """Comes before the first run, and after anything else has changed model or cache. length: the capacity that the
         cache needs. by_host: the host launches every kernel, without a graph."""
         self.by_host = by_host or cache.device.type != "cuda"
         cache.reserve(length, self.tokens)
-        state = _state(model, cache)
-        if state != self._captured:
-            self._graph, self._captured = None, state
+        fingerprint = _fingerprint(model, cache)
+        if fingerprint != self._captured:
+            self._graph, self._captured = None, fingerprint
 
     def write(self, ids: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Sets `ids`, `starts` and `ends`, one number for each row, in one copy to the device."""
         sent = to_device([ids, starts, ends], self.ids.device)
         self.ids.copy_(sent[0, :, None])
-        self.place(sent[1], sent[2])
+        self.set_columns(sent[1], sent[2])
 
-    def place(self, starts: Tensor | int, ends: Tensor | int) -> None:
+    def set_columns(self, starts: Tensor | int, ends: Tensor | int) -> None:
         """Sets `starts` and `ends`: numbers, or tensors [N] of any device."""
-        for mine, value in ((self.starts, starts), (self.ends, ends)):
-            mine.copy_(value, non_blocking=True) if isinstance(value, Tensor) else mine.fill_(value)
+        for column, value in ((self.starts, starts), (self.ends, ends)):
+            column.copy_(value, non_blocking=True) if isinstance(value, Tensor) else column.fill_(value)
 
     def run(self, model: Any, cache: Cache) -> None:
         """Computes the step; the caller counts its tokens in the cache."""
@@ -131,18 +131,18 @@ class Step:
         return graph
 
 
-def _state(model: Any, cache: Cache) -> list[Any]:
+def _fingerprint(model: Any, cache: Cache) -> list[Any]:
     """Everything that a graph captures and would keep using."""
-    found: list[Any] = [autocast_dtype(model.decoder.embed_tokens.weight), torch.get_float32_matmul_precision()]
-    found.append(torch.are_deterministic_algorithms_enabled())
-    found += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
-    found += [value for value in cache.values.values() if not isinstance(value, Tensor)]
-    found.append(_numbers(model.config.get_text_config()))
+    fingerprint: list[Any] = [autocast_dtype(model.decoder.embed_tokens.weight), torch.get_float32_matmul_precision()]
+    fingerprint.append(torch.are_deterministic_algorithms_enabled())
+    fingerprint += [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in cache.tensors()]
+    fingerprint += [value for value in cache.values.values() if not isinstance(value, Tensor)]
+    fingerprint.append(_numbers(model.config.get_text_config()))
     for module in model.modules():
-        found.append((type(module), _numbers(module)))
+        fingerprint.append((type(module), _numbers(module)))
         tensors = [*module._parameters.values(), *module._buffers.values()]
-        found += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
-    return found
+        fingerprint += [(x.data_ptr(), x.shape, x.dtype) for x in tensors if x is not None]
+    return fingerprint
 
 
 def _numbers(owner: Any) -> list[tuple[str, Any]]:
@@ -160,8 +160,8 @@ class KeptCaches:
         length = cdiv(length, BUCKET) * BUCKET
         autocast = autocast_dtype(model.decoder.embed_tokens.weight)
         key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
-        for i, (its_key, cache) in enumerate(self.entries):
-            if its_key == key:
+        for i, (entry_key, cache) in enumerate(self.entries):
+            if entry_key == key:
                 cache.reset()
                 return self.entries.pop(i)
         try:
@@ -187,10 +187,10 @@ def obstacle_to_capture(model: Any) -> str | None:
     """Why the steps of `model` cannot be one CUDA graph; None where they can."""
     device = model.device
     for name, module in model.named_modules():
-        found, name = type(module), name or "the model"
-        if not found.__module__.startswith(("ligermodels.", "torch.nn.modules.")):
-            return f"{name} is a {found.__module__}.{found.__qualname__}, whose code it does not know"
-        if not is_untouched(module):
+        module_class, name = type(module), name or "the model"
+        if not module_class.__module__.startswith(("ligermodels.", "torch.nn.modules.")):
+            return f"{name} is a {module_class.__module__}.{module_class.__qualname__}, whose code it does not know"
+        if not is_plain_call(module):
             return f"{name} has a hook, or a forward that was replaced, and the host has to call it"
         if module._compiled_call_impl is not None:
             return f"{name} is compiled by torch.compile"

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from ligermodels.errors import InputError
 
@@ -50,39 +50,6 @@ IGNORED = frozenset("""
     length_penalty low_memory max_cache_len num_assistant_tokens_schedule target_lookbehind trust_remote_code
 """.split())  # fmt: skip  # noqa: SIM905
 """Options of transformers that are accepted without effect. Labels come with the batch of a trainer."""
-
-
-class Attributes(dict):
-    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position.
-
-    aliases: {another name of a field: the field}, for reading.
-    """
-
-    fields: ClassVar[frozenset[str]] = frozenset()
-    aliases: ClassVar[Mapping[str, str]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self).fields or name in type(self).aliases:
-            return self.get(name)
-        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, int | slice):
-            return self.to_tuple()[key]
-        return super().__getitem__(self.aliases.get(key, key))
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(self.aliases.get(key, key))  # type: ignore[call-overload]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return super().get(self.aliases.get(key, key), default)
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        """The values that are there, in order."""
-        return tuple(self.values())
 
 
 def _number(kind: Any, low: float, high: float = math.inf, *, off: Any = None, default: Any = None) -> Any:
@@ -173,9 +140,9 @@ class Options:
                 or not rule["low"] <= value <= rule["high"]
             ):  # fmt: skip
                 kind = "an integer" if rule["kind"] is Integral else "a number"
-                most = "" if rule["high"] == math.inf else f" and at most {rule['high']}"
+                upper = "" if rule["high"] == math.inf else f" and at most {rule['high']}"
                 least = "0, or at least 1e-20" if name == "temperature" else f"at least {rule['low']}"
-                raise InputError(f"{name}={value!r:.80} must be {kind} of {least}{most}")
+                raise InputError(f"{name}={value!r:.80} must be {kind} of {least}{upper}")
         if isinstance(self.stop_strings, str):
             self.stop_strings = [self.stop_strings]
         if not all(isinstance(string, str) and string for string in self.stop_strings or ()):
@@ -222,10 +189,10 @@ def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any
         value, off = explicit.get(name, inherited.get(name)), 1 if name in _OFF_IS_ONE else 0
         if value is None or value is False or (isinstance(value, Real) and value == off):
             continue
-        given, instead = f"{name}={repr(value).splitlines()[0]:.80}", f"leave {name} out"
-        fault = f"{given} is not supported by generate"
+        setting, instead = f"{name}={repr(value).splitlines()[0]:.80}", f"leave {name} out"
+        fault = f"{setting} is not supported by generate"
         if name not in explicit:
-            fault = f"model.generation_config sets {given}, which generate does not support"
+            fault = f"model.generation_config sets {setting}, which generate does not support"
             instead = f"pass {name}={off or None}, which switches it off"
         if name in BY_TRANSFORMERS:
             instead += f", and pass {BY_TRANSFORMERS[name]}(...) of transformers"

@@ -1,4 +1,4 @@
-"""From the model's logits to the next token: repetition penalty, banned tokens, temperature and cuts, and the draw.
+"""From the model's logits to the next token: repetition penalty, banned tokens, temperature and filters, and the draw.
 
 They run in the order of transformers and do not synchronise with the host. Rarer ones are the caller's.
 """
@@ -17,16 +17,16 @@ from ligermodels.layers.async_copy import to_device
 
 
 def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) -> list[LogitsProcessor]:
-    """The processors that a call asks for, the caller's among them; the cuts of sampling come last. rows: the `Row` of
-    each sequence, None where there is none. mask: [B, at least S], True at tokens; None: no padding."""
+    """The processors that a call asks for, the caller's among them; the filters of sampling come last. rows: the `Row`
+    of each sequence, None where there is none. mask: [B, at least S], True at tokens; None: no padding."""
     options = request.options
-    made: list[LogitsProcessor] = []
+    processors: list[LogitsProcessor] = []
     if options.repetition_penalty != 1:
         # Padding before the first token does not count.
         counts = None if mask is None else mask.cumsum(1) > 0
-        made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
+        processors.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
     if options.no_repeat_ngram_size:
-        made.append(functools.partial(ban_repeated, size=options.no_repeat_ngram_size))
+        processors.append(functools.partial(ban_repeated, size=options.no_repeat_ngram_size))
     # As in transformers, min_new_tokens replaces min_length.
     min_length = options.min_length if options.min_new_tokens is None else 0
     for ids, name, least in (
@@ -36,15 +36,15 @@ def make_processors(request: Request, rows: Sequence[Any], mask: Tensor | None) 
     ):
         if least and len(banned := _ids_of_model(ids, request)):
             early: dict[str, Any] = dict(rows=rows, banned=banned, **{name: least})
-            made.append(functools.partial(ban_early, **early))
+            processors.append(functools.partial(enforce_min_tokens, **early))
     if len(banned := _ids_of_model(options.suppress_tokens, request)):
-        made.append(functools.partial(ban, banned=banned))
-    made += request.processors
+        processors.append(functools.partial(ban, banned=banned))
+    processors += request.processors
     if options.do_sample:
-        made.append(functools.partial(cut, options=options))
+        processors.append(functools.partial(filter_logits, options=options))
     if options.renormalize_logits:
-        made.append(lambda ids, logits: logits.log_softmax(-1))
-    return made
+        processors.append(lambda ids, logits: logits.log_softmax(-1))
+    return processors
 
 
 def _ids_of_model(ids: Iterable[int], request: Request) -> Tensor:
@@ -82,7 +82,7 @@ def ban(ids: Tensor, logits: Tensor, banned: Tensor) -> Tensor:
     return logits.index_fill(1, banned, -math.inf)
 
 
-def ban_early(
+def enforce_min_tokens(
     ids: Tensor, logits: Tensor, rows: Sequence[Any], banned: Tensor, new: float = math.inf, length: float = math.inf
 ) -> Tensor:
     """`ban` in the rows with fewer than `new` new tokens, and fewer than `length` with the prompt and its padding."""
@@ -95,11 +95,11 @@ def ban_early(
     return without if all(early) else torch.where(to_device(early, ids.device, torch.bool)[:, None], without, logits)
 
 
-def cut(ids: Tensor, logits: Tensor, options: Options) -> Tensor:
+def filter_logits(ids: Tensor, logits: Tensor, options: Options) -> Tensor:
     """Divides the logits by the temperature, then sets them to -inf for tokens that top_k, top_p or min_p drop.
 
-    Each cut sees what the one before left. top_k drops logits below the k-th largest of the row. top_p keeps the fewest
-    largest whose probabilities reach it. min_p drops tokens less than min_p times as likely as the likeliest.
+    Each filter sees what the one before left. top_k drops logits below the k-th largest of the row. top_p keeps the
+    fewest largest whose probabilities reach it. min_p drops tokens less than min_p times as likely as the likeliest.
     """
     if options.temperature != 1:
         logits = logits / options.temperature

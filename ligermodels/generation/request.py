@@ -22,8 +22,8 @@ class Request:
     """The checked arguments of a call of `generate`, which an engine reads. Raises InputError.
 
     input_ids: [B, S]; zeros where only embeddings were given. embeds: [B, S, hidden_size], read in place of the ids, or
-    None. without_ids: number of columns without ids: S where only embeddings were given, else 0. mask: [B, S] bool;
-    None: no padding. longest: tokens of the longest row, without padding. pads_left: all padding is on the left.
+    None. num_embed_columns: columns without ids, S where only embeddings were given, else 0. mask: [B, S] bool; None:
+    no padding. longest: tokens of the longest row, without padding. pads_left: all padding is on the left.
     eos_ids, pad_id: from the call or the checkpoint; pad_id is 0 where nothing needs it. cache: the caller's, with the
     first tokens of the prompt, or None. inputs: inputs of the prompt besides ids and mask, such as pixel_values.
     """
@@ -34,8 +34,8 @@ class Request:
         attention_mask: Tensor | None = None, past_key_values: Any = None, cache: Any = None, tokenizer: Any = None,
         **keywords: Any,
     ):  # fmt: skip
-        given = {name: keywords.pop(name) for name in KNOWN_NAMES & keywords.keys()}
-        options, explicit = Options.merged(given, generation_config, model)
+        keyword_options = {name: keywords.pop(name) for name in KNOWN_NAMES & keywords.keys()}
+        options, explicit = Options.merged(keyword_options, generation_config, model)
         self.model, self.options, self.tokenizer, self.embeds = model, options, tokenizer, inputs_embeds
         self.processors, self.criteria = _as_list(logits_processor), _as_list(stopping_criteria)
         self.inputs = {name: value for name, value in keywords.items() if value is not None}
@@ -60,7 +60,7 @@ class Request:
         if inputs is not None and input_ids is not None:
             raise InputError("inputs and input_ids are two names for the prompt; pass one of them")
         prompt: Any = input_ids if inputs is None else inputs
-        self.without_ids, pad_in_prompt = 0, None if pad_id in self.eos_ids else pad_id
+        self.num_embed_columns, pad_in_prompt = 0, None if pad_id in self.eos_ids else pad_id
         if inputs_embeds is not None:
             shape = getattr(inputs_embeds, "shape", (type(inputs_embeds).__name__,))
             wanted = *getattr(prompt, "shape", shape[:2]), config.hidden_size
@@ -72,7 +72,7 @@ class Request:
             check_device(model, inputs_embeds=inputs_embeds)
             if prompt is None:
                 prompt = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
-                self.without_ids, pad_in_prompt = prompt.shape[1], None
+                self.num_embed_columns, pad_in_prompt = prompt.shape[1], None
         if prompt is None:
             bos_ids = _token_ids(options.bos_token_id)
             if len(bos_ids) != 1 or attention_mask is not None:
@@ -89,10 +89,10 @@ class Request:
             )
         rows, columns = len(prompt) * options.num_return_sequences, prompt.shape[1] + self.max_new_tokens
         model.decoder.check_cache_size(rows, columns, options.kv_cache_dtype or "auto")
-        most = self.longest + self.max_new_tokens
-        if positions is not None and most > positions:
+        end = self.longest + self.max_new_tokens
+        if positions is not None and end > positions:
             warnings.warn(
-                f"prompt and new tokens may reach {most} positions, and the model is made for {positions} "
+                f"prompt and new tokens may reach {end} positions, and the model is made for {positions} "
                 "(max_position_embeddings), beyond which text tends to be poor; shorten prompt or max_new_tokens",
                 stacklevel=3,
             )
@@ -179,8 +179,8 @@ def _token_ids(value: Any) -> list[int]:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
 
 
-def check_device(model: Any, **given: Tensor) -> None:
-    for name, x in given.items():
+def check_device(model: Any, **tensors: Tensor) -> None:
+    for name, x in tensors.items():
         if x.device != model.device:
             raise InputError(f"{name} is on {x.device}, the model on {model.device}: use .to(model.device)")
 
@@ -190,13 +190,13 @@ def checked_prompt(
 ) -> tuple[Tensor | None, int, bool]:
     """(bool mask or None if all True, number of tokens of the longest row, whether only the left is padded). Without a
     mask, ids equal to `pad_id` are padding, as in transformers. Raises InputError for what cannot be continued."""
-    given = {"input_ids": input_ids} | ({} if attention_mask is None else {"attention_mask": attention_mask})
-    for name, x in given.items():
+    tensors = {"input_ids": input_ids} | ({} if attention_mask is None else {"attention_mask": attention_mask})
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__}; it must be a tensor, such as torch.tensor([ids])")
         if x.shape != input_ids.shape:
             raise InputError(f"{name} has shape {list(x.shape)}, input_ids {list(input_ids.shape)}; they must be equal")
-    check_device(model, **given)
+    check_device(model, **tensors)
     if input_ids.dim() != 2 or not input_ids.numel() or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
             f"input_ids are {input_ids.dtype} {list(input_ids.shape)}; they must be torch.int64 or torch.int32 [batch, "

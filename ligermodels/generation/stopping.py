@@ -15,7 +15,9 @@ StoppingCriterion = Callable[..., Tensor | bool]
 """(ids [B, S + new], scores of the steps or None) -> bool [B], True where a row is done; or one bool for all rows."""
 
 
-def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
+def apply_stopping_criteria(
+    criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tuple[Tensor, ...] | None
+) -> Tensor:
     """[B] bool, True where one of `criteria` says that the row is done."""
     done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for criterion in criteria:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.linear.operand import Adapter, LinearOperand
 from ligermodels.layers.head import LMHead
-from ligermodels.layers.linear import is_touched, operands_of
+from ligermodels.layers.linear import has_hooks, operands_of
 
 
 def operand_of(module: Any) -> LinearOperand | None:
@@ -33,7 +33,7 @@ def operand_of(module: Any) -> LinearOperand | None:
     if name in module.lora_variant or module.fan_in_fan_out or (module.training and type(dropout) is not nn.Identity):
         return None
     for linear in (base, a, b):
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or is_touched(linear):
+        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or has_hooks(linear):
             return None
     weight, device = base.weight, base.weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.weight.dtype

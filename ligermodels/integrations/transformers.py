@@ -333,13 +333,13 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     """
     arch = _arch_of(model)
     theirs: dict[str, Any] = dict(model.named_parameters())
-    made: Any = arch._on_meta(_config_of(model.config), model.dtype, "none")
+    native: Any = arch._on_meta(_config_of(model.config), model.dtype, "none")
     modules = dict(model.named_modules())
-    for path, linear in [*made.named_modules()]:
+    for path, linear in [*native.named_modules()]:
         if type(linear) is nn.Linear and type(modules.get(path, linear)) is not nn.Linear:
-            made.set_submodule(path, modules[path])
-    ours = dict(made.named_parameters())
-    different = [f"{path} is not in {type(made).__name__}" for path in theirs if path not in ours]
+            native.set_submodule(path, modules[path])
+    ours = dict(native.named_parameters())
+    different = [f"{path} is not in {type(native).__name__}" for path in theirs if path not in ours]
     different += [f"{path} is missing" for path in ours if path not in theirs]
     if not different:
         different = [f"{path} has another shape" for path in ours if ours[path].shape != theirs[path].shape]
@@ -347,19 +347,19 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
         raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
     for path, parameter in theirs.items():
         parent, _, leaf = path.rpartition(".")
-        made.get_submodule(parent)._parameters[leaf] = parameter
-    _join_weights(made)
+        native.get_submodule(parent)._parameters[leaf] = parameter
+    _join_weights(native)
     settings = json.loads(model.generation_config.to_json_string(ignore_metadata=True))
-    made.generation_config = GenerationConfig.of_file(settings)
+    native.generation_config = GenerationConfig.of_file(settings)
     source = str(model.name_or_path)
-    made.config._name_or_path = made.name_or_path = source
-    made.source_folder = Path(source) if Path(source, "config.json").is_file() else None
-    vars(made).update({name: value for name, value in vars(model).items() if name in _OF_QUANTISERS})
+    native.config._name_or_path = native.name_or_path = source
+    native.source_folder = Path(source) if Path(source, "config.json").is_file() else None
+    vars(native).update({name: value for name, value in vars(model).items() if name in _OF_QUANTISERS})
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        made.gradient_checkpointing_enable()
-    for one in (made, model):
-        vars(one)["resize_token_embeddings"] = functools.partial(_keep_size, one.get_input_embeddings())
-    return made.train(model.training)
+        native.gradient_checkpointing_enable()
+    for owner in (native, model):
+        vars(owner)["resize_token_embeddings"] = functools.partial(_keep_size, owner.get_input_embeddings())
+    return native.train(model.training)
 
 
 def _keep_size(table: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:

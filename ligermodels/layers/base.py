@@ -142,9 +142,9 @@ class Layer(nn.Module):
             return super()._apply(fn, recurse)
 
         def without_cast(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            is_short = made.is_floating_point() and made.itemsize < 4
-            return tensor.to(made.device, torch.float32) if is_short else made
+            result = fn(tensor)
+            is_short = result.is_floating_point() and result.itemsize < 4
+            return tensor.to(result.device, torch.float32) if is_short else result
 
         for child in self.children() if recurse else ():
             child._apply(fn)

@@ -57,13 +57,13 @@ class Embedding(Layer, nn.Embedding):
         first, rows = tp.rank * len(weight), len(weight)
         elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((ids < first) | (ids >= first + rows))
         padding = None if self.padding_idx is None else self.padding_idx - first
-        found = embedding(
+        embedded = embedding(
             (ids - first).masked_fill(elsewhere, 0),
             weight,
             padding_idx=padding if padding is not None and 0 <= padding < rows else None,
             scale=self.embed_scale,
         )
-        return found.masked_fill(elsewhere[..., None], 0)
+        return embedded.masked_fill(elsewhere[..., None], 0)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.embed_scale is None else f", embed_scale={self.embed_scale}")

@@ -10,7 +10,7 @@ from ligermodels.kernels.linear.joint import joint
 from ligermodels.kernels.linear.low_bit import LowBitWeight
 from ligermodels.kernels.linear.operand import LinearOperand, choose
 from ligermodels.layers.base import FusionContext, FusionPart
-from ligermodels.layers.linear import obstacle, operands_of
+from ligermodels.layers.linear import operands_of, why_not_fused
 
 
 def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, output: str | None = None) -> FusionPart:
@@ -18,17 +18,17 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
     names = [*inputs, *([] if output is None else [output])]
     part = " | ".join(names)
     modules: dict[str, Any] = {name: layer.get_submodule(name) for name in names}
-    modules = {name: one for name, one in modules.items() if not (at.gathered and hasattr(one.weight, "full_tensor"))}
-    reasons = {name: reason for name, one in modules.items() if (reason := obstacle(one)) is not None}
+    modules = {name: m for name, m in modules.items() if not (at.gathered and hasattr(m.weight, "full_tensor"))}
+    reasons = {name: reason for name, module in modules.items() if (reason := why_not_fused(module)) is not None}
     if not reasons:
         operands = operands_of(layer.get_submodule(name) for name in names) or []  # none for weights that FSDP gathers
         if "formula" in (chosen(operands[: len(inputs)]), chosen(operands[len(inputs) :])):
             return FusionPart(part, "each by itself, by PyTorch", False, "autocast casts their input or weights")
         why = _why_not_joint(layer, inputs, at.gathered)
-        one = "one op" if output else "one matmul"
+        fused_op = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
         return FusionPart(
-            part, (one if not why else f"one op, a matmul for each{each}") + operand_kinds(operands), True, why
+            part, (fused_op if not why else f"one op, a matmul for each{each}") + operand_kinds(operands), True, why
         )
     joint_inputs = output and len(inputs) > 1 and not reasons.keys() & set(inputs)
     runs = f"one op of {' | '.join(inputs)}" if joint_inputs else "each by itself" if len(names) > 1 else "by itself"
@@ -42,7 +42,7 @@ def linears_part(layer: nn.Module, inputs: Sequence[str], at: FusionContext, out
 def operand_kinds(operands: Sequence[LinearOperand]) -> str:
     """What the operands have: adapters, quantised weights."""
     lora = ", with LoRA" if any(operand.adapter for operand in operands) else ""
-    return lora + ", weights dequantised" * any(isinstance(one.weight, LowBitWeight) for one in operands)
+    return lora + ", weights dequantised" * any(isinstance(operand.weight, LowBitWeight) for operand in operands)
 
 
 def chosen(operands: Sequence[LinearOperand]) -> Any:
@@ -50,7 +50,7 @@ def chosen(operands: Sequence[LinearOperand]) -> Any:
     if not operands:
         return None
     weight = operands[0].weight
-    dtype = next((one.weight.dtype for one in operands if isinstance(one.weight, torch.Tensor)), None)
+    dtype = next((operand.weight.dtype for operand in operands if isinstance(operand.weight, torch.Tensor)), None)
     with torch.enable_grad():
         return choose(operands, torch.empty(2, weight.shape[-1], dtype=dtype, device=weight.device).requires_grad_())
 

@@ -21,7 +21,7 @@ from ligermodels.kernels.loss.linear_logprobs import LogprobsOutput, linear_logp
 from ligermodels.kernels.loss.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from ligermodels.layers.base import Draw, Layer, Shard, zeros
 from ligermodels.layers.embedding import vocabulary
-from ligermodels.layers.linear import is_untouched, obstacle, warns
+from ligermodels.layers.linear import is_plain_call, warns, why_not_fused
 from ligermodels.layers.losses import check_count
 from ligermodels.layers.parallel import MeshGroup, local_shard
 from ligermodels.libraries import integration
@@ -214,7 +214,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
     """`head`, or the LMHead inside of a wrapper of PEFT that only replaces its weight, with that weight."""
-    if isinstance(head, LMHead) or not is_untouched(head):
+    if isinstance(head, LMHead) or not is_plain_call(head):
         return head
     peft = integration("peft")
     return head if peft is None else peft.unwrapped(head)
@@ -232,9 +232,9 @@ def takes_labels(head: Callable[..., Any]) -> bool:
 def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
     """Warns once in training that the loss needs whole logits, since `head` takes no labels."""
     if warns(x):
-        found = obstacle(head, LMHead)
+        reason = why_not_fused(head, LMHead)
         warn_once(
             "head",
-            f"The loss is not fused with lm_head, because of {found if found else 'a wrapper around it'}: the logits "
+            f"The loss is not fused with lm_head, because of {reason if reason else 'a wrapper around it'}: the logits "
             "of all tokens are in memory. model.fusion_report() says more.",
         )

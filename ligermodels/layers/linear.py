@@ -38,13 +38,13 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
     """
     if _has_any_global_hook():
         return None
-    found = []
+    operands = []
     for module in modules:
         operand = None
         if (
             module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
             or "forward" in module.__dict__
-        ):  # fmt: skip  # `is_touched`, whose call would take a quarter of the host time
+        ):  # fmt: skip  # `has_hooks`, whose call would take a quarter of the host time
             return None
         if type(module) is nn.Linear:  # here, and not in `_operand_of`, for the host's time
             parameters = module._parameters  # whose items take a fifth of the host time of module.weight
@@ -54,8 +54,8 @@ def operands_of(modules: Iterable[nn.Module]) -> list[LinearOperand] | None:
             operand = _operand_of(module)
         if operand is None:
             return None
-        found.append(operand)
-    return found
+        operands.append(operand)
+    return operands
 
 
 def _operand_of(module: Any) -> LinearOperand | None:
@@ -70,7 +70,7 @@ def _operand_of(module: Any) -> LinearOperand | None:
         return None
     if isinstance(module, Adapted):
         factors = module.lora_A, module.lora_B
-        if module.unfusable is not None or any(map(is_touched, factors)) or not _are_plain(f.weight for f in factors):
+        if module.unfusable is not None or any(map(has_hooks, factors)) or not _are_plain(f.weight for f in factors):
             return None
         adapter = module.adapter
     weight = module.operand if isinstance(module, QuantizedLinear) else parameters["weight"]
@@ -81,12 +81,12 @@ def _are_plain(parameters: Iterable[Any]) -> bool:
     return all([parameter is None or type(parameter) is nn.Parameter for parameter in parameters])
 
 
-def is_untouched(module: nn.Module) -> bool:
+def is_plain_call(module: nn.Module) -> bool:
     """True if a call of `module` runs the forward of its class and nothing else."""
-    return not (is_touched(module) or _has_any_global_hook())
+    return not (has_hooks(module) or _has_any_global_hook())
 
 
-def is_touched(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """True if `module` itself has a hook or a replaced forward."""
     return bool(
         module._forward_hooks
@@ -97,7 +97,7 @@ def is_touched(module: nn.Module) -> bool:
     )
 
 
-def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
+def why_not_fused(module: nn.Module, *classes: type[nn.Module]) -> str | None:
     """The reason why no fused op replaces the call of the module, worded to follow "because of"; None if one does.
 
     classes: the classes that a fused op replaces, by default nn.Linear and ours.
@@ -114,7 +114,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> str | None:
     if "forward" in module.__dict__:
         hook = module.__dict__.get("_hf_hook")  # accelerate's
         return "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else "")
-    if not is_untouched(module):
+    if not is_plain_call(module):
         return "a hook"
     return (module.unfusable or "a hook in its adapter") if isinstance(module, Adapted) else None
 
@@ -126,7 +126,7 @@ def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
     """
     for name in names if warns(x) else ():
         module: Any = owner._modules[name]
-        reason = obstacle(module)
+        reason = why_not_fused(module)
         expected = reason is not None and reason.startswith(("its class", "its weight"))
         if reason is None or (expected and "parametrizations" not in module._modules) or not is_new(reason):
             continue
@@ -161,7 +161,7 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor]:
     operands = None if torch.compiler.is_compiling() else operands_of(modules)
     if operands is None:
         return [apply_linear(module, x) for module in modules]
-    return linears(x, operands).split([one.weight.shape[0] for one in operands], dim=-1)
+    return linears(x, operands).split([operand.weight.shape[0] for operand in operands], dim=-1)
 
 
 class JointProjections(Layer):
@@ -184,11 +184,11 @@ class JointProjections(Layer):
 
     def join_weights(self) -> None:
         """Moves the weights of the modules of one input into one storage, and likewise biases and scales."""
-        found: dict[str, list[Tensor]] = {}
+        by_name: dict[str, list[Tensor]] = {}
         for module in self.joint_modules:
             for name, tensor in _tensors_to_join(module).items():
-                found.setdefault(name, []).append(tensor)
-        for tensors in found.values():
+                by_name.setdefault(name, []).append(tensor)
+        for tensors in by_name.values():
             if len(tensors) > 1:
                 make_joint(tensors)
 
@@ -214,14 +214,14 @@ class JointProjections(Layer):
 
 def _tensors_to_join(module: Any) -> dict[str, Any]:
     """The module's tensors that may be joint with those of others; NF4 weights become so when they are dequantised."""
-    found = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    tensors = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if type(module) is ShardedLinear and module.may_be_joint:
-        return {name: parameter._local_tensor for name, parameter in found.items()}  # to_local returns a view of it
+        return {name: parameter._local_tensor for name, parameter in tensors.items()}  # to_local returns a view of it
     if type(module) is QuantizedLinear and module.kind != "nf4":
-        found["scale"] = module.scale
+        tensors["scale"] = module.scale
     elif type(module) not in (nn.Linear, LoRALinear):
         return {}
-    return found if is_untouched(module) else {}
+    return tensors if is_plain_call(module) else {}
 
 
 def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

@@ -42,8 +42,8 @@ class Adaptable(Layer):
     @property
     def adapters(self) -> dict[str, "ExpertsAdapter"]:
         """{name of the weight: its adapter}."""
-        found = {name: getattr(self, f"{name}_adapter", None) for name in self.adaptable}
-        return {name: adapter for name, adapter in found.items() if adapter is not None}
+        adapters = {name: getattr(self, f"{name}_adapter", None) for name in self.adaptable}
+        return {name: adapter for name, adapter in adapters.items() if adapter is not None}
 
 
 class Experts(Adaptable):
@@ -270,6 +270,6 @@ def load_balancing_loss(
     counts = counts.repeat(len(router_logits), 1)
     sums = [(chosen * counts).sum(0), (probabilities.float() * counts).sum(0), counts.sum()[None]]
     if data is not None:
-        sums = list(data.all_reduce(torch.cat(sums)).split([len(one) for one in sums]))
-    share, probability = (one / sums[2].clamp(min=1) for one in sums[:2])
+        sums = list(data.all_reduce(torch.cat(sums)).split([len(part) for part in sums]))
+    share, probability = (part / sums[2].clamp(min=1) for part in sums[:2])
     return first.shape[-1] * (share * probability).sum()

@@ -83,24 +83,24 @@ class VisionInputs:
     def __bool__(self) -> bool:
         return bool(self.grids)
 
-    def pixels(self, *given: Tensor | None, width: int) -> Tensor | None:
+    def pixels(self, *by_modality: Tensor | None, width: int) -> Tensor | None:
         """Concatenates the pixels of each modality to those of all patches, [patches, width]; None without images.
 
         Raises InputError if they do not fit the sizes.
         """
-        for (name, _, grids), rows in zip(self.modalities, given, strict=True):
-            count, found = num_tokens(grids, 1), "none"
+        for (name, _, grids), rows in zip(self.modalities, by_modality, strict=True):
+            count, actual = num_tokens(grids, 1), "none"
             if rows is not None and not isinstance(rows, Tensor):
-                found = f"a {type(rows).__name__}"
+                actual = f"a {type(rows).__name__}"
             elif rows is not None:
-                found = f"{'floats' if rows.is_floating_point() else rows.dtype} {list(rows.shape)}"
+                actual = f"{'floats' if rows.is_floating_point() else rows.dtype} {list(rows.shape)}"
             expected = f"floats [{count}, {width}]" if count else "none"
-            if found != expected:
+            if actual != expected:
                 raise InputError(
-                    f"{name} pixels are {found}, and the sizes in {name}_grid_thw ask for {expected}, a row for each "
+                    f"{name} pixels are {actual}, and the sizes in {name}_grid_thw ask for {expected}, a row for each "
                     "patch; take both from one call of the processor"
                 )
-        parts = [rows for rows in given if rows is not None]
+        parts = [rows for rows in by_modality if rows is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def places(self, input_ids: Tensor) -> Tensor:
@@ -121,14 +121,14 @@ class VisionInputs:
         """
         if torch.compiler.is_compiling() or (input_ids.is_cuda and is_capturing()):
             return lambda: None
-        found = torch.stack([(input_ids == modality.token_id).sum() for modality in self.modalities])
-        if not found.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():
-            self._compare(found.tolist())
+        counts = torch.stack([(input_ids == modality.token_id).sum() for modality in self.modalities])
+        if not counts.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():
+            self._compare(counts.tolist())
             return lambda: None
-        on_host = torch.empty_like(found, device="cpu", pin_memory=True)
-        on_host.copy_(found, non_blocking=True)
+        on_host = torch.empty_like(counts, device="cpu", pin_memory=True)
+        on_host.copy_(counts, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
+        copied.record(torch.cuda.current_stream(counts.device))  # which may not be the current device
 
         def check() -> None:
             copied.synchronize()
@@ -168,8 +168,8 @@ class VisionInputs:
                 is_image = (input_ids == token_id) & real
                 index = (is_image.flatten().cumsum(0) - 1).view_as(input_ids)
                 table = _cells_and_steps(grids, self.merge, self.frames_count, input_ids.device)
-                found = table.index_select(1, index.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
-                cells, steps = torch.where(is_image, found[:3], cells), torch.where(is_image, found[3], steps)
+                entries = table.index_select(1, index.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
+                cells, steps = torch.where(is_image, entries[:3], cells), torch.where(is_image, entries[3], steps)
         if cu_seqlens is None:
             before = steps.cumsum(1) - steps
         else:
@@ -198,8 +198,8 @@ class VisionInputs:
                 )
         return [(1, h, w) for t, h, w in grids for _ in range(t)] if self.frames_apart else grids
 
-    def _compare(self, found: list[int]) -> None:
-        for count, (name, token_id, grids) in zip(found, self.modalities, strict=True):
+    def _compare(self, counts: list[int]) -> None:
+        for count, (name, token_id, grids) in zip(counts, self.modalities, strict=True):
             expected = num_tokens(grids, self.merge)
             if count != expected:
                 raise InputError(

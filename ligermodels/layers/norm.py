@@ -10,7 +10,7 @@ from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.norm.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.base import REPLICATED, Draw, FusionContext, FusionPart, Layer, Shard, ones, zeros
-from ligermodels.layers.linear import is_untouched, obstacle
+from ligermodels.layers.linear import is_plain_call, why_not_fused
 from ligermodels.layers.parallel import replicated
 
 _NOT_GIVEN: Any = object()
@@ -23,7 +23,7 @@ def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
     replace the class or the weight, or add hooks.
     """
     weight_stays = type(norm.weight) in (nn.Parameter, type(None))
-    if not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_untouched(norm)) and handle_of(y) is not None:
+    if not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_plain_call(norm)) and handle_of(y) is not None:
         detach_handle(y)
     return y
 
@@ -34,7 +34,7 @@ class _Norm(Layer):
     hidden_size: int
 
     def fusion_parts(self, at: FusionContext) -> Iterable[FusionPart]:
-        reason = None if at.gathered else obstacle(self, RMSNorm, LayerNorm)
+        reason = None if at.gathered else why_not_fused(self, RMSNorm, LayerNorm)
         yield FusionPart("residual add, norm", "one op" + ", its output saved" * bool(reason), True, reason or "")
 
     def saved_per_token(self, policy: str) -> int:

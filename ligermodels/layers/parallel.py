@@ -202,10 +202,10 @@ class Leaf:
     def __init__(self, parameter: Any, sum_over: MeshGroup | None):
         self.parameter, self.sum_over = parameter, sum_over
         self.tensor = parameter._local_tensor.detach().requires_grad_()
-        this = weakref.ref(self)  # a cycle through the hooks of a tensor would never be freed
-        self.tensor.register_post_accumulate_grad_hook(lambda _: this().hand_over())  # type: ignore[union-attr]
+        this: Any = weakref.ref(self)  # a cycle through the hooks of a tensor would never be freed
+        self.tensor.register_post_accumulate_grad_hook(lambda _: this().accumulate_into_parameter())
 
-    def hand_over(self) -> None:
+    def accumulate_into_parameter(self) -> None:
         parameter, gradient = self.parameter, self.tensor.grad
         self.tensor.grad = None
         if self.sum_over is not None:

@@ -104,9 +104,9 @@ def head_logprobs(
     workspace_bytes: int | None, num_valid: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log probabilities and entropies of the labels at a temperature. The arguments are those of a loss_function."""
-    found = linear_logprobs(
+    output = linear_logprobs(
         x, weight, labels, temperature=temperature, bias=bias, softcap=softcap, workspace_bytes=workspace_bytes,
         num_valid=num_valid, return_entropy=True,
     )  # fmt: skip
-    assert isinstance(found, LogprobsOutput) and found.entropy is not None, "the entropy was asked for"
-    return found.logprobs, found.entropy
+    assert isinstance(output, LogprobsOutput) and output.entropy is not None, "the entropy was asked for"
+    return output.logprobs, output.entropy

@@ -75,8 +75,8 @@ class QuantizedLinear(nn.Module):
         """As in nn.Module, but a cast changes only the bias and the adapter."""
 
         def without_cast(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return made if made.dtype == tensor.dtype or tensor is self.bias else tensor.to(made.device)
+            result = fn(tensor)
+            return result if result.dtype == tensor.dtype or tensor is self.bias else tensor.to(result.device)
 
         if recurse:
             for child in self.children():

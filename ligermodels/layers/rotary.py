@@ -174,8 +174,8 @@ class RotaryEmbedding(nn.Module):
         if self.interleaved:
             angles = position_ids[0][..., None].float() * frequencies
             for axis, count in list(enumerate(self.sections))[1:]:
-                own = slice(axis, len(self.sections) * count, len(self.sections))
-                angles[..., own] = position_ids[axis][..., None].float() * frequencies[own]
+                columns = slice(axis, len(self.sections) * count, len(self.sections))
+                angles[..., columns] = position_ids[axis][..., None].float() * frequencies[columns]
             return angles
         sections = zip(position_ids, frequencies.split(self.sections), strict=True)
         return torch.cat([positions[..., None].float() * section for positions, section in sections], dim=-1)
@@ -190,19 +190,19 @@ class RotaryEmbedding(nn.Module):
 
     def tokens_left(self, length: int) -> float:
         """The number of tokens that can follow the first `length` with the same frequencies."""
-        left = self.original_length - length if self.rope_type in ("dynamic", "longrope") else math.inf
-        return math.inf if left < 0 and self.rope_type == "longrope" else max(0, left)
+        remaining = self.original_length - length if self.rope_type in ("dynamic", "longrope") else math.inf
+        return math.inf if remaining < 0 and self.rope_type == "longrope" else max(0, remaining)
 
     def extra_repr(self) -> str:
         sections = "" if self.sections is None else f", sections={self.sections}" + ", interleaved" * self.interleaved
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:
-        found = self._inv_freq_by_device.get(device)  # kept forever: a CUDA graph may read it
-        if found is None:
+        inv_freq = self._inv_freq_by_device.get(device)  # kept forever: a CUDA graph may read it
+        if inv_freq is None:
             with torch.inference_mode(False):  # kept beyond this call
-                found = self._inv_freq_by_device[device] = self._inv_freq.to(device)
-        return found
+                inv_freq = self._inv_freq_by_device[device] = self._inv_freq.to(device)
+        return inv_freq
 
     def _frequencies(self) -> tuple[list[Tensor], float]:
         """The frequencies (longrope: short and long), and the factor on cos and sin."""
@@ -319,13 +319,13 @@ def _read(
     if rope_type not in _KEYS:
         raise ConfigError(f"rope_type={rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
     required, optional = _KEYS[rope_type]
-    given = options.keys() - {"rope_type"}
-    if missing := sorted(required - given):
+    keys = options.keys() - {"rope_type"}
+    if missing := sorted(required - keys):
         raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}; its dict has {', '.join(scaling)}")
-    if unknown := sorted(given - required - optional):
+    if unknown := sorted(keys - required - optional):
         known = ", ".join(sorted(required | optional)) or "nothing"
         raise ConfigError(f"rope_type={rope_type!r} has no {', '.join(unknown)}; it takes {known}")
-    for name in sorted(given):
+    for name in sorted(keys):
         _check_value(name, options[name], num_frequencies)
     if rope_type == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(

@@ -27,22 +27,22 @@ class State:
     """One mixer's memory of the tokens so far: `buffers`, tensors [B, ...]. Only the mixer calls what a subclass adds.
 
     Buffers are made under `torch.inference_mode(False)`, as `new_cache` does: others are not writable out of the mode.
-    computed: number of buffers, from the first, in the dtype in which the mixer computes. In methods, past: number of
-    tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a state.
-    Without buffers it is the state of a layer that stores nothing. is_recurrent: a token that is read twice, or that is
-    a pad, changes it.
+    num_compute_buffers: the first buffers, which have the dtype in which the mixer computes. In methods, past: number
+    of tokens in the cache before the call; rows: int64 [N], indices of rows. Any object with these methods can be a
+    state. Without buffers it is the state of a layer that stores nothing. is_recurrent: a token that is read twice, or
+    that is a pad, changes it.
     """
 
     is_recurrent: ClassVar[bool] = False
 
-    def __init__(self, *buffers: Tensor, computed: int = 0):
-        self.buffers, self.computed = list(buffers), computed
+    def __init__(self, *buffers: Tensor, num_compute_buffers: int = 0):
+        self.buffers, self.num_compute_buffers = list(buffers), num_compute_buffers
 
     @property
     def rows(self) -> int:
         return len(self.buffers[0])
 
-    def put(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
+    def copy_rows_from(self, other: Any, rows: Tensor, into: Tensor, length: int) -> None:
         """Row into[i] becomes row rows[i] of `other`, which has `length` tokens."""
         assert not self.buffers, "a state with buffers copies them"
 
@@ -70,14 +70,14 @@ class State:
             x.copy_(was)
 
     def move(self, like: Tensor) -> None:
-        """Gives an empty state the device of `like`, and its first `computed` buffers the dtype of `like`.
+        """Gives an empty state the device of `like`, and its compute buffers the dtype of `like`.
 
         The first tokens decide, since accelerate offloads or spreads models, and autocast and fp32 embeddings compute
         in another dtype than the model's.
         """
         with torch.inference_mode(False):
             for i, x in enumerate(self.buffers):
-                dtype = like.dtype if i < self.computed else x.dtype
+                dtype = like.dtype if i < self.num_compute_buffers else x.dtype
                 if (x.device, x.dtype) != (like.device, dtype):
                     self.buffers[i] = torch.zeros_like(x, device=like.device, dtype=dtype)
 
@@ -100,15 +100,15 @@ class KeyValues(State):
         self, rows: int, max_length: int, num_kv_heads: int, head_dim: int, *, window: int | None = None,
         kv_cache_dtype: str = "auto", dtype: torch.dtype, device: torch.device | str,
     ):  # fmt: skip
-        self.window, self._most = window, cast(int, math.inf if window is None else window)  # columns, at most
+        self.window, self._max_columns = window, cast(int, math.inf if window is None else window)
         self.is_fp8 = kv_cache_dtype == "fp8"
-        shape = (rows, min(max_length, self._most), num_kv_heads, head_dim)
+        shape = (rows, min(max_length, self._max_columns), num_kv_heads, head_dim)
         # In fp8 the bits are stored as integers, whose rows torch moves on every device.
         stored = [(shape, torch.uint8 if self.is_fp8 else dtype), (shape[:3], fp8.SCALE_DTYPE)][: 1 + self.is_fp8]
         buffers = [torch.empty(size, dtype=kind, device=device) for size, kind in stored for _ in "kv"]
-        super().__init__(*buffers, computed=0 if self.is_fp8 else 2)
+        super().__init__(*buffers, num_compute_buffers=0 if self.is_fp8 else 2)
         self.counters = torch.empty(0)  # of decode_attention, once `reserve` was called
-        self._dropped = 0  # tokens before this position were not copied from smaller buffers
+        self._first_stored = 0  # tokens before this position were not copied from smaller buffers
 
     @property
     def capacity(self) -> int:
@@ -133,14 +133,14 @@ class KeyValues(State):
         if past == 0:
             self.move(k)
         _check_fits(self.buffers[0], k)
-        new, seen, end = self._encode(k, v), min(past, self._most - 1), past + k.shape[1]
-        if min(end, self._most) > self.capacity:
-            self._resize(min(max(end, 2 * self.capacity), self._most), past)
-        found = None
+        new, seen, end = self._quantize(k, v), min(past, self._max_columns - 1), past + k.shape[1]
+        if min(end, self._max_columns) > self.capacity:
+            self._resize(min(max(end, 2 * self.capacity), self._max_columns), past)
+        joined = None
         if end - past + seen > self.capacity or k.requires_grad or v.requires_grad:
-            found = [torch.cat(both, 1) for both in zip(self._read(past - seen, past), new, strict=True)]
+            joined = [torch.cat(both, 1) for both in zip(self._read(past - seen, past), new, strict=True)]
         self._write(new, past)
-        return self._decode(found or self._read(past - seen, end), k.dtype) if past else (k, v)
+        return self._dequantize(joined or self._read(past - seen, end), k.dtype) if past else (k, v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, tables: tuple[Tensor, Tensor] | None, *,
@@ -165,7 +165,7 @@ class KeyValues(State):
         )  # fmt: skip
 
     def reserve(self, length: int, past: int, tokens: int = 1) -> None:
-        capacity = min(length, self._most - 1 + tokens)
+        capacity = min(length, self._max_columns - 1 + tokens)
         if capacity > self.capacity:
             self._resize(capacity, past)
         heads = max(self.rows, tokens) * self.buffers[0].shape[2]
@@ -174,19 +174,19 @@ class KeyValues(State):
                 self.counters = torch.zeros(heads, dtype=torch.int32, device=self.buffers[0].device)
 
     def reset(self) -> None:
-        self._dropped = 0
+        self._first_stored = 0
 
     def crop(self, length: int, cache: "Cache") -> bool:
         """Columns from `length` on are written again before they are read."""
-        return max(self._dropped, cache.farthest - self.capacity) <= max(0, length - self._most + 1)
+        return max(self._first_stored, cache.farthest - self.capacity) <= max(0, length - self._max_columns + 1)
 
-    def put(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
+    def copy_rows_from(self, other: "KeyValues", rows: Tensor, into: Tensor, length: int) -> None:
         """`other` has a column for every token; if this state has fewer, it takes the last tokens."""
         self.move(other.buffers[0])
         begin = max(0, length - self.capacity)
         columns = torch.arange(begin, length, device=rows.device) % self.capacity
-        for mine, its in zip(self.buffers, other.buffers, strict=True):
-            mine[into[:, None], columns] = its[rows, begin:length]
+        for target, source in zip(self.buffers, other.buffers, strict=True):
+            target[into[:, None], columns] = source[rows, begin:length]
 
     def tensors(self) -> list[Tensor]:
         return [*self.buffers, self.counters]
@@ -204,7 +204,7 @@ class KeyValues(State):
         return [x[:, columns] for x in self.buffers]
 
     def _write(self, new: Sequence[Tensor], past: int) -> None:
-        """Stores what `_encode` made, from position `past` on; of more tokens than columns the last."""
+        """Stores what `_quantize` made, from position `past` on; of more tokens than columns the last."""
         end = past + new[0].shape[1]
         begin = max(past, end - self.capacity)
         columns = self._columns(begin, end)
@@ -212,13 +212,13 @@ class KeyValues(State):
             buffer[:, columns] = x[:, begin - past :].detach()
 
     def _resize(self, capacity: int, past: int) -> None:
-        self._dropped = max(0, past - self._most + 1)
-        stored = self._read(self._dropped, past)
+        self._first_stored = max(0, past - self._max_columns + 1)
+        stored = self._read(self._first_stored, past)
         with torch.inference_mode(False):
             self.buffers = [x.new_empty(x.shape[0], capacity, *x.shape[2:]) for x in self.buffers]
-        self._write(stored, self._dropped)
+        self._write(stored, self._first_stored)
 
-    def _encode(self, k: Tensor, v: Tensor) -> list[Tensor]:
+    def _quantize(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """What the buffers store of k and v."""
         if not self.is_fp8:
             return [k, v]
@@ -230,8 +230,8 @@ class KeyValues(State):
         (k, k_scales), (v, v_scales) = fp8.quantize_heads(k), fp8.quantize_heads(v)
         return [k.view(torch.uint8), v.view(torch.uint8), k_scales, v_scales]
 
-    def _decode(self, stored: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The inverse of `_encode`: keys and values, in `dtype` if the buffers are fp8."""
+    def _dequantize(self, stored: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The inverse of `_quantize`: keys and values, in `dtype` if the buffers are fp8."""
         if not self.is_fp8:
             return stored[0], stored[1]
         k, v = (fp8.dequantize_heads(stored[i].view(fp8.DTYPE), stored[i + 2], dtype) for i in (0, 1))
@@ -259,17 +259,17 @@ class ImageKeyValues(State):
 
         Raises InputError if batch size, heads or dtype are not those of the images before.
         """
-        found = [k, v]
+        joined = [k, v]
         if self.buffers:
             _check_fits(self.buffers[0], k)
-            found = [torch.cat([old, new], 1) for old, new in zip(self.buffers, found, strict=True)]
-        self.buffers = [x.detach() for x in found]
-        return found
+            joined = [torch.cat([old, new], 1) for old, new in zip(self.buffers, joined, strict=True)]
+        self.buffers = [x.detach() for x in joined]
+        return joined
 
     def reset(self) -> None:
         self.buffers = []
 
-    def put(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, length: int) -> None:
+    def copy_rows_from(self, other: "ImageKeyValues", rows: Tensor, into: Tensor, length: int) -> None:
         """All rows at once, in order."""
         if self.buffers:
             raise InputError("rows with images cannot come and go in a batch; use `generate`")
@@ -288,7 +288,7 @@ class RecurrentState(State):
     is_recurrent = True
 
     def __init__(self, conv: Tensor, state: Tensor):
-        super().__init__(conv, state, computed=1)
+        super().__init__(conv, state, num_compute_buffers=1)
         self.reset()
 
     @property
@@ -324,7 +324,7 @@ class RecurrentState(State):
     def crop(self, length: int, cache: "Cache") -> bool:
         return length >= max(self._first, cache.farthest - self.tokens + 1)
 
-    def put(self, other: "RecurrentState", rows: Tensor, into: Tensor, length: int) -> None:
+    def copy_rows_from(self, other: "RecurrentState", rows: Tensor, into: Tensor, length: int) -> None:
         self.move(other.buffers[0])
         inputs, state = other.read(length)
         self.write(inputs[rows], state[rows], length, into)
@@ -372,8 +372,8 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of the states, and of the caches that captured steps own, such as a drafter's."""
-        own = (step.own_cache for step in self.steps.values() if step.own_cache is not None)
-        return sum(x.nbytes for x in self.tensors()) + sum(cache.nbytes for cache in own)
+        step_caches = (step.own_cache for step in self.steps.values() if step.own_cache is not None)
+        return sum(x.nbytes for x in self.tensors()) + sum(cache.nbytes for cache in step_caches)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """`length`, by the name that transformers has for it."""
@@ -401,7 +401,7 @@ class Cache:
         self.is_partial = True
 
     def advance(self, tokens: int) -> None:
-        """Counts tokens that every mixer has stored, or is about to store."""
+        """Advances the length by `tokens`, which every mixer has stored or stores in this step."""
         self.length += tokens
         self.farthest, self.is_partial = max(self.farthest, self.length), False
 
@@ -455,14 +455,14 @@ class Cache:
         """Each row becomes `repeats` rows, which follow each other, as in transformers."""
         self.reorder(torch.arange(self.rows, device=self.device).repeat_interleave(repeats))
 
-    def put(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
+    def copy_rows_from(self, other: "Cache", rows: Tensor, into: Tensor | None = None) -> None:
         """Row into[i] becomes row rows[i] of `other`, a cache made with `whole=True`; rows, into: int64 [N]. The caller
         tracks the length of each row. Without `into`, this cache is empty, and becomes all of `other[rows]`."""
         places = torch.arange(self.rows, device=rows.device) if into is None else into
         if into is None:
             self.reserve(other.length)
-        for mine, state in zip(self, other, strict=True):
-            mine.put(state, rows, places, other.length)
+        for state, source in zip(self, other, strict=True):
+            state.copy_rows_from(source, rows, places, other.length)
         if into is None:
             self.values = _select(other.values, rows)
             self.advance(other.length)
@@ -529,7 +529,7 @@ def as_cache(cache: Any, num_layers: int) -> Cache:
     if len(cache.layers) > num_layers:
         raise InputError(f"past_key_values has {len(cache.layers)} layers, the model {num_layers}: is it another's?")
     length = cache.get_seq_length()
-    found = Cache([TransformersState(cache, i) for i in range(num_layers)], len(cache.layers[0].keys) if length else 0)
-    found.foreign = cache
-    found.advance(length)
-    return found
+    ours = Cache([TransformersState(cache, i) for i in range(num_layers)], len(cache.layers[0].keys) if length else 0)
+    ours.foreign = cache
+    ours.advance(length)
+    return ours

@@ -222,15 +222,15 @@ class Checkpoints:
     def _check_step(self, step: int) -> None:
         if type(step) is not int or step < 0:
             raise InputError(f"Checkpoints.save: step={step!r}; expected the number of steps taken")
-        found = max(_steps(self.folder), default=-1)
-        if found >= 0 and self._last is None:
+        newest = max(_steps(self.folder), default=-1)
+        if newest >= 0 and self._last is None:
             raise InputError(
-                f"Checkpoints.save: {self.folder} has step {found} of an earlier run, which a restart would take for "
+                f"Checkpoints.save: {self.folder} has step {newest} of an earlier run, which a restart would take for "
                 "this one.\n  Next: call load() before the first step to resume that run, or give another folder."
             )
-        if step <= found and step != self._last:
+        if step <= newest and step != self._last:
             raise InputError(
-                f"Checkpoints.save: step {step} comes after step {found} in {self.folder}; steps must grow"
+                f"Checkpoints.save: step {step} comes after step {newest} in {self.folder}; steps must grow"
             )
 
     def _tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -239,9 +239,9 @@ class Checkpoints:
         In the latter, parameters are named, and tensors are on the meta device.
         """
         tensors = {f"model.{name}": tensor for name, tensor in self._model_state().items()}
-        parameters, found = self._parameters(), self._optimizer.state_dict()
+        parameters, saved = self._parameters(), self._optimizer.state_dict()
         names = list(parameters)
-        state: dict[str, dict[str, Any]] = {names[index]: dict(entries) for index, entries in found["state"].items()}
+        state: dict[str, dict[str, Any]] = {names[index]: dict(entries) for index, entries in saved["state"].items()}
         for name, entries in state.items():
             for key, value in entries.items():
                 if not isinstance(value, Tensor):
@@ -253,7 +253,7 @@ class Checkpoints:
                     )
                 tensors[f"optimizer.{name}.{key}"] = value
                 entries[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in found["param_groups"]]
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
         return tensors, {"kind": type(self._optimizer).__name__, "state": state, "param_groups": groups}
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
@@ -288,8 +288,8 @@ class Checkpoints:
             planner, no_dist = _SavePlanner(copies), self._group is None
             dcp.save(state, storage_writer=writer, planner=planner, process_group=self._group, no_dist=no_dist)
             with self._processes.raise_on_all():
-                own = {path.name: checksum(path) for path in partial.glob(f"__{self._processes.rank}_*.distcp")}
-            sums = {name: one for of_rank in self._processes.gather(own) for name, one in of_rank.items()}
+                rank_sums = {path.name: checksum(path) for path in partial.glob(f"__{self._processes.rank}_*.distcp")}
+            sums = {name: value for of_rank in self._processes.gather(rank_sums) for name, value in of_rank.items()}
             self._processes.from_main(lambda: _publish(partial, complete, sums))
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._processes.is_main:
@@ -361,8 +361,8 @@ class Checkpoints:
                 f"was saved on {run['layout']} and is resumed on {self._layout()}: the random states of the ranks are "
                 "left as they are, so dropout and sampling draw other numbers."
             )
-        if left := sorted(_extras(reader) - self._others.keys()):
-            warning.append(f"has a state of {', '.join(left)}, which is not resumed.")
+        if dropped := sorted(_extras(reader) - self._others.keys()):
+            warning.append(f"has a state of {', '.join(dropped)}, which is not resumed.")
         return state.get(rng), " It ".join(warning)
 
     def _check_model(self, reader: Reader, state: Mapping[str, Tensor]) -> None:
@@ -426,7 +426,7 @@ class Checkpoints:
 
     def _key_of(self, name: str, reader: Reader, layout: str) -> str:
         """The key of the state of one of the other objects on this rank."""
-        keys, own = reader.metadata.state_dict_metadata, f"extra.{name}.{self._processes.rank}"
+        keys, rank_key = reader.metadata.state_dict_metadata, f"extra.{name}.{self._processes.rank}"
         if f"extra.{name}" in keys:
             return f"extra.{name}"
         if name not in (extras := _extras(reader)):
@@ -435,13 +435,13 @@ class Checkpoints:
                 f"{reader.folder} has no state of {name!r}; it has {has}.\n"
                 f"  Next: leave {name}=... out of Checkpoints for this load, or give it the name of the run before."
             )
-        if layout != self._layout() or own not in keys:
+        if layout != self._layout() or rank_key not in keys:
             raise CheckpointError(
                 f"{reader.folder} has another state of {name!r} for each rank of {layout}; this run has "
                 f"{self._layout()}.\n  Next: resume on the same, or leave {name}=... out of Checkpoints and set its "
                 "position by hand."
             )
-        return own
+        return rank_key
 
     # The model and the optimizer
 
@@ -548,8 +548,8 @@ def _snapshot(state: Any, name: str) -> tuple[Any, str]:
 
 def _brief(error: Exception) -> str:
     """torch's message without its advice to unpickle everything."""
-    if found := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it has a {found[1]}"
+    if match := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it has a {match[1]}"
     return "it is not a pickle that torch reads" if "Weights only" in str(error) else f"{type(error).__name__}: {error}"
 
 
@@ -565,8 +565,8 @@ def _steps(folder: Path) -> dict[int, Path]:
     """{step: folder} of the complete checkpoints."""
     if not folder.is_dir():
         return {}
-    found = {path: _COMPLETE.fullmatch(path.name) for path in folder.iterdir()}
-    return {int(match[1]): path for path, match in found.items() if match is not None}
+    matches = {path: _COMPLETE.fullmatch(path.name) for path in folder.iterdir()}
+    return {int(match[1]): path for path, match in matches.items() if match is not None}
 
 
 def _make(partial: Path) -> int:

@@ -99,7 +99,7 @@ class Parallel:
         """
         labels = [labels] if isinstance(labels, Tensor) else list(labels)
         ends = cu_seqlens if isinstance(cu_seqlens, Sequence) else [cu_seqlens] * len(labels)
-        count = torch.stack([num_labels(one, end) for one, end in zip(labels, ends, strict=True)]).sum().float()
+        count = torch.stack([num_labels(batch, end) for batch, end in zip(labels, ends, strict=True)]).sum().float()
         dist.all_reduce(count, group=self.data.group)
         return count / (1 if self.context is None else self.context.size)
 

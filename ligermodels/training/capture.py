@@ -88,7 +88,7 @@ class CapturedStep:
                     self._capture()
             finally:
                 self._drop_gradients()
-        self._captured = self._state_of_capture()
+        self._captured = self._fingerprint()
 
     def __call__(self, **inputs: Any) -> Tensor:
         self._check(inputs)
@@ -188,10 +188,10 @@ class CapturedStep:
                         )
                     x.zero_()
 
-    def _state_of_capture(self) -> dict[str, Any]:
+    def _fingerprint(self) -> dict[str, Any]:
         """What a graph has captured and would keep using, by its name in the error message."""
         kind = self._device.type
-        found: dict[str, Any] = {
+        fingerprint: dict[str, Any] = {
             "a parameter's place": [p.data_ptr() for p in self._parameters],
             "a parameter's requires_grad": [p.requires_grad for p in self._parameters],
             "train() or eval()": self.model.training,
@@ -199,13 +199,13 @@ class CapturedStep:
         }
         if self._graphs:  # without one, the first step has yet to make the states
             states = [state for p in self._parameters if (state := self.optimizer.state.get(p))]
-            found["the place of the optimizer's states (were they loaded?)"] = [
+            fingerprint["the place of the optimizer's states (were they loaded?)"] = [
                 x.data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)
             ]
-        found["an option of the optimizer"] = [
+        fingerprint["an option of the optimizer"] = [
             {name: group.get(name) for name in self.optimizer.defaults if name != "lr"} for group in self._groups
         ]
-        return found
+        return fingerprint
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()  # ours counts backwards too
@@ -240,7 +240,7 @@ class CapturedStep:
                     f"CapturedStep: {name} is {value!r}, the example's {example!r}, which is part of the graph. Give a "
                     "0-dim tensor in place of a number that changes, if the model takes one"
                 )
-        for what, value in self._state_of_capture().items():
+        for what, value in self._fingerprint().items():
             if value != self._captured[what]:
                 raise InputError(f"CapturedStep: {what} changed after the capture; make a new CapturedStep")
 
@@ -250,9 +250,9 @@ def _device(model: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
     if isinstance(model, nn.parallel.DistributedDataParallel) or any(hasattr(p, "device_mesh") for p in parameters):
         raise InputError("CapturedStep: DDP and sharded models (FSDP, tensor parallelism) are not supported")
     devices = {p.device for p in parameters}
-    if len(devices) != 1 or (found := devices.pop()).type == "meta":
+    if len(devices) != 1 or (device := devices.pop()).type == "meta":
         raise InputError("CapturedStep: the parameters must be on one device, and not on meta; move the model before")
-    return found
+    return device
 
 
 def _in_a_graph(p: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
 from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
-from ligermodels.layers.linear import obstacle
+from ligermodels.layers.linear import why_not_fused
 from ligermodels.layers.lora import Adapted
 from ligermodels.layers.moe import Adaptable
 from ligermodels.layers.quantized import QuantizedLinear
@@ -81,8 +81,8 @@ def add_lora(
     chosen = _targets(model, targets) if targets or not stacked else {}
     saved = _named(model, modules_to_save, chosen, "add_lora")
     for name, module in chosen.items():
-        if (found := obstacle(module, nn.Linear, QuantizedLinear)) is not None:
-            raise InputError(f"add_lora: {name} cannot get an adapter, because of {found}")
+        if (reason := why_not_fused(module, nn.Linear, QuantizedLinear)) is not None:
+            raise InputError(f"add_lora: {name} cannot get an adapter, because of {reason}")
         if module.weight.is_meta:
             raise InputError(f"add_lora: {name} is on the meta device; load the model first")
         if dora and isinstance(module, QuantizedLinear):
@@ -109,20 +109,20 @@ def merge_lora(model: Any) -> Any:
     The sum is computed in fp32 and rounded once. Under FSDP2 every rank calls this; weights are gathered one by one.
     Raises InputError for a model without adapters.
     """
-    found = _adapted(model, "merge_lora")
+    linears = _adapted(model, "merge_lora")
     experts = _adapted_experts(model)
-    bases = [*found.values(), *(getattr(module, name) for module, name in experts.values())]
+    bases = [*linears.values(), *(getattr(module, name) for module, name in experts.values())]
     if any(isinstance(base, QuantizedLinear) for base in bases):
         raise InputError(
             "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
             "in bf16, load_adapter, and merge there"
         )
     files.reshard(model)
-    for module in found.values():
+    for module in linears.values():
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
-            old, left, right = files.whole(module.weight), files.whole(b), files.whole(a)
-            new = adapters.merged(old, left, right, module.scale, None if m is None else files.whole(m.weight))
+            old, whole_b, whole_a = files.whole(module.weight), files.whole(b), files.whole(a)
+            new = adapters.merged(old, whole_b, whole_a, module.scale, None if m is None else files.whole(m.weight))
             weights.fill(module.weight, lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         module.plain()
     for stacked, name in experts.values():
@@ -131,7 +131,7 @@ def merge_lora(model: Any) -> Any:
             factors = adapter.by_expert(files.whole(adapter.lora_A.weight), files.whole(adapter.lora_B.weight))
             old = files.whole(getattr(stacked, name))
             each = zip(old.view(adapter.num_experts, -1, old.shape[-1]), *factors, strict=True)
-            new = torch.stack([adapters.merged(w, right, left, adapter.scale) for w, left, right in each]).view_as(old)
+            new = torch.stack([adapters.merged(w, b, a, adapter.scale) for w, a, b in each]).view_as(old)
             weights.fill(getattr(stacked, name), lambda whole, new=new: whole.copy_(new))  # type: ignore[misc]
         delattr(stacked, f"{name}_adapter")
     if hasattr(model, _SAVED):
@@ -145,20 +145,20 @@ def adapters_off(model: Any) -> Iterator[Any]:
 
     Raises InputError for a model without adapters, or with modules_to_save, whose old weights are gone.
     """
-    found: list[Any] = list(_adapted(model, "adapters_off").values())
-    found += [module.adapters[name] for module, name in _adapted_experts(model).values()]
+    modules: list[Any] = list(_adapted(model, "adapters_off").values())
+    modules += [module.adapters[name] for module, name in _adapted_experts(model).values()]
     if names := getattr(model, _SAVED, ()):
         raise InputError(
             f"adapters_off: {', '.join(names)} (modules_to_save) were trained in place, so their old weights are gone. "
             "Load the base as a model of its own"
         )
-    before = [module.adapter_on for module in found]
+    before = [module.adapter_on for module in modules]
     try:
-        for module in found:
+        for module in modules:
             module.adapter_on = False
         yield model
     finally:
-        for module, on in zip(found, before, strict=True):
+        for module, on in zip(modules, before, strict=True):
             module.adapter_on = on
 
 
@@ -169,7 +169,7 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     when complete; other files in it stay. Every rank of a sharded model calls this, and one writes.
     Raises InputError for a model without adapters, HubError where the folder cannot be written.
     """
-    found = _adapted(model, "save_adapter")
+    linears = _adapted(model, "save_adapter")
     files.reshard(model)
     saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
     experts = _adapted_experts(model)
@@ -178,7 +178,7 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
         for name, parameter in model.named_parameters()
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }
-    return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, found))})
+    return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, linears))})
 
 
 def load_adapter(
@@ -204,10 +204,12 @@ def load_adapter(
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
         linear: Any = modules.get(name)
-        if linear is None or obstacle(linear, nn.Linear, QuantizedLinear) is not None or linear.weight.is_meta:
-            found = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
+        if linear is None or why_not_fused(linear, nn.Linear, QuantizedLinear) is not None or linear.weight.is_meta:
+            actual = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
             merge = _MERGE_IT if isinstance(linear, LMHead) else ""
-            raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}{merge}")
+            raise CheckpointError(
+                f"{folder} has an adapter for {name}, which is {actual} in this {_kind(model)}{merge}"
+            )
         if dora and isinstance(linear, QuantizedLinear):
             raise CheckpointError(f"{folder} is a DoRA, which 4-bit weights cannot have: load the base in bf16")
         r, alpha = sizes[name] = adapters.size_of(options, name)
@@ -225,9 +227,9 @@ def load_adapter(
     saved = _named(model, names, parts, "load_adapter")
     places = {f"{name}.{key}": p for name, module in saved.items() for key, p in _own_parameters(module)}
     wanted = {name: tuple(parameter.shape) for name, parameter in places.items()}
-    given = {name: tuple(tensor.shape) for name, tensor in others.items()}
-    if wanted != given:
-        differ = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+    stored = {name: tuple(tensor.shape) for name, tensor in others.items()}
+    if wanted != stored:
+        differ = sorted(name for name in {*wanted, *stored} if wanted.get(name) != stored.get(name))
         likely = "another vocabulary (call resize_token_embeddings first), or another model"
         if options.get("ensure_weight_tying"):
             likely = "PEFT trained a tied head (ensure_weight_tying); `ligermodels convert` with --adapter merges it"
@@ -295,10 +297,10 @@ def _kind(model: Any) -> str:
 
 def _adapted(model: Any, where: str) -> dict[str, Adapted]:
     """{name: module} of all adapters."""
-    found = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, Adapted)}
-    if not found and not _adapted_experts(model):
+    modules = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, Adapted)}
+    if not modules and not _adapted_experts(model):
         raise InputError(f"{where}: {_kind(model)} has no adapters; add_lora or load_adapter gives it some")
-    return found
+    return modules
 
 
 def _check_free(model: Any, where: str) -> None:
@@ -324,24 +326,24 @@ def _adapted_experts(model: Any) -> dict[str, tuple[Adaptable, str]]:
 
 def stacked_weights(model: Any) -> dict[str, tuple[Adaptable, str]]:
     """{name of a weight of experts or of a router: (its module, its name there)}."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
-    return {f"{n}.{name}": (m, name) for n, m in found.items() for name in m.adaptable}
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, Adaptable)}
+    return {f"{n}.{name}": (m, name) for n, m in owners.items() for name in m.adaptable}
 
 
 def _stacked(
     model: Any, ends: Sequence[str], where: str, error: type[Exception] = InputError
 ) -> dict[str, tuple[Adaptable, str]]:
     """Those of target_parameters, matched as PEFT does."""
-    found = stacked_weights(model)
-    if isinstance(ends, str) or (wrong := [end for end in ends if not ending(found, end)]):
+    candidates = stacked_weights(model)
+    if isinstance(ends, str) or (wrong := [end for end in ends if not ending(candidates, end)]):
         raise error(
             f"{where}: target_parameters={ends if isinstance(ends, str) else wrong}; expected a list of names of "
-            f"weights of experts or routers, of which {_kind(model)} has {', '.join(list(found)[:3]) or 'none'}"
+            f"weights of experts or routers, of which {_kind(model)} has {', '.join(list(candidates)[:3]) or 'none'}"
         )
-    chosen = {name for end in ends for name in ending(found, end)}
-    if any(parameter.is_meta for module, _ in found.values() for parameter in module.parameters()):
+    chosen = {name for end in ends for name in ending(candidates, end)}
+    if any(parameter.is_meta for module, _ in candidates.values() for parameter in module.parameters()):
         raise error(f"{where}: the experts are on the meta device; load the model first")
-    return {name: one for name, one in found.items() if name in chosen}
+    return {name: place for name, place in candidates.items() if name in chosen}
 
 
 def _file_module(name: str, chosen: Iterable[str]) -> str:
@@ -362,7 +364,7 @@ def _take_experts(
     folder: Path, options: Mapping[str, Any], stacked: Mapping[str, tuple[Adaptable, str]], parts: dict[str, Any]
 ) -> dict[str, dict[str, Tensor]]:
     """{name of a weight: {"A", "B": tensor}} of target_parameters, taken out of `parts` and checked."""
-    found = {}
+    factors = {}
     for key, (module, name) in stacked.items():
         experts, rows, columns = module.operand(name).weight.shape
         r, _ = adapters.size_of(options, key)
@@ -370,8 +372,8 @@ def _take_experts(
         part = parts.pop(_file_module(key, stacked), {})
         if (shapes := {half: tuple(tensor.shape) for half, tensor in part.items()}) != expected:
             raise CheckpointError(f"{folder}: the adapter of {key} has {shapes}; expected {expected}")
-        found[key] = part
-    return found
+        factors[key] = part
+    return factors
 
 
 def _text_prefix(model: Any) -> str:
@@ -406,7 +408,7 @@ def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
 def _linears(model: Any) -> dict[str, Any]:
     """{name: linear module}; quantised weights of experts, which `target_parameters` names, are none."""
     modules = dict(model.named_modules())
-    of_experts = {id(m) for one in modules.values() if isinstance(one, Adaptable) for m in one.modules()}
+    of_experts = {id(m) for owner in modules.values() if isinstance(owner, Adaptable) for m in owner.modules()}
     return {n: m for n, m in modules.items() if isinstance(m, nn.Linear | QuantizedLinear) and id(m) not in of_experts}
 
 
@@ -420,10 +422,10 @@ def _named(model: Any, names: Sequence[str], chosen: Iterable[str], where: str) 
     if isinstance(names, str):
         raise InputError(f"{where}: modules_to_save={names!r}; expected a list of names of modules")
     modules, saved = dict(model.named_modules()), {}
-    for one in names:
-        hits = [name for name in modules if name.endswith(one)]  # as PEFT matches here
+    for end in names:
+        hits = [name for name in modules if name.endswith(end)]  # as PEFT matches here
         if not hits:
-            raise InputError(f"{where}: modules_to_save names {one!r}, which {_kind(model)} does not have")
+            raise InputError(f"{where}: modules_to_save names {end!r}, which {_kind(model)} does not have")
         for hit in hits:
             if any(name == hit or name.startswith(f"{hit}.") for name in chosen):
                 raise InputError(f"{where}: {hit} is in modules_to_save, and gets an adapter, or parts of it do")
@@ -453,16 +455,16 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 # ---- Files ----
 
 
-def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
+def _config(model: Any, linears: Mapping[str, Adapted]) -> dict[str, Any]:
     """adapter_config.json. r and lora_alpha are those of most modules; the patterns name the others. Fields that have
     PEFT's defaults are left out."""
     experts = _adapted_experts(model)
-    every: dict[str, Any] = {**found, **{key: module.adapters[name] for key, (module, name) in experts.items()}}
+    every: dict[str, Any] = {**linears, **{key: module.adapters[name] for key, (module, name) in experts.items()}}
     sizes = {name: (module.r, module.alpha) for name, module in every.items()}
     (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
     some = next(iter(every.values()))
     return {
-        "alpha_pattern": {name: own for name, (_, own) in sizes.items() if own != alpha},
+        "alpha_pattern": {name: module_alpha for name, (_, module_alpha) in sizes.items() if module_alpha != alpha},
         "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
         "bias": "none",
         "inference_mode": True,
@@ -472,8 +474,8 @@ def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
         "peft_type": "LORA",
         "peft_version": _FORMAT,
         "r": r,
-        "rank_pattern": {name: own for name, (own, _) in sizes.items() if own != r},
-        "target_modules": _shortest(model, found),
+        "rank_pattern": {name: module_r for name, (module_r, _) in sizes.items() if module_r != r},
+        "target_modules": _shortest(model, linears),
         "target_parameters": list(experts) or None,
         "task_type": "CAUSAL_LM",
         "use_dora": getattr(some, "lora_magnitude_vector", None) is not None,
@@ -481,9 +483,9 @@ def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
     }
 
 
-def _shortest(model: Any, found: Iterable[str]) -> list[str]:
+def _shortest(model: Any, names: Iterable[str]) -> list[str]:
     """The last parts of the names, if PEFT finds exactly these modules by them; else the names."""
-    short = sorted({name.rpartition(".")[2] for name in found})
+    short = sorted({name.rpartition(".")[2] for name in names})
     linears = [weights.plain_name(name) for name in _linears(model)]
-    hits = {name for one in short for name in ending(linears, one)}
-    return short if hits == set(found) else sorted(found)
+    hits = {name for end in short for name in ending(linears, end)}
+    return short if hits == set(names) else sorted(names)

@@ -81,14 +81,14 @@ def add_medusa(model: Any, heads: int = 4, layers: int = 1, *, freeze: bool = Tr
         raise InputError("add_medusa: the model has heads already, or is sharded or not loaded; give a loaded one")
     if freeze:
         model.requires_grad_(False)
-    made = _empty(model, heads, layers)
+    medusa = _empty(model, heads, layers)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in medusa.parameters():
             parameter.zero_()
-        for head in made:
+        for head in medusa:
             head[-1].weight.copy_(weight)  # type: ignore[index, union-attr, operator]
-    model.medusa = made.train(model.training)
-    return made
+    model.medusa = medusa.train(model.training)
+    return medusa
 
 
 def save_medusa(model: Any, folder: str | Path, *, base: str | None = None) -> Path:
@@ -123,18 +123,18 @@ def load_medusa(model: Any, folder: str | Path, *, allow_pickle: bool = False) -
     tensors = adapters.read_tensors(folder, WEIGHTS, PICKLE, allow_pickle=allow_pickle)
     sketch = _empty(model, heads, layers, device="meta")
     wanted = {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        one = wrong[0]
+    stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if wrong := sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name)):
+        first = wrong[0]
         raise CheckpointError(
-            f"{folder} has heads of another model: {one} is {found.get(one, 'not there')}, and this model's would be "
-            f"{wanted.get(one, 'not there')}; {len(wrong)} differ"
+            f"{folder} has heads of another model: {first} is {stored.get(first, 'not there')}, and this model's "
+            f"would be {wanted.get(first, 'not there')}; {len(wrong)} differ"
         )
-    made = _empty(model, heads, layers)
+    medusa = _empty(model, heads, layers)
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in medusa.named_parameters():
             parameter.copy_(tensors[name])
-    return made.eval()
+    return medusa.eval()
 
 
 def _empty(model: Any, heads: int, layers: int, device: str | None = None) -> MedusaHeads:
@@ -142,5 +142,5 @@ def _empty(model: Any, heads: int, layers: int, device: str | None = None) -> Me
     weight = model.lm_head.weight
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     with torch.device("meta"):
-        made = MedusaHeads(weight.shape[1], weight.shape[0], heads, layers, softcap)
-    return made.to(weight.dtype).to_empty(device=device or weight.device)
+        medusa = MedusaHeads(weight.shape[1], weight.shape[0], heads, layers, softcap)
+    return medusa.to(weight.dtype).to_empty(device=device or weight.device)

@@ -44,13 +44,13 @@ def load_mtp(
         raise InputError("load_mtp: the model came from no folder; give one that has mtp.*, or call add_mtp")
     with reading.open_checkpoint(source) as reader, torch.no_grad():
         wanted = {PREFIX + name: weight for name, weight in weights.named_weights(mtp)}
-        found = {name: info.shape for name, info in reader.headers.items() if name.startswith(PREFIX)}
+        stored = {name: info.shape for name, info in reader.headers.items() if name.startswith(PREFIX)}
         if wrong := sorted(
-            n for n in wanted.keys() | found.keys() if n not in wanted or found.get(n) != wanted[n].shape
+            n for n in wanted.keys() | stored.keys() if n not in wanted or stored.get(n) != wanted[n].shape
         ):
-            one = wrong[0]
-            has = f"{one} is {list(found[one])}" if one in found else f"it has no {one}"
-            expects = f"{list(wanted[one].shape)}" if one in wanted else "no such tensor"
+            first = wrong[0]
+            has = f"{first} is {list(stored[first])}" if first in stored else f"it has no {first}"
+            expects = f"{list(wanted[first].shape)}" if first in wanted else "no such tensor"
             raise CheckpointError(f"{source}: {has}, and the layer of this model {expects}; {len(wrong)} differ")
         for name, weight in wanted.items():
             weight.copy_(reader.read(name))

@@ -63,9 +63,9 @@ class OffloadPass:
     def run(self, i: int, block: Callable[..., Any], *inputs: Any) -> Any:
         """block(*inputs), which is block i."""
         if i in self.free_after_block:
-            own: StorageRefs = []
-            self.fetches[max(i + 1, self.free_after_block[i] - 1)].append(own)
-            with saved_tensors_hooks(functools.partial(self.pack, i, own), _unpack):
+            new_refs: StorageRefs = []
+            self.fetches[max(i + 1, self.free_after_block[i] - 1)].append(new_refs)
+            with saved_tensors_hooks(functools.partial(self.pack, i, new_refs), _unpack):
                 outputs = block(*inputs)
         else:
             outputs = block(*inputs)
@@ -76,8 +76,8 @@ class OffloadPass:
                 outputs[0].register_hook(functools.partial(_fetch, refs))
         return outputs
 
-    def pack(self, i: int, own: "StorageRefs", tensor: Tensor) -> "Tensor | _View":
-        """Offloads large activations that block i saves, each storage once, and adds new ones to `own`.
+    def pack(self, i: int, new_refs: "StorageRefs", tensor: Tensor) -> "Tensor | _View":
+        """Offloads large activations that block i saves, each storage once, and adds new ones to `new_refs`.
 
         Small tensors and parameters stay on the device.
         """
@@ -90,7 +90,7 @@ class OffloadPass:
         if storage is None or storage.version != tensor._version:
             storage = OffloadedStorage(self.offload.stream(tensor.device), tensor, self.free_after_block[i])
             self.storages[key] = weakref.ref(storage)
-            own.append(weakref.ref(storage))
+            new_refs.append(weakref.ref(storage))
         storage.uses += 1
         return _View(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
@@ -114,9 +114,9 @@ def _unpack(saved: Tensor | _View) -> Tensor:
 
 def _fetch(refs: "StorageRefs", _: Tensor) -> None:
     """Starts the copies of these storages back to the device."""
-    found = [storage for ref in refs if (storage := ref()) is not None and storage.on_device is None]
-    for stream in {storage.stream for storage in found}:
-        stream.fetch([storage for storage in found if storage.stream is stream])
+    storages = [storage for ref in refs if (storage := ref()) is not None and storage.on_device is None]
+    for stream in {storage.stream for storage in storages}:
+        stream.fetch([storage for storage in storages if storage.stream is stream])
 
 
 class OffloadedStorage:
@@ -226,7 +226,7 @@ class CopyStream:
             self.incoming = None
 
     def release_incoming(self) -> None:
-        """Leaves the memory that is being filled to its storages alone."""
+        """Drops our reference to the memory of copies in flight."""
         if self.incoming is not None:
             self.incoming.wait()
             self.incoming = None

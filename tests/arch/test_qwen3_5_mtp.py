@@ -277,7 +277,7 @@ def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate,
     model, ids = model.requires_grad_(False).to(device), torch.randint(3, 90, (1, 9), device=device)
     options = dict(max_new_tokens=30, eos_token_id=())
     expected, draft, turns = generate(model, ids, **options), MultiToken.draft, list[str]()
-    follow, forward = MultiToken.follow, DraftingEngine.forward
+    follow, forward = MultiToken.propose_on_device, DraftingEngine.forward
     text = expected[0, 9:].tolist()
     assert len(set(text)) > 8, "a model that repeats itself proves little"
     right = torch.rand(40, count, generator=torch.Generator().manual_seed(3)).to(device) < rate
@@ -298,7 +298,7 @@ def test_turns_that_run_ahead_end_where_plain_decoding_does(model, device, rate,
         forward(self)
 
     monkeypatch.setattr(MultiToken, "draft", impose)
-    monkeypatch.setattr(MultiToken, "follow", spy)
+    monkeypatch.setattr(MultiToken, "propose_on_device", spy)
     monkeypatch.setattr(DraftingEngine, "forward", without_cache)
     how = dict(use_mtp=True, num_assistant_tokens=count, return_dict_in_generate=True)
     for new in (2, 7, 12):

@@ -11,10 +11,10 @@ def _warns_again(monkeypatch):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Every device decodes by `Step`, as a CUDA graph on a GPU; the list has an entry for each of its runs."""
-    seen, run = [], graphs.Step.run
+    """Every device decodes by `DecodeStep`, as a CUDA graph on a GPU; the list has an entry for each of its runs."""
+    seen, run = [], graphs.DecodeStep.run
     monkeypatch.setattr(graphs, "DEVICES", {"cpu", "cuda"})
-    monkeypatch.setattr(graphs.Step, "run", lambda self, *a: (seen.append(self), run(self, *a))[1])
+    monkeypatch.setattr(graphs.DecodeStep, "run", lambda self, *a: (seen.append(self), run(self, *a))[1])
     return seen
 
 

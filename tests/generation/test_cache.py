@@ -91,14 +91,14 @@ def test_it_is_one_tensor_whatever_is_done(seed, poison):
         elif what == "put":
             other, new = make(cache.length, [None] * 4, 1, **options), [torch.zeros(2, 1, 0, 3, 4) for _ in WINDOWS]
             append(other, new, cache.length, stored)
-            cache.put(other, torch.tensor([0]), rows[:1])
+            cache.copy_rows_from(other, torch.tensor([0]), rows[:1])
             histories = [x.index_copy(1, rows[:1], row) for x, row in zip(histories, new, strict=True)]
         elif what == "take":
             other, new = make(cache.length, [None] * 4, **options), [torch.zeros(2, 2, 0, 3, 4) for _ in WINDOWS]
             append(other, new, cache.length, stored)
             rows = rows % 2
             cache = make(r.choice([3, 90]), WINDOWS, len(rows), **options)
-            cache.put(other, rows)
+            cache.copy_rows_from(other, rows)
             histories, starts = [x[:, rows] for x in new], torch.tensor([0, 4])[rows]
         else:
             cache.reorder(rows)
@@ -151,7 +151,7 @@ def test_rows_that_come_are_those_of_each_prompt_alone(window, lengths, poison):
     for row, length in enumerate(lengths):
         batch, history = make(9, [None]), [torch.zeros(2, 2, 0, 3, 4)]
         append(batch, history, length + row)  # the second has padding
-        cache.put(batch, torch.tensor([1]), torch.tensor([row]))
+        cache.copy_rows_from(batch, torch.tensor([1]), torch.tensor([row]))
         alone.append(history[0][:, 1:, row:])
     cache.reserve(24)
     starts = torch.arange(2, dtype=torch.int32)

@@ -5,7 +5,7 @@ import torch
 
 from ligermodels.generation import generate
 from ligermodels.generation.options import Options
-from ligermodels.generation.processors import cut
+from ligermodels.generation.processors import filter_logits
 from tests.generation.models import llama, prompt
 
 transformers = pytest.importorskip("transformers")
@@ -26,7 +26,7 @@ def test_cuts_are_those_of_transformers(name, theirs, values, spread):
     for value in values:
         for given in (logits, exact):
             options = Options(**{"do_sample": True, "top_k": 0, name: value})
-            assert torch.equal(cut(None, given, options), theirs(value)(None, given))
+            assert torch.equal(filter_logits(None, given, options), theirs(value)(None, given))
 
 
 def test_a_seed_repeats_and_leaves_the_global_generator_alone():

@@ -37,7 +37,7 @@ class RecurrentState:
     def reorder(self, rows):
         self.h = self.h[rows]
 
-    def put(self, other, rows, into, length):
+    def copy_rows_from(self, other, rows, into, length):
         self.h[into] = other.h[rows]
 
     def tensors(self):

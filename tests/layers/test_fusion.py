@@ -11,7 +11,7 @@ import ligermodels
 from ligermodels import errors
 from ligermodels.arch.fusion import short_names
 from ligermodels.layers import linear
-from ligermodels.layers.linear import obstacle
+from ligermodels.layers.linear import why_not_fused
 from ligermodels.training import add_lora
 from tests.sizes import SIZES
 
@@ -56,11 +56,11 @@ def test_what_other_tests_do_not_wrap_is_an_obstacle():
     before.register_forward_pre_hook(lambda *_: None)
     hooked.register_full_backward_hook(lambda *_: None)
     sharded.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
-    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before) == "a hook"
-    assert obstacle(hooked) == "a hook" and obstacle(sharded) == "its weight, a TwoTensor"
+    assert why_not_fused(nn.Linear(4, 4)) is None and why_not_fused(before) == "a hook"
+    assert why_not_fused(hooked) == "a hook" and why_not_fused(sharded) == "its weight, a TwoTensor"
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert obstacle(nn.Linear(4, 4)) == "a hook"
+        assert why_not_fused(nn.Linear(4, 4)) == "a hook"
     finally:
         handle.remove()
 
