@@ -16,11 +16,13 @@ from safetensors import SafetensorError
 
 from ligermodels.errors import CheckpointError, HubError, LigermodelsError
 
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-TOKENIZER = (
-    "tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-)  # fmt: skip
+VOCABULARIES = ("tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*")
+"""The files that can hold a tokenizer's vocabulary: the first of them that is there counts."""
+SPECIAL_TOKENS = ("special_tokens_map.json", "added_tokens.json")
+TOKENIZER = (*VOCABULARIES, "tokenizer_config.json", *SPECIAL_TOKENS, "vocab.json", "vocab.txt", "merges.txt")
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder of the templates that are not named "default"."""
+TEMPLATES = ("chat_template.jinja", "chat_template.json", f"{MORE_TEMPLATES}/*.jinja")
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 COMPANIONS = (*TOKENIZER, *TEMPLATES, *PROCESSORS)
 """The files of a model other than its configs and weights."""

@@ -12,15 +12,13 @@ inspection       inspect
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ligermodels.conversion.options import Options
-from ligermodels.errors import MismatchError
+from ligermodels.conversion.options import Options as Options
+from ligermodels.errors import MismatchError as MismatchError
 
 if TYPE_CHECKING:
-    from ligermodels.conversion.comparison import Report, verify
-    from ligermodels.conversion.inspection import Inspection, inspect
-    from ligermodels.conversion.pipeline import convert
-
-__all__ = ["Inspection", "MismatchError", "Options", "Report", "convert", "inspect", "verify"]
+    from ligermodels.conversion.comparison import Report as Report, verify as verify
+    from ligermodels.conversion.inspection import Inspection as Inspection, inspect as inspect
+    from ligermodels.conversion.pipeline import convert as convert
 
 _MODULES = {
     "Inspection": "inspection", "inspect": "inspection", "Report": "comparison", "verify": "comparison",

@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.checkpoint import hub, reading
 from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
-from ligermodels.checkpoint.files import read_json
+from ligermodels.checkpoint.files import VOCABULARIES, read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.comparison import dtype_counts
 from ligermodels.conversion.layouts import LAYOUTS, Layout, layout_of, open_source, weight_paths
@@ -246,10 +246,9 @@ def _part(name: str) -> str:
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     from ligermodels.text import Tokenizer
-    from ligermodels.text.files import versions
+    from ligermodels.text.files import names_in
 
-    names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(folder))
-    if not any((folder / name).is_file() for name in names):
+    if not any((folder / name).is_file() for name in names_in(folder, VOCABULARIES)):
         return None
     try:
         tokenizer = Tokenizer.from_hub(folder)

@@ -19,27 +19,11 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from ligermodels.checkpoint.files import check_file, read_json
+from ligermodels.checkpoint.files import MORE_TEMPLATES, TEMPLATES, TOKENIZER, VOCABULARIES, check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
 # Classes of transformers that pad on the left by default, and the length that means no limit there.
 _LEFT_PADDED, _NO_LIMIT = ("GemmaTokenizer", "GemmaTokenizerFast"), int(1e30)
-
-MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of the templates that are not named "default"."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tekken.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +77,7 @@ class TokenizerFiles:
     @property
     def vocabulary(self) -> Path | None:
         """The first of tokenizer.json, tekken.json, tokenizer.model and the newest tokenizer.model.vN, or None."""
-        names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(self.folder))
-        return next((path for name in names if (path := self.path(name))), None)
+        return next((path for name in names_in(self.folder, VOCABULARIES) if (path := self.path(name))), None)
 
 
 class Converted(NamedTuple):
@@ -126,7 +109,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     sources = (generation, model, text_model)
     pad_ids = _ids(sources, "pad_token_id", folder)
     sizes = (model.get("vocab_size"), text_model.get("vocab_size"))
-    paths = [path for name in (*TOKENIZER_FILES, *versions(folder)) if (path := _existing(folder, name))]
+    names_of_files = names_in(folder, (*TOKENIZER, *TEMPLATES))
     return TokenizerFiles(
         folder=folder,
         config=config,
@@ -137,7 +120,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
         eos_token_ids=_ids(sources, "eos_token_id", folder),
         pad_token_id=pad_ids[0] if pad_ids else None,
         model_vocab_size=next((size for size in sizes if type(size) is int), None),
-        paths=(*paths, *_more_templates(folder)),
+        paths=tuple(path for name in names_of_files if (path := _existing(folder, name))),
     )
 
 
@@ -181,10 +164,21 @@ def read_text(path: Path) -> str:
         raise TokenizerError(f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file.") from error
 
 
-def versions(folder: Path) -> list[str]:
-    """The names of Mistral's tokenizer.model.vN (v3, v7m1) in a folder, the largest N first."""
-    found = [path.name for path in folder.glob("tokenizer.model.v*") if _version(path.name)]
-    return sorted(found, key=_version, reverse=True)
+def names_in(folder: Path, patterns: Sequence[str]) -> list[str]:
+    """The names in `patterns`; for one with a *, the files in `folder` that match.
+
+    Of Mistral's tokenizer.model.vN (v3, v7m1) the largest N is first; other files of that pattern are left out.
+    """
+    names: list[str] = []
+    for pattern in patterns:
+        if "*" not in pattern:
+            names.append(pattern)
+            continue
+        matches = sorted(path.relative_to(folder).as_posix() for path in folder.glob(pattern))
+        if pattern.startswith("tokenizer.model."):
+            matches = sorted(filter(_version, matches), key=_version, reverse=True)
+        names += matches
+    return names
 
 
 def _version(name: str) -> tuple[int, ...]:
@@ -206,8 +200,8 @@ def _existing(folder: Path, name: str) -> Path | None:
 
 
 def _more_templates(folder: Path) -> list[Path]:
-    found = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
-    return [path for path in found if _existing(folder, path.relative_to(folder).as_posix())]
+    names = names_in(folder, [f"{MORE_TEMPLATES}/*.jinja"])
+    return [path for name in names if (path := _existing(folder, name))]
 
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ligermodels.checkpoint.files import MORE_TEMPLATES, SPECIAL_TOKENS, TEMPLATES, TOKENIZER
 from ligermodels.errors import HubError, TokenizerError
 from ligermodels.text.backend import Backend
-from ligermodels.text.files import MORE_TEMPLATES, TOKENIZER_FILES, TokenizerFiles, call_settings, versions
+from ligermodels.text.files import TokenizerFiles, call_settings, names_in
 from ligermodels.text.ranks import is_tiktoken
-
-_TOKENS = ("special_tokens_map.json", "added_tokens.json")
 
 
 def contents(
@@ -48,7 +47,7 @@ def contents(
         found = {name: data for name, data in found.items() if not name.endswith((".jinja", "chat_template.json"))}
         found |= {_template_name(name): text.encode() for name, text in files.templates.items()}
     if (files.named, files.extra_special, files.added) != (loaded.named, loaded.extra_special, loaded.added):
-        found = {name: data for name, data in found.items() if name not in _TOKENS}
+        found = {name: data for name, data in found.items() if name not in SPECIAL_TOKENS}
         # None removes a token that the class of transformers has by default.
         config |= dict.fromkeys(loaded.named) | dict(files.named)
         if files.extra_special != loaded.extra_special:
@@ -75,10 +74,9 @@ def write(target: Path, files: Mapping[str, bytes]) -> tuple[str, ...]:
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        names = (*TOKENIZER_FILES, *versions(target))
-        for path in (*(target / name for name in names), *(target / MORE_TEMPLATES).glob("*.jinja")):
-            if path.relative_to(target).as_posix() not in files:
-                path.unlink(missing_ok=True)
+        for name in names_in(target, (*TOKENIZER, *TEMPLATES)):
+            if name not in files:
+                (target / name).unlink(missing_ok=True)
         for name, data in files.items():
             path = target / name
             if path.is_file() and path.read_bytes() == data:

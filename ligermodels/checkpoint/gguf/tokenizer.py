@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ligermodels.checkpoint.files import MORE_TEMPLATES
 from ligermodels.errors import TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -87,7 +88,7 @@ def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) ->
         tokens = tokens[: len(types)]
         config = _settings(metadata, tokens)
         files = {
-            f"additional_chat_templates/{key.removeprefix('tokenizer.chat_template.')}.jinja": text.encode()
+            f"{MORE_TEMPLATES}/{key.removeprefix('tokenizer.chat_template.')}.jinja": text.encode()
             for key, text in metadata.items()
             if key.startswith("tokenizer.chat_template.")
         }
